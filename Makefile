@@ -1,0 +1,54 @@
+# `make train` and `make test` do everything on a machine that has only Python >= 3.11 and make.
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all unit lint types imports clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.crossbow-installed
+PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv and install the package with its development tools
+
+# The stamp comes last: an interrupted installation is taken up again, a changed list of dependencies installed again.
+$(STAMP): pyproject.toml constraints.txt
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  for python in $(PYTHONS); do \
+	    if $$python -c '$(NEW_ENOUGH)' 2>/dev/null; then \
+	      echo "creating $(VENV) with $$(command -v $$python)"; \
+	      $$python -m venv $(VENV) && break; \
+	      echo "error: $$python cannot create a virtual environment; install its venv module (python3-venv)." >&2; exit 2; \
+	    fi; \
+	  done; \
+	fi
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "error: Python 3.11 or newer is needed and was not found; install it or run make PYTHON=/path/to/python3." >&2; exit 2; }
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
+	@touch $@
+
+train: setup  ## train on the built-in digits and say where the results are
+	$(BIN)/python -m crossbow_py.train +experiment=digits
+
+test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: setup  ## the whole suite
+	$(BIN)/python -m pytest
+
+unit: setup  ## the unit tests alone
+	$(BIN)/python -m pytest tests/unit -m 'not slow'
+
+lint: setup  ## ruff
+	$(BIN)/python -m ruff check .
+
+types: setup  ## mypy
+	$(BIN)/python -m mypy
+
+imports: setup  ## import rules
+	$(BIN)/lint-imports --no-cache
+
+clean:  ## remove caches and build products; runs/ and .venv stay
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
