@@ -1,0 +1,39 @@
+"""Errors with an exit code: whose mistake it was decides what the process says and returns (DESIGN: exit codes)."""
+
+from __future__ import annotations
+
+
+class CrossbowError(Exception):
+    """Base of every error raised on purpose. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UserError(CrossbowError):
+    """The user's mistake: one sentence with the field, the rule, the value received and the remedy."""
+
+    exit_code = 2
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be used: missing, corrupted, or of another model or configuration."""
+
+
+class NonFiniteError(CrossbowError):
+    """A learner's loss or gradient norm stopped being finite and the policy is to stop."""
+
+    def __init__(self, learner: int, round_index: int, last_checkpoint: str | None) -> None:
+        self.learner, self.round_index, self.last_checkpoint = learner, round_index, last_checkpoint
+        good = f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
+        super().__init__(
+            f"learner {learner} went non-finite in round {round_index}; {good}. "
+            "Lower optimizer.learning_rate, set optimizer.clip_norm, or set on_nonfinite=reseed."
+        )
+
+
+class LearnerError(CrossbowError):
+    """A task failed with an exception: carries the task, its round and its stream; the cause is chained."""
+
+    def __init__(self, task: str, round_index: int, stream: str, cause: BaseException) -> None:
+        self.task, self.round_index, self.stream = task, round_index, stream
+        super().__init__(f"{task} failed in round {round_index} on {stream}: {type(cause).__name__}: {cause}")

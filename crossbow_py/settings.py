@@ -1,0 +1,153 @@
+"""Settings: frozen dataclasses beside their owner, checked alike from the command line and from Python.
+
+A settings class names its config group in `GROUP`, declares each field with `setting(...)` and calls `check(self)` in
+`__post_init__`. `from_mapping` builds one from plain parsed YAML. Every mistake is one `UserError` sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import operator
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from crossbow_py.errors import UserError
+
+T = TypeVar("T")
+
+_LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": ("at least", operator.ge),
+    "above": ("greater than", operator.gt),
+    "maximum": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with its one-line meaning and its limits (inclusive `minimum`/`maximum`, exclusive others)."""
+    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    if isinstance(default, dict | list):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check(settings: Any) -> None:
+    """Check the types and limits of every field. Raises UserError naming the field, the rule and the value."""
+    group = getattr(type(settings), "GROUP", "")
+    hints = typing.get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        path = f"{group}.{field.name}" if group else field.name
+        value = getattr(settings, field.name)
+        if not _fits(value, hints[field.name]):
+            raise UserError(f"{path} must be {_describe(hints[field.name])}, got {value!r}.")
+        for number in value if isinstance(value, tuple) else (value,):
+            _check_limits(path, number, field.metadata)
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build settings class `cls` from plain values. Lists become tuples; unknown keys are refused with a suggestion."""
+    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}.")
+    hints = typing.get_type_hints(cls)
+    return cls(**{key: _convert(value, hints[key]) for key, value in values.items()})
+
+
+def to_mapping(settings: Any) -> dict[str, Any]:
+    """Plain values (dict, list, str, int, float, bool, None) of a settings object, nested ones included."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(settings))
+    return plain
+
+
+def suggestion(word: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean 'x'?` or, when nothing is near, the list of what is known."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Only what cannot lose anything: whole numbers to float where a float is wanted, lists to tuples."""
+    options = _options(hint)
+    if isinstance(value, list):
+        item = next((typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple), None)
+        return tuple(_convert(entry, item) if item else entry for entry in value)
+    if isinstance(value, int) and not isinstance(value, bool) and float in options and int not in options:
+        return float(value)
+    return value
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    return any(_fits_one(value, option) for option in _options(hint))
+
+
+def _fits_one(value: Any, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if hint is Any:
+        return True
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if origin is tuple:
+        item = typing.get_args(hint)[0]
+        return isinstance(value, tuple) and all(_fits(entry, item) for entry in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float) if hint is float else isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    words = []
+    for option in _options(hint):
+        if option is type(None):
+            words.append("null")
+        elif typing.get_origin(option) is typing.Literal:
+            words.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        elif typing.get_origin(option) is tuple:
+            words.append(f"a list, each {_describe(typing.get_args(option)[0])}")
+        else:
+            words.append(_WORDS.get(typing.get_origin(option) or option, getattr(option, "__name__", str(option))))
+    return " or ".join(words)
+
+
+def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    if value != value:
+        raise UserError(f"{path} must be a number, got {value}.")
+    for name, (words, holds) in _LIMITS.items():
+        limit = metadata.get(name)
+        if limit is not None and not holds(value, limit):
+            raise UserError(f"{path} must be {words} {limit}, got {value}.")
