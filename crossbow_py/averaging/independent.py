@@ -1,0 +1,24 @@
+"""No averaging: K models trained side by side, evaluated and saved singly. The first step towards packs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.settings import check
+
+
+@dataclass(frozen=True)
+class Independent(AveragingRule):
+    """Learners that never meet: every learner sees every sample and there is no central average model."""
+
+    NAME: ClassVar[str] = "independent"
+    has_central_model: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def linear_round(self, round_index: int, num_learners: int) -> LinearRound | None:
+        """Never a correction."""
+        return None

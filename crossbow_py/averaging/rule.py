@@ -1,0 +1,56 @@
+"""What an averaging rule declares: coefficients on (w, z), what is summed over learners, what is all-reduced and when.
+
+A rule whose round is linear in (w, z) returns a `LinearRound`; the engine then applies, for K learners on all devices,
+
+    c_j  ← correction · (w_j − z)                       per learner, before its gradient step
+    s    ← Σ_j c_j                                      summed on the device in learner order, then all-reduced [P]
+    z'   ← z + gain · s + momentum · (z − z_prev)       alike on every device; z_prev ← z
+
+A rule that is not linear overrides `corrections` and `average`, the stacked reference path.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearRound:
+    """Coefficients of one round that averages."""
+
+    correction: float
+    gain: float
+    momentum: float
+
+
+class AveragingRule(ABC):
+    """Base of every rule. Frozen settings, no state: z and z_prev belong to the bank."""
+
+    GROUP: ClassVar[str] = "averaging"
+    NAME: ClassVar[str]
+    has_central_model: ClassVar[bool]  # and so: learners share an epoch's samples out among them
+    restart_on_drop: bool = False
+    restart_momentum: str = "reset"
+    batch_norm: str = "mean"
+    recalibration_batches: int = 0
+
+    @abstractmethod
+    def linear_round(self, round_index: int, num_learners: int) -> LinearRound | None:
+        """Coefficients for this round, or None when nothing is averaged in it."""
+
+    def corrections(self, out: list[Tensor], weights: list[Tensor], z: list[Tensor], coefficients: LinearRound) -> None:
+        """Write c_j = correction · (w_j − z) of one learner into `out`; all are flat views, one a parameter."""
+        torch._foreach_copy_(out, weights)
+        torch._foreach_sub_(out, z)
+        torch._foreach_mul_(out, coefficients.correction)
+
+    def average(self, z: Tensor, z_prev: Tensor, total: Tensor, coefficients: LinearRound) -> None:
+        """Move z by the all-reduced sum of corrections `total` [P], in place; afterwards z_prev is the old z."""
+        step = (z - z_prev).mul_(coefficients.momentum).add_(total, alpha=coefficients.gain)
+        z_prev.copy_(z)
+        z.add_(step)

@@ -1,0 +1,77 @@
+"""What holds for every test: fixed seeds, one intra-op thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("house")
+
+# Set by pytest itself, or once by a library for its own process when it is first used.
+UNWATCHED_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_", "TF_", "GRPC_", "MPL")
+SECONDS_TO_END = 2.0
+
+
+def pytest_configure() -> None:
+    """Small tensors are slower on many threads than on one, and results should not hang on the number of cores."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped on a machine without CUDA."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same generator states."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test ends with the threads, the environment and torch's global settings it began with."""
+    threads, environment, torch_settings = set(threading.enumerate()), _environment(), _torch_settings()
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in threads and not thread.daemon]
+    for thread in left:
+        thread.join(SECONDS_TO_END)
+    alive = [thread.name for thread in left if thread.is_alive()]
+    assert not alive, f"threads left running: {alive}"
+    after, torch_after = _environment(), _torch_settings()
+    _restore(environment, torch_settings)
+    changed = sorted(name for name in environment.keys() | after.keys() if environment.get(name) != after.get(name))
+    assert not changed, f"environment variables left changed: {changed}"
+    assert torch_after == torch_settings, f"torch's (threads, dtype, gradients) left at {torch_after}"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(UNWATCHED_VARIABLES)}
+
+
+def _torch_settings() -> tuple[int, torch.dtype, bool]:
+    return torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+def _restore(environment: dict[str, str], torch_settings: tuple[int, torch.dtype, bool]) -> None:
+    for name in _environment().keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    threads, dtype, gradients = torch_settings
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(gradients)

@@ -1,0 +1,98 @@
+"""Small engines for tests: real parts, tiny models, float64 where exactness is the question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.averaging import SMA, AveragingRule
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.data.feed import make_feed
+from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.optimizers import SGD, Optimizer
+from crossbow_py.engine.precision import FP64, Precision
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.rounds import Round, RoundTasks
+
+CPU = torch.device("cpu")
+
+
+def linear_model() -> nn.Module:
+    """4 features, 3 classes; the same weights every time."""
+    model = nn.Linear(4, 3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(generator=generator)
+    return model
+
+
+def norm_model() -> nn.Module:
+    """A small convolutional network with BatchNorm, channels-last blocks and a frozen parameter."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    model[5].bias.requires_grad_(False)
+    return model
+
+
+def features(num_samples: int, shape: tuple[int, ...] = (4,), num_classes: int = 3) -> tuple[Tensor, Tensor]:
+    """Random inputs and targets, always the same."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn((num_samples, *shape), generator=generator)
+    return inputs, torch.randint(0, num_classes, (num_samples,), generator=generator)
+
+
+def make_tasks(
+    make_model: Callable[[], nn.Module] = linear_model,
+    *,
+    num_learners: int = 2,
+    optimizer: Optimizer = SGD(),
+    rule: AveragingRule = SMA(),
+    data: tuple[Tensor, Tensor] | None = None,
+    batch_size: int = 4,
+    precision: Precision = FP64,
+    seed: int = 0,
+) -> RoundTasks:
+    """Task bodies over a bank on CPU."""
+    bank = ReplicaBank(make_model, num_learners, device=CPU, precision=precision, state_names=optimizer.STATE)
+    feed = make_feed(data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute)
+    return RoundTasks(
+        bank,
+        optimizer=optimizer,
+        rule=rule,
+        feed=feed,
+        loss=nn.functional.cross_entropy,
+        seed=seed,
+        collective=Collective(),
+    )
+
+
+def plan(tasks: RoundTasks, index: int, learning_rate: float = 0.1) -> Round:
+    """Round `index` at a constant learning rate, the stream shared out among the learners."""
+    learners, size = tasks.bank.num_learners, tasks.feed.batch_size
+    return Round(
+        index=index,
+        starts=tuple((index * learners + learner) * size for learner in range(learners)),
+        learning_rates=(learning_rate,) * learners,
+        averaging=tasks.rule.linear_round(index, learners),
+    )
+
+
+def run_rounds(tasks: RoundTasks, executor: str, num_rounds: int, learning_rate: float = 0.1) -> list[float]:
+    """Run rounds through an executor; returns every loss, in round and learner order."""
+    runner: Executor = EXECUTORS[executor](tasks)
+    try:
+        outcomes = [o for n in range(num_rounds) for o in runner.submit(plan(tasks, n, learning_rate))]
+        outcomes += runner.drain()
+    finally:
+        runner.close()
+    return [loss for outcome in outcomes for loss in outcome.losses]
