@@ -1,0 +1,1 @@
+"""The engine: the bank of replicas, tasks, scheduler, executors and optimizers."""

@@ -1,0 +1,59 @@
+"""What every executor promises: rounds go in, outcomes come out in order, one round late."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
+from crossbow_py.engine.scheduler import Launch, Scheduler
+
+
+class Executor(ABC):
+    """Runs rounds. Used from one thread; `submit` keeps at most one round in flight behind the one submitted.
+
+    A round is polled only after the next one is submitted, so streams never run dry while the caller plans; the
+    delay is part of the contract, so that policies act at the same round whatever the executor.
+    """
+
+    NAME: str
+
+    def __init__(self, tasks: RoundTasks) -> None:
+        self.tasks = tasks
+        self.scheduler = Scheduler(tasks.bank.num_learners)
+        self._in_flight: deque[RoundOutcome] = deque()
+
+    def submit(self, plan: Round) -> list[RoundOutcome]:
+        """Issue a round; wait for the one before and return its outcome (none for the first after a drain).
+
+        Raises LearnerError when a task failed.
+        """
+        outcome = RoundOutcome(plan)
+        self._issue(self.scheduler.round(plan.index, plan.averaging is not None), outcome)
+        self._in_flight.append(outcome)
+        return self._collect(leave=1)
+
+    def drain(self) -> list[RoundOutcome]:
+        """Wait for everything in flight; afterwards the bank may be read and changed by the caller."""
+        outcomes = self._collect(leave=0)
+        self.scheduler.synchronize()
+        return outcomes
+
+    def _collect(self, leave: int) -> list[RoundOutcome]:
+        outcomes = []
+        while len(self._in_flight) > leave:
+            outcome = self._in_flight.popleft()
+            self._wait(outcome)
+            outcomes.append(outcome)
+        return outcomes
+
+    @abstractmethod
+    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+        """Start a round's tasks, or run them."""
+
+    @abstractmethod
+    def _wait(self, outcome: RoundOutcome) -> None:
+        """Block until the round's last task is over."""
+
+    def close(self) -> None:
+        """Stop threads and release streams. Does not raise; tasks not yet started are dropped."""

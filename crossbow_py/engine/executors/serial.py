@@ -1,0 +1,26 @@
+"""One task after another in the calling thread: the oracle every other executor is compared with."""
+
+from __future__ import annotations
+
+from crossbow_py.engine.executors.base import Executor
+from crossbow_py.engine.rounds import RoundOutcome
+from crossbow_py.engine.scheduler import Launch
+from crossbow_py.errors import CrossbowError, LearnerError
+
+
+class SerialExecutor(Executor):
+    """Runs launches in issue order, on any device, with torch's own intra-op threads."""
+
+    NAME = "serial"
+
+    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+        for launch in launches:
+            try:
+                self.tasks.run(launch.task, outcome)
+            except CrossbowError:
+                raise
+            except Exception as error:
+                raise LearnerError(str(launch.task), outcome.plan.index, launch.stream, error) from error
+
+    def _wait(self, outcome: RoundOutcome) -> None:
+        """Tasks were over when they were issued."""

@@ -1,0 +1,114 @@
+"""CPU executor: a thread a stream, one intra-op thread each, so K small models fill K cores.
+
+PyTorch releases the interpreter lock inside operators and the whole backward pass, so learners really run side by
+side. Two intra-op threads on one small batch lose to one: the parallel regions are shorter than their barriers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from crossbow_py.engine.executors.base import Executor
+from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
+from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
+from crossbow_py.engine.tasks import Task
+from crossbow_py.errors import CrossbowError, LearnerError
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A launch on its way: what to run, what to wait for, and the event that says it is over."""
+
+    launch: Launch
+    outcome: RoundOutcome
+    after: tuple[threading.Event, ...]
+    over: threading.Event
+
+
+class ThreadsExecutor(Executor):
+    """One thread per learner stream and one for the averaging stream.
+
+    The first failure is kept; every task after it is skipped, its event still set, so nothing waits for ever.
+    """
+
+    NAME = "threads"
+
+    def __init__(self, tasks: RoundTasks) -> None:
+        super().__init__(tasks)
+        keep_freed_memory()
+        self._failure: CrossbowError | None = None
+        self._events: dict[Task, threading.Event] = {}
+        self._last_of_round: dict[int, list[threading.Event]] = {}
+        streams = [learner_stream(j) for j in range(tasks.bank.num_learners)] + [AVERAGING_STREAM]
+        self._queues: dict[str, queue.SimpleQueue[_Entry | None]] = {name: queue.SimpleQueue() for name in streams}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(entries,), name=f"crossbow {name}", daemon=True)
+            for name, entries in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+        index = outcome.plan.index
+        previous = {task: event for task, event in self._events.items() if task.round_index < index}
+        events = {launch.task: threading.Event() for launch in launches}
+        self._events = {**previous, **events}
+        for launch in launches:
+            after = tuple(self._events[task] for task in launch.after if task in self._events)
+            self._queues[launch.stream].put(_Entry(launch, outcome, after, events[launch.task]))
+        self._last_of_round[index] = list(events.values())
+
+    def _wait(self, outcome: RoundOutcome) -> None:
+        for event in self._last_of_round.pop(outcome.plan.index):
+            event.wait()
+        # Tasks that are over are forgotten; a later task that names one has nothing to wait for.
+        self._events = {task: event for task, event in self._events.items() if not event.is_set()}
+        if self._failure:
+            raise self._failure
+
+    def _serve(self, entries: queue.SimpleQueue[_Entry | None]) -> None:
+        torch.set_num_threads(1)  # of this thread alone: OpenMP keeps the setting per thread
+        while (entry := entries.get()) is not None:
+            for event in entry.after:
+                event.wait()
+            if self._failure is None:
+                self._run(entry)
+            entry.over.set()
+            del entry
+
+    def _run(self, entry: _Entry) -> None:
+        try:
+            self.tasks.run(entry.launch.task, entry.outcome)
+        except CrossbowError as error:
+            self._failure = error
+        except Exception as error:
+            failure = LearnerError(str(entry.launch.task), entry.outcome.plan.index, entry.launch.stream, error)
+            failure.__cause__ = error
+            self._failure = failure
+
+    def close(self) -> None:
+        """Let running tasks end, drop the rest, and join the threads."""
+        self._failure = self._failure or CrossbowError("the executor is closed")
+        for entries in self._queues.values():
+            entries.put(None)
+        for thread in self._threads:
+            thread.join()
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep freed blocks instead of returning them to the kernel after every round.
+
+    Activations are freed and allocated again each round; by default each time costs page faults (measured on two
+    cores, ResNet-32 b=16: 1.6 × 10⁵ faults in 60 rounds against 4 × 10³). Elsewhere than glibc nothing is done.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_M_MMAP_THRESHOLD, 2**30)

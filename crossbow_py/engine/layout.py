@@ -1,0 +1,147 @@
+"""Where a parameter lives: blocks `[rows, numel]`, 128-byte aligned, all blocks in one allocation.
+
+The same order serves the bank (rows = capacity) and flat vectors such as z (rows = 1): decayed | undecayed | frozen.
+4-D weights are channels-last inside their block, so a prefix of K rows, viewed as `[K·O, I, H, W]`, is one
+channels-last grouped-convolution weight without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT_BYTES = 128
+Kind = Literal["decayed", "undecayed", "frozen"]
+_ORDER: tuple[Kind, ...] = ("decayed", "undecayed", "frozen")
+_NORMS = (
+    nn.modules.batchnorm._NormBase,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+    nn.LocalResponseNorm,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One parameter or buffer: its name in the module, shape `[*shape]`, number of values, and place in the order."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An order of blocks. Offsets follow from the number of rows, so bank and flat vectors share one description."""
+
+    blocks: tuple[Block, ...]
+    channels_last: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Block names, in order."""
+        return tuple(block.name for block in self.blocks)
+
+    @property
+    def num_values(self) -> int:
+        """P: values of one replica, padding not counted."""
+        return sum(block.numel for block in self.blocks)
+
+    def count(self, *kinds: Kind) -> int:
+        """How many blocks are of these kinds."""
+        return sum(block.kind in kinds for block in self.blocks)
+
+
+class Rows:
+    """A buffer of `rows` replicas of a layout: one tensor, and views by row, by name and stacked.
+
+    Args:
+        layout: the blocks and their order.
+        rows: number of rows; 1 makes a flat vector.
+        dtype, device: of the storage.
+    """
+
+    def __init__(self, layout: Layout, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.num_rows = layout, rows
+        step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        self._offsets: list[int] = []
+        total = 0
+        for block in layout.blocks:
+            self._offsets.append(total)
+            total += -(-rows * block.numel // step) * step
+        self.storage = torch.zeros(total, dtype=dtype, device=device)
+        self._rows = [self._flat_views(row) for row in range(rows)]
+
+    def _flat_views(self, row: int) -> list[Tensor]:
+        starts = (offset + row * block.numel for offset, block in zip(self._offsets, self.layout.blocks, strict=True))
+        return [
+            self.storage[start : start + block.numel] for start, block in zip(starts, self.layout.blocks, strict=True)
+        ]
+
+    def flat(self, row: int = 0) -> list[Tensor]:
+        """Views `[numel]` of a row, one a block, in layout order."""
+        return self._rows[row]
+
+    def shaped(self, row: int = 0) -> dict[str, Tensor]:
+        """Views `[*shape]` of a row by name; 4-D ones are channels-last in memory."""
+        return {
+            block.name: self._shape(view, (), block)
+            for block, view in zip(self.layout.blocks, self._rows[row], strict=True)
+        }
+
+    def stacked(self, num_rows: int) -> dict[str, Tensor]:
+        """Views `[K, *shape]` of the first `num_rows` rows by name, contiguous along K."""
+        views = {}
+        for offset, block in zip(self._offsets, self.layout.blocks, strict=True):
+            prefix = self.storage[offset : offset + num_rows * block.numel]
+            views[block.name] = self._shape(prefix, (num_rows,), block)
+        return views
+
+    def _shape(self, view: Tensor, lead: tuple[int, ...], block: Block) -> Tensor:
+        if self.layout.channels_last and len(block.shape) == 4:
+            out, channels, height, width = block.shape
+            k = len(lead)
+            return view.view(*lead, out, height, width, channels).movedim(-1, k + 1)
+        return view.view(*lead, *block.shape)
+
+    def load(self, row: int, values: Mapping[str, Tensor]) -> None:
+        """Copy tensors by name into a row; names the layout does not know are ignored."""
+        for name, view in self.shaped(row).items():
+            view.copy_(values[name].detach())
+
+    def copy_row(self, row: int, source: Rows, source_row: int = 0) -> None:
+        """row ← source's row, block by block."""
+        torch._foreach_copy_(self.flat(row), source.flat(source_row))
+
+    def zero_row(self, row: int) -> None:
+        """Set a row to zero."""
+        torch._foreach_zero_(self.flat(row))
+
+
+def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:
+    """The layout of a module's parameters; tied parameters are stored once, under their first name."""
+    norm_parameters = {id(p) for m in module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
+
+    def kind(parameter: nn.Parameter) -> Kind:
+        if not parameter.requires_grad:
+            return "frozen"
+        return "undecayed" if parameter.ndim < 2 or id(parameter) in norm_parameters else "decayed"
+
+    blocks = [Block(name, tuple(p.shape), p.numel(), kind(p)) for name, p in module.named_parameters()]
+    return Layout(tuple(sorted(blocks, key=lambda block: _ORDER.index(block.kind))), channels_last)
+
+
+def buffer_layout(module: nn.Module) -> Layout:
+    """The layout of a module's floating-point buffers (BatchNorm running statistics and the like)."""
+    blocks: Sequence[Block] = [
+        Block(name, tuple(b.shape), b.numel(), "frozen")
+        for name, b in module.named_buffers()
+        if b.is_floating_point()
+    ]
+    return Layout(tuple(blocks), channels_last=False)

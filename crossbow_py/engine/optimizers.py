@@ -1,0 +1,161 @@
+"""Optimizers over rows of the bank, with per-learner hyper-parameters.
+
+Each class is the settings of its rule (frozen) and the pure update of one learner's row. An update works in place on
+parallel lists of flat parameter views; the first `num_decayed` entries take weight decay, and all of them when
+`decay_norm_and_bias` is set. The learner's correction c_j is applied by the caller, from the weights before the step.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from crossbow_py.errors import UserError
+from crossbow_py.settings import check, setting
+
+PerLearner = float | tuple[float, ...]
+
+
+def for_learner(value: PerLearner, learner: int) -> float:
+    """The learner's own value of a hyper-parameter given once for all, or as a list with one entry a learner."""
+    return value[learner] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Optimizer(ABC):
+    """Base of every optimizer: settings, the names of its state rows, and the update of one learner."""
+
+    GROUP: ClassVar[str] = "optimizer"
+    NAME: ClassVar[str]
+    STATE: ClassVar[tuple[str, ...]]
+
+    learning_rate: PerLearner
+    clip_norm: float | None
+    decay_norm_and_bias: bool
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def check_learners(self, num_learners: int) -> None:
+        """Raise UserError when a per-learner list has not one entry a learner."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, tuple) and len(value) != num_learners:
+                raise UserError(
+                    f"optimizer.{field.name} lists {len(value)} values for {num_learners} learners; "
+                    "give one value for all, or one for each learner."
+                )
+
+    @abstractmethod
+    def step(
+        self,
+        learner: int,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        state: Mapping[str, list[Tensor]],
+        *,
+        num_decayed: int,
+        learning_rate: float,
+        step_count: int,
+    ) -> None:
+        """Apply step number `step_count` (from 1) of `learner` to `weights` in place; `gradients` are scratch."""
+
+    def _decayed(self, tensors: list[Tensor], num_decayed: int) -> list[Tensor]:
+        return tensors if self.decay_norm_and_bias else tensors[:num_decayed]
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, in torch.optim.SGD's form (dampening 0)::
+
+        u ← m·u + (g + λ·w);    w ← w − γ·u          or, with Nesterov,  w ← w − γ·(g + λ·w + m·u)
+    """
+
+    NAME: ClassVar[str] = "sgd"
+    STATE: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    learning_rate: PerLearner = setting(0.1, "γ before the schedule; a list gives each learner its own", minimum=0)
+    momentum: PerLearner = setting(0.9, "m, the learner's own momentum", minimum=0, below=1)
+    weight_decay: PerLearner = setting(0.0, "λ, L2 term added to the gradient", minimum=0)
+    nesterov: bool = setting(False, "Nesterov's form of momentum")
+    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
+    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
+
+    def step(
+        self,
+        learner: int,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        state: Mapping[str, list[Tensor]],
+        *,
+        num_decayed: int,
+        learning_rate: float,
+        step_count: int,
+    ) -> None:
+        """See the class equation; `state["momentum"]` is u."""
+        momentum, decay = for_learner(self.momentum, learner), for_learner(self.weight_decay, learner)
+        if decay:
+            torch._foreach_add_(self._decayed(gradients, num_decayed), self._decayed(weights, num_decayed), alpha=decay)
+        if momentum:
+            velocity = state["momentum"]
+            torch._foreach_mul_(velocity, momentum)
+            torch._foreach_add_(velocity, gradients)
+            if self.nesterov:
+                torch._foreach_add_(gradients, velocity, alpha=momentum)
+            else:
+                gradients = velocity
+        torch._foreach_add_(weights, gradients, alpha=-learning_rate)
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), in torch.optim.AdamW's form; t is per learner::
+
+        a ← β1·a + (1−β1)·g;   v ← β2·v + (1−β2)·g²
+        w ← (1 − γ·λ)·w − γ · (a / (1−β1^t)) / (√(v / (1−β2^t)) + ε)
+    """
+
+    NAME: ClassVar[str] = "adamw"
+    STATE: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    learning_rate: PerLearner = setting(0.001, "γ before the schedule; a list gives each learner its own", minimum=0)
+    beta1: PerLearner = setting(0.9, "decay of the gradient average", minimum=0, below=1)
+    beta2: PerLearner = setting(0.999, "decay of the squared gradient average", minimum=0, below=1)
+    epsilon: float = setting(1e-8, "added to the denominator", above=0)
+    weight_decay: PerLearner = setting(0.01, "λ, decoupled weight decay", minimum=0)
+    decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
+    clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
+
+    def step(
+        self,
+        learner: int,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        state: Mapping[str, list[Tensor]],
+        *,
+        num_decayed: int,
+        learning_rate: float,
+        step_count: int,
+    ) -> None:
+        """See the class equation; `state` holds a and v."""
+        beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
+        decay = for_learner(self.weight_decay, learner)
+        if decay:
+            torch._foreach_mul_(self._decayed(weights, num_decayed), 1 - learning_rate * decay)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        denominators = torch._foreach_sqrt(second)
+        torch._foreach_div_(denominators, math.sqrt(1 - beta2**step_count))
+        torch._foreach_add_(denominators, self.epsilon)
+        torch._foreach_addcdiv_(weights, first, denominators, -learning_rate / (1 - beta1**step_count))
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {SGD.NAME: SGD, AdamW.NAME: AdamW}

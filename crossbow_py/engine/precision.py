@@ -1,0 +1,76 @@
+"""Number formats: float32 masters always, and the format a model computes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from crossbow_py.errors import UserError
+
+PrecisionName = Literal["auto", "fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`master` holds weights, state and averages; `compute` is the dtype of activations and of the weights used."""
+
+    name: str
+    master: torch.dtype
+    compute: torch.dtype
+
+    @property
+    def has_shadow(self) -> bool:
+        """Whether models run on a lower-precision copy of the weights."""
+        return self.master != self.compute
+
+
+FP32 = Precision("fp32", torch.float32, torch.float32)
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+FP64 = Precision("fp64", torch.float64, torch.float64)  # the reference in exactness tests; not on the command line
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether bfloat16 has matrix instructions here: AMX or AVX512-BF16 on CPU, any GPU that supports it."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def choose_precision(name: PrecisionName, device: torch.device) -> Precision:
+    """`auto` is bf16 where it is fast and fp32 elsewhere."""
+    if name == "auto":
+        return BF16 if has_fast_bf16(device) else FP32
+    return BF16 if name == "bf16" else FP32
+
+
+def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """`auto` is CUDA when there is one. Raises UserError for `cuda` without CUDA."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but no CUDA device is visible here; set device=cpu or device=auto.")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def full_precision_parameters(module: nn.Module) -> set[str]:
+    """Names of parameters that stay in master precision under bf16: BatchNorm's, whose sums need the digits."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._NormBase)
+        for name, _ in child.named_parameters(recurse=False)
+    }
+
+
+def cast_module(module: nn.Module, precision: Precision) -> nn.Module:
+    """Cast a whole model for running it outside the bank (evaluation), as the bank's rows are."""
+    full = full_precision_parameters(module)
+    for name, parameter in module.named_parameters():
+        parameter.data = parameter.data.to(precision.master if name in full else precision.compute)
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(precision.master)
+    return module

@@ -1,0 +1,258 @@
+"""The bank of replicas: K models of one architecture, their gradients and optimizer state, and the average model z.
+
+Ownership: learner j's stream writes row j of every buffer; the averaging stream writes z, z_prev and `total`.
+Nothing here synchronises; executors order the accesses.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.engine.dropout import replace_dropout
+from crossbow_py.engine.layout import Rows, buffer_layout, parameter_layout
+from crossbow_py.engine.precision import Precision, full_precision_parameters
+
+
+class ReplicaBank:
+    """K replicas of one architecture in one allocation.
+
+    Args:
+        make_model: `() -> nn.Module`; called once, all replicas start as copies of it.
+        num_learners: K.
+        device, precision: where rows live; master dtype of rows, and compute dtype of the modules.
+        state_names: optimizer state rows to keep (`Optimizer.STATE`).
+        capacity: rows allocated, at least K (default K).
+        channels_last: store 4-D weights channels-last.
+
+    Attributes:
+        weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
+        z, z_prev, total: `Rows` of one row, P values: average model, the one before, sum of the last corrections.
+        step_counts: optimizer steps taken, per learner.
+    """
+
+    def __init__(
+        self,
+        make_model: Callable[[], nn.Module],
+        num_learners: int,
+        *,
+        device: torch.device,
+        precision: Precision,
+        state_names: tuple[str, ...],
+        capacity: int | None = None,
+        channels_last: bool = True,
+    ) -> None:
+        self.device, self.precision, self.state_names = device, precision, state_names
+        self.template = make_model().to(device)
+        self.layout = parameter_layout(self.template, channels_last)
+        self.buffer_layout = buffer_layout(self.template)
+        self.num_decayed = self.layout.count("decayed")
+        self.num_trained = self.layout.count("decayed", "undecayed")
+        self.num_learners = num_learners
+        self._allocate(max(capacity or num_learners, num_learners))
+        self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3))
+        self.z.load(0, dict(self.template.named_parameters()))
+        self.z_prev.copy_row(0, self.z)
+        for learner in range(num_learners):
+            self.reset_learner(learner)
+            self.buffers.load(learner, dict(self.template.named_buffers()))
+
+    def _rows(self, rows: int) -> Rows:
+        return Rows(self.layout, rows, self.precision.master, self.device)
+
+    def _allocate(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.weights, self.gradients, self.corrections = (self._rows(capacity) for _ in range(3))
+        self.state = {name: self._rows(capacity) for name in self.state_names}
+        self.buffers = Rows(self.buffer_layout, capacity, self.precision.master, self.device)
+        self.shadow = self.weights
+        if self.precision.has_shadow:
+            self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device)
+        self.step_counts = [0] * capacity
+        self.generators = [torch.Generator(self.device) for _ in range(capacity)]
+        self._modules = [self._bind(learner) for learner in range(capacity)]
+        # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
+        self._trained = [
+            [dict(module.named_parameters())[name] for name in self.layout.names[: self.num_trained]]
+            for module in self._modules
+        ]
+        self._gradient_views = [
+            list(self.gradients.shaped(learner).values())[: self.num_trained] for learner in range(capacity)
+        ]
+
+    def _bind(self, learner: int) -> nn.Module:
+        """An ordinary module whose parameters and float buffers are views of row `learner`.
+
+        Bound with `p.data = view`: a Parameter built on a view would share its version counter with every row.
+        """
+        module = copy.deepcopy(self.template)
+        replace_dropout(module, self.generators[learner])
+        full = full_precision_parameters(module)
+        master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
+        for name, parameter in module.named_parameters():
+            parameter.data = master[name] if name in full else shadow[name]
+        buffers = self.buffers.shaped(learner)
+        for name, buffer in module.named_buffers():
+            if name in buffers:
+                buffer.data = buffers[name]
+        return module.train()
+
+    def module(self, learner: int) -> nn.Module:
+        """Learner's model on its row, in training mode."""
+        return self._modules[learner]
+
+    def trained_parameters(self, learner: int) -> list[nn.Parameter]:
+        """The parameters autograd differentiates, in layout order."""
+        return self._trained[learner]
+
+    def store_gradients(self, learner: int, gradients: tuple[Tensor | None, ...]) -> None:
+        """G row ← gradients, cast to master precision; a missing gradient is zero."""
+        views = self._gradient_views[learner]
+        present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+        torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+        for view, gradient in zip(views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+
+    def trained(self, rows: Rows, row: int = 0) -> list[Tensor]:
+        """Flat views of the trained (decayed and undecayed) blocks of a row."""
+        return rows.flat(row)[: self.num_trained]
+
+    def refresh_shadow(self, learner: int) -> None:
+        """Write the compute-precision copy of a row after its weights moved. Nothing to do in one precision."""
+        if self.precision.has_shadow:
+            self.shadow.copy_row(learner, self.weights, learner)
+
+    def stacked(self) -> dict[str, Tensor]:
+        """Active weights `{name: [K, *shape]}`, contiguous along K."""
+        return self.weights.stacked(self.num_learners)
+
+    def reset_learner(self, learner: int) -> None:
+        """w_j ← z with zero optimizer state: what a new learner starts from."""
+        self.weights.copy_row(learner, self.z)
+        self.corrections.zero_row(learner)
+        for rows in self.state.values():
+            rows.zero_row(learner)
+        self.step_counts[learner] = 0
+        self.refresh_shadow(learner)
+
+    def resize(self, num_learners: int) -> None:
+        """Grow or shrink to K = `num_learners`, between rounds. Within capacity no live row moves.
+
+        A new learner is a copy of z with zero state and the mean BatchNorm statistics; growing from 1 first sets
+        z = z_prev = w, shrinking to 1 sets w = z.
+        """
+        before = self.num_learners
+        if before == 1 and num_learners > 1:
+            self.adopt_learner()
+        buffers = self.central_buffers()
+        if num_learners > self.capacity:
+            saved = self.state_dict()
+            self.num_learners = num_learners
+            self._allocate(num_learners)
+            self._load_rows(saved, before)
+        self.num_learners = num_learners
+        for learner in range(before, num_learners):
+            self.reset_learner(learner)
+            self.buffers.load(learner, buffers)
+        if num_learners == 1 and before > 1:
+            self.weights.copy_row(0, self.z)
+            self.refresh_shadow(0)
+            self.buffers.load(0, buffers)
+
+    def reseed(self, learner: int, healthy: Sequence[int]) -> None:
+        """w_j ← z, zero state, and the mean BatchNorm statistics of `healthy` learners. Touches no other row."""
+        self.reset_learner(learner)
+        self.buffers.load(learner, self.central_buffers(healthy))
+
+    def restart(self, momentum: str) -> None:
+        """SMA's restart: w_j ← z and z_prev ← z. Optimizer state per `momentum`: reset (zero), keep or average."""
+        if self.num_learners == 1:
+            return
+        active = range(self.num_learners)
+        if momentum == "average":
+            for rows in self.state.values():
+                for stacked in rows.stacked(self.num_learners).values():
+                    stacked.copy_(stacked.mean(0, keepdim=True).expand_as(stacked))
+        for learner in active:
+            if momentum == "reset":
+                self.reset_learner(learner)
+            self.weights.copy_row(learner, self.z)
+            self.refresh_shadow(learner)
+        self.z_prev.copy_row(0, self.z)
+
+    def adopt_learner(self) -> None:
+        """z ← z_prev ← w of the only learner (K = 1 is plain SGD: z is w)."""
+        self.z.copy_row(0, self.weights, 0)
+        self.z_prev.copy_row(0, self.z)
+
+    def central_buffers(self, learners: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """Float buffers of z: the mean of the learners' (default all), variances with the between-learner term."""
+        chosen = list(range(self.num_learners) if learners is None else learners)
+        stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
+        means = {name: rows.mean(0) for name, rows in stacked.items()}
+        for name, rows in stacked.items():
+            if name.endswith("running_var"):
+                of_means = stacked[name.removesuffix("running_var") + "running_mean"]
+                means[name] = rows.mean(0) + of_means.var(0, correction=0)
+        return means
+
+    def central_state(self) -> dict[str, Tensor]:
+        """The average model as a module state dict (tied parameters once); with K = 1 it is the learner."""
+        if self.num_learners == 1:
+            return self.learner_state(0)
+        return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers()}
+
+    def learner_state(self, learner: int) -> dict[str, Tensor]:
+        """One learner's model as a module state dict (views of its row)."""
+        return {
+            **self._integer_buffers(learner),
+            **self.weights.shaped(learner),
+            **self.buffers.shaped(learner),
+        }
+
+    def _integer_buffers(self, learner: int) -> dict[str, Tensor]:
+        named = self._modules[learner].named_buffers()
+        return {name: buffer for name, buffer in named if not buffer.is_floating_point()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of the active rows, by name and stacked `[K, *shape]`: independent of capacity and alignment."""
+        k = self.num_learners
+        return {
+            "num_learners": k,
+            "weights": _clone(self.weights.stacked(k)),
+            "state": {name: _clone(rows.stacked(k)) for name, rows in self.state.items()},
+            "buffers": _clone(self.buffers.stacked(k)),
+            "integer_buffers": [_clone(self._integer_buffers(j)) for j in range(k)],
+            "step_counts": self.step_counts[:k],
+            "z": _clone(self.z.shaped()),
+            "z_prev": _clone(self.z_prev.shaped()),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore `state_dict()` of a bank with the same architecture and optimizer; K follows the saved one."""
+        if saved["num_learners"] != self.num_learners:
+            self.resize(saved["num_learners"])
+        self.z.load(0, saved["z"])
+        self.z_prev.load(0, saved["z_prev"])
+        self._load_rows(saved, self.num_learners)
+
+    def _load_rows(self, saved: Mapping[str, Any], num_rows: int) -> None:
+        groups = [(self.weights, saved["weights"]), (self.buffers, saved["buffers"])]
+        groups += [(rows, saved["state"][name]) for name, rows in self.state.items()]
+        for rows, values in groups:
+            for row in range(num_rows):
+                rows.load(row, {name: value[row] for name, value in values.items()})
+        for row in range(num_rows):
+            for name, buffer in self._integer_buffers(row).items():
+                buffer.copy_(saved["integer_buffers"][row][name])
+            self.step_counts[row] = saved["step_counts"][row]
+            self.refresh_shadow(row)
+
+
+def _clone(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}

@@ -1,0 +1,158 @@
+"""What one round computes: the bodies of the three tasks, and the values that go in and come out.
+
+Every executor runs these bodies; it only decides when and where. A body touches its own learner's row, so bodies of
+different learners may run at the same time; the executor orders corrections and averaging around z.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.data.feed import Feed
+from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round's plan.
+
+    Attributes:
+        index: from 0 over the whole run.
+        starts: position in the sample stream of each learner's batch.
+        learning_rates: γ of each learner.
+        averaging: coefficients, or None when nothing is averaged in this round.
+    """
+
+    index: int
+    starts: tuple[int, ...]
+    learning_rates: tuple[float, ...]
+    averaging: LinearRound | None
+
+
+@dataclass
+class RoundOutcome:
+    """What a round's tasks leave behind, one entry a learner. Whole once the round's last task is over."""
+
+    plan: Round
+    losses: list[float] = field(default_factory=list)
+    num_correct: list[float] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        learners = len(self.plan.starts)
+        self.losses, self.num_correct = [math.nan] * learners, [0.0] * learners
+        self.finite = [True] * learners
+
+    @property
+    def non_finite_learners(self) -> list[int]:
+        """Learners that were gated in this round."""
+        return [learner for learner, finite in enumerate(self.finite) if not finite]
+
+
+class RoundTasks:
+    """Task bodies over one bank. Thread-safe across learners; see the module's first lines."""
+
+    def __init__(
+        self,
+        bank: ReplicaBank,
+        *,
+        optimizer: Optimizer,
+        rule: AveragingRule,
+        feed: Feed,
+        loss: Loss,
+        seed: int,
+        collective: Collective,
+    ) -> None:
+        self.bank, self.optimizer, self.rule, self.feed, self.loss = bank, optimizer, rule, feed, loss
+        self.seed, self.collective = seed, collective
+
+    def run(self, task: Task, outcome: RoundOutcome) -> None:
+        """Run one task's body in the calling thread."""
+        if isinstance(task, LearningTask):
+            self.learn(task.learner, outcome)
+        elif isinstance(task, CorrectionTask):
+            self.correct(task.learner, outcome)
+        elif isinstance(task, AveragingTask):
+            self.average(outcome)
+
+    def learn(self, learner: int, outcome: RoundOutcome) -> None:
+        """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
+        bank = self.bank
+        bank.generators[learner].manual_seed(counter_seed(self.seed, "dropout", outcome.plan.index, learner))
+        batch = self.feed.batch(outcome.plan.starts[learner])
+        output = bank.module(learner)(batch.inputs).to(bank.precision.master)
+        loss = self.loss(output, batch.targets)
+        parameters = bank.trained_parameters(learner)
+        bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))
+        outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
+        outcome.num_correct[learner] = count_correct(output.detach(), batch.targets)
+
+    def correct(self, learner: int, outcome: RoundOutcome) -> None:
+        """C_j ← correction from the weights the gradient was taken at; then w_j ← w_j − γ·u_j − c_j.
+
+        The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum.
+        """
+        bank, plan = self.bank, outcome.plan
+        gradients = bank.trained(bank.gradients, learner)
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()  # synchronises on CUDA
+        outcome.finite[learner] = math.isfinite(norm) and math.isfinite(outcome.losses[learner])
+        if not outcome.finite[learner]:
+            bank.corrections.zero_row(learner)
+            return
+        self._clip(gradients, norm)
+        weights = bank.trained(bank.weights, learner)
+        corrections = bank.trained(bank.corrections, learner)
+        if plan.averaging:
+            self.rule.corrections(corrections, weights, bank.trained(bank.z), plan.averaging)
+        self._step(learner, weights, gradients, plan.learning_rates[learner])
+        if plan.averaging:
+            torch._foreach_sub_(weights, corrections)
+        bank.refresh_shadow(learner)
+
+    def _clip(self, gradients: list[Tensor], norm: float) -> None:
+        limit = self.optimizer.clip_norm
+        if limit is not None and norm > limit:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+
+    def _step(self, learner: int, weights: list[Tensor], gradients: list[Tensor], learning_rate: float) -> None:
+        bank = self.bank
+        bank.step_counts[learner] += 1
+        self.optimizer.step(
+            learner,
+            weights,
+            gradients,
+            {name: bank.trained(rows, learner) for name, rows in bank.state.items()},
+            num_decayed=bank.num_decayed,
+            learning_rate=learning_rate,
+            step_count=bank.step_counts[learner],
+        )
+
+    def average(self, outcome: RoundOutcome) -> None:
+        """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""
+        bank, plan = self.bank, outcome.plan
+        total = bank.trained(bank.total)
+        torch._foreach_copy_(total, bank.trained(bank.corrections, 0))
+        for learner in range(1, bank.num_learners):
+            torch._foreach_add_(total, bank.trained(bank.corrections, learner))
+        self.collective.all_reduce_sum(bank.total.storage)
+        assert plan.averaging is not None, "an averaging task needs the round's coefficients"
+        self.rule.average(bank.z.storage, bank.z_prev.storage, bank.total.storage, plan.averaging)
+
+
+def count_correct(output: Tensor, targets: Tensor) -> float:
+    """Right predictions of a batch of class scores `[B, classes]`; 0 where the task is not classification."""
+    if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+        return 0.0
+    return float((output.argmax(1) == targets).sum().item())  # host–device synchronisation on CUDA

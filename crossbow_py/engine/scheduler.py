@@ -1,0 +1,54 @@
+"""Which task next, on which stream, after what. Pure: values in, launches out; no maths, no threads, no CUDA.
+
+A stream runs its tasks in the order they are issued, so only dependencies between streams are named. Executors turn a
+launch into a call (serial), a queue entry and events (threads), or a graph replay and event waits (CUDA streams).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
+
+AVERAGING_STREAM = "averaging"
+
+
+def learner_stream(learner: int) -> str:
+    """The name of a learner's stream."""
+    return f"learner {learner}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A task, the stream it is issued on, and the tasks of other streams that must be over before it starts."""
+
+    task: Task
+    stream: str
+    after: tuple[Task, ...] = ()
+
+
+class Scheduler:
+    """Issues rounds. Its only state is the last averaging task, which the next corrections wait for.
+
+    Learning of round n+1 depends on nothing but its own stream, so it overlaps averaging of round n.
+    """
+
+    def __init__(self, num_learners: int) -> None:
+        self.num_learners = num_learners
+        self._last_averaging: AveragingTask | None = None
+
+    def round(self, round_index: int, averages: bool) -> tuple[Launch, ...]:
+        """The launches of one round, in issue order. `averages` says whether z moves in this round."""
+        learners = range(self.num_learners)
+        launches = [Launch(LearningTask(j, round_index), learner_stream(j)) for j in learners]
+        after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging else ()
+        corrections = [CorrectionTask(j, round_index) for j in learners]
+        launches += [Launch(task, learner_stream(task.learner), after) for task in corrections]
+        if averages:
+            self._last_averaging = AveragingTask(round_index)
+            launches.append(Launch(self._last_averaging, AVERAGING_STREAM, tuple(corrections)))
+        return tuple(launches)
+
+    def synchronize(self) -> None:
+        """Everything issued is over: the next round waits for nothing before it."""
+        self._last_averaging = None

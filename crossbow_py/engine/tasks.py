@@ -1,0 +1,45 @@
+"""The three tasks of a round and what each waits for. No tensors: a task is a value.
+
+    learning(j, n)     gradient of learner j at its weights        after correction(j, n−1)
+    correction(j, n)   gradient step and pull towards z            after learning(j, n) and averaging(n−1)
+    averaging(n)       z moves by the sum of all corrections       after every correction(·, n)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LearningTask:
+    """Forward and backward of one learner on one batch."""
+
+    learner: int
+    round_index: int
+
+    def __str__(self) -> str:
+        return f"learning({self.learner})"
+
+
+@dataclass(frozen=True)
+class CorrectionTask:
+    """The learner's gradient step and, in rounds that average, its correction."""
+
+    learner: int
+    round_index: int
+
+    def __str__(self) -> str:
+        return f"correction({self.learner})"
+
+
+@dataclass(frozen=True)
+class AveragingTask:
+    """The step of the central average model."""
+
+    round_index: int
+
+    def __str__(self) -> str:
+        return "averaging"
+
+
+Task = LearningTask | CorrectionTask | AveragingTask

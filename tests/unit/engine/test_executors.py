@@ -1,0 +1,189 @@
+"""Executors against each other and against a plain PyTorch loop; gates and failures."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.engine.executors import EXECUTORS, choose_executor
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.errors import LearnerError, UserError
+from tests.support import features, linear_model, make_tasks, norm_model, plan, run_rounds
+
+IMAGES = features(48, (3, 6, 6))
+
+
+def norm_with_dropout():
+    model = norm_model()
+    model.insert(4, nn.Dropout(0.3))
+    return model
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
+@pytest.mark.parametrize("num_learners", [2, 3])
+def test_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_learners):
+    results = {}
+    for executor in ("serial", "threads"):
+        tasks = make_tasks(norm_with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES)
+        losses = run_rounds(tasks, executor, 20, learning_rate=0.05)
+        results[executor] = (losses, tasks.bank.z.storage.clone(), tasks.bank.weights.storage.clone())
+    for ours, reference in zip(results["threads"][1:], results["serial"][1:], strict=True):
+        assert (ours - reference).norm() / reference.norm() <= 1e-8
+    assert results["threads"][0] == pytest.approx(results["serial"][0], rel=1e-8)
+
+
+def test_threads_after_one_round_in_float32_equal_serial():
+    storages = []
+    for executor in ("serial", "threads"):
+        tasks = make_tasks(norm_model, data=IMAGES, precision=FP32)
+        run_rounds(tasks, executor, 1)
+        storages.append(tasks.bank.weights.storage)
+    assert (storages[0] - storages[1]).norm() / storages[0].norm() <= 1e-5
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_executor_run_twice_is_bit_identical(executor):
+    storages = []
+    for _ in range(2):
+        tasks = make_tasks(norm_with_dropout, data=IMAGES, precision=FP32, num_learners=3)
+        run_rounds(tasks, executor, 12)
+        storages.append(tasks.bank.weights.storage)
+    assert torch.equal(*storages)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_one_learner_equals_a_plain_torch_sgd_loop(executor):
+    optimizer = SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, decay_norm_and_bias=True)
+    tasks = make_tasks(norm_model, num_learners=1, optimizer=optimizer, data=IMAGES)
+    run_rounds(tasks, executor, 10)
+    model = norm_model().double().train()
+    reference = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for n in range(10):
+        batch = tasks.feed.batch(n * 4)
+        reference.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        reference.step()
+    expected = dict(model.state_dict())
+    for name, value in tasks.bank.central_state().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_independent_learners_train_as_if_alone(executor):
+    tasks = make_tasks(
+        num_learners=2, rule=Independent(), optimizer=SGD(learning_rate=(0.1, 0.3), momentum=(0.9, 0.0))
+    )
+    runner = EXECUTORS[executor](tasks)
+    for n in range(6):
+        whole = plan(tasks, n)
+        runner.submit(type(whole)(n, (n * 4, n * 4), (0.1, 0.3), None))
+    runner.drain()
+    runner.close()
+    for learner, (rate, momentum) in enumerate([(0.1, 0.9), (0.3, 0.0)]):
+        model = linear_model().double()
+        reference = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
+        for n in range(6):
+            batch = tasks.feed.batch(n * 4)
+            reference.zero_grad()
+            nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+            reference.step()
+        torch.testing.assert_close(tasks.bank.learner_state(learner)["weight"], model.weight.detach())
+
+
+def test_clipping_scales_a_learners_gradient_to_the_norm_as_torch_does():
+    tasks = make_tasks(num_learners=1, optimizer=SGD(momentum=0.0, clip_norm=0.05))
+    run_rounds(tasks, "serial", 1, learning_rate=1.0)
+    model = linear_model().double()
+    batch = tasks.feed.batch(0)
+    nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
+    torch.testing.assert_close(tasks.bank.learner_state(0)["weight"], (model.weight - model.weight.grad).detach())
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad):
+    inputs, targets = features(64)
+    tasks = make_tasks(data=(inputs, targets), rule=SMA(averaging_momentum=0.0))
+    run_rounds(tasks, executor, 2)
+    bank = tasks.bank
+    row, z = bank.weights.shaped(1)["weight"].clone(), bank.z.shaped()["weight"].clone()
+    expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
+    original = tasks.loss
+    tasks.loss = lambda output, target: original(output, target) * (bad if output.grad_fn and poisoned() else 1.0)
+
+    def poisoned():
+        return poison.pop() if poison else False
+
+    poison = [True, False]  # learner 0 first, then learner 1, one after another
+    runner = EXECUTORS["serial"](tasks)
+    outcomes = runner.submit(plan(tasks, 2)) + runner.drain()
+    assert outcomes[0].non_finite_learners == [1]
+    assert torch.equal(bank.weights.shaped(1)["weight"], row)
+    torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_outcomes_come_one_round_late_and_in_order(executor):
+    tasks = make_tasks()
+    runner = EXECUTORS[executor](tasks)
+    seen = [[outcome.plan.index for outcome in runner.submit(plan(tasks, n))] for n in range(3)]
+    seen.append([outcome.plan.index for outcome in runner.drain()])
+    runner.close()
+    assert seen == [[], [0], [1], [2]]
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_failing_task_raises_with_task_round_and_stream_and_leaves_no_thread(executor):
+    class Broken(Exception):
+        pass
+
+    def fail(output, target):
+        raise Broken("boom")
+
+    tasks = make_tasks()
+    tasks.loss = fail
+    runner = EXECUTORS[executor](tasks)
+    with pytest.raises(LearnerError, match=r"learning\(\d\) failed in round 0 on learner \d: Broken: boom") as caught:
+        runner.submit(plan(tasks, 0))
+        runner.drain()
+    assert isinstance(caught.value.__cause__, Broken)
+    runner.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
+
+
+def test_threads_close_with_rounds_in_flight_ends_every_thread():
+    tasks = make_tasks(num_learners=3)
+    runner = EXECUTORS["threads"](tasks)
+    runner.submit(plan(tasks, 0))
+    runner.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_bf16_learners_follow_float32_closely(executor):
+    banks = {}
+    for precision in (FP32, BF16):
+        tasks = make_tasks(norm_model, data=IMAGES, precision=precision, optimizer=SGD(momentum=0.0))
+        run_rounds(tasks, executor, 3, learning_rate=0.05)
+        banks[precision.name] = tasks.bank.z.storage
+    assert 0 < (banks["bf16"] - banks["fp32"]).norm() / banks["fp32"].norm() < 0.01
+
+
+def test_auto_takes_threads_for_several_learners_on_cpu_and_serial_otherwise():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_executor("auto", cpu, 2).NAME == "threads"
+    assert choose_executor("auto", cpu, 1).NAME == "serial"
+    assert choose_executor("auto", cuda, 4).NAME == "serial"
+    with pytest.raises(UserError, match="executor=threads runs on CPU only"):
+        choose_executor("threads", cuda, 2)
+
+
+def test_dtype_of_the_reference_precision_is_float64_throughout():
+    assert make_tasks(precision=FP64).bank.weights.storage.dtype == torch.float64

@@ -1,0 +1,165 @@
+"""The bank: modules on rows, new learners, growing, shrinking, restarting, saving."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.engine.replicas import ReplicaBank
+from tests.support import CPU, linear_model, norm_model
+
+
+def make_bank(make_model=norm_model, num_learners=3, precision=FP32, **options):
+    return ReplicaBank(
+        make_model, num_learners, device=CPU, precision=precision, state_names=("momentum",), **options
+    )
+
+
+def randomize(bank):
+    for rows in (bank.weights, bank.z, bank.z_prev, *bank.state.values(), bank.buffers):
+        rows.storage.copy_(torch.rand_like(rows.storage))
+
+
+def test_bank_module_is_a_view_of_its_row_and_of_no_other():
+    bank = make_bank()
+    bank.weights.flat(1)[0].fill_(7.0)
+    assert bank.module(1)[0].weight.unique().tolist() == [7.0]
+    assert 7.0 not in bank.module(0)[0].weight.unique().tolist()
+
+
+def test_bank_learners_start_as_copies_of_the_model_and_of_z():
+    bank, model = make_bank(), norm_model()
+    for learner in range(3):
+        for name, parameter in bank.module(learner).named_parameters():
+            assert torch.equal(parameter, dict(model.named_parameters())[name])
+    assert all(torch.equal(bank.z.shaped()[name], p) for name, p in model.named_parameters())
+
+
+def test_bank_gradients_of_one_row_equal_the_plain_modules_with_missing_ones_zero():
+    bank, model, inputs = make_bank(precision=FP64), norm_model().double(), torch.randn(4, 3, 5, 5).double()
+    bank.gradients.storage.fill_(9.0)
+    loss = bank.module(1)(inputs)[:, 0].square().sum()
+    used = torch.autograd.grad(loss, bank.trained_parameters(1), allow_unused=True)
+    bank.store_gradients(1, (None, *used[1:]))
+    model.train()(inputs)[:, 0].square().sum().backward()
+    shaped = bank.gradients.shaped(1)
+    assert shaped["0.weight"].abs().sum() == 0
+    torch.testing.assert_close(shaped["5.weight"], model[5].weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(shaped["1.bias"], model[1].bias.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_bank_train_forward_moves_only_its_own_batch_norm_statistics():
+    bank = make_bank()
+    bank.module(2)(torch.randn(4, 3, 5, 5))
+    assert bank.module(0)[1].running_mean.abs().sum() == 0
+    assert bank.buffers.shaped(2)["1.running_mean"].abs().sum() > 0
+    assert [int(bank.module(j)[1].num_batches_tracked) for j in range(3)] == [0, 0, 1]
+
+
+def test_bank_central_variance_has_the_between_learner_term():
+    bank = make_bank(num_learners=2)
+    for learner, (mean, variance) in enumerate([(1.0, 2.0), (3.0, 4.0)]):
+        bank.buffers.shaped(learner)["1.running_mean"].fill_(mean)
+        bank.buffers.shaped(learner)["1.running_var"].fill_(variance)
+    # mean 2, variance (2 + 4) / 2 + ((1 − 2)² + (3 − 2)²) / 2 = 4
+    assert bank.central_buffers()["1.running_mean"].unique().tolist() == [2.0]
+    assert bank.central_buffers()["1.running_var"].unique().tolist() == [4.0]
+
+
+@pytest.mark.parametrize("capacity", [3, 8])
+def test_bank_grown_keeps_live_rows_and_starts_new_ones_from_z(capacity):
+    bank = make_bank(capacity=capacity)
+    randomize(bank)
+    before = [copy.deepcopy(bank.learner_state(learner)) for learner in range(3)]
+    moved = bank.weights.storage.data_ptr()
+    bank.resize(5)
+    assert (bank.weights.storage.data_ptr() == moved) == (capacity == 8)
+    for learner in range(3):
+        assert all(torch.equal(value, before[learner][name]) for name, value in bank.learner_state(learner).items())
+    for learner in (3, 4):
+        assert torch.equal(bank.weights.shaped(learner)["0.weight"], bank.z.shaped()["0.weight"])
+        assert all(view.abs().sum() == 0 for view in bank.state["momentum"].flat(learner))
+    assert bank.stacked()["5.weight"].shape == (5, 3, 8)
+
+
+def test_bank_grown_from_one_takes_z_from_the_learner():
+    bank = make_bank(num_learners=1)
+    bank.weights.flat(0)[0].fill_(5.0)
+    bank.resize(2)
+    assert bank.z.flat()[0].unique().tolist() == bank.z_prev.flat()[0].unique().tolist() == [5.0]
+    assert bank.weights.flat(1)[0].unique().tolist() == [5.0]
+
+
+def test_bank_shrunk_to_one_leaves_the_average_model():
+    bank = make_bank()
+    randomize(bank)
+    bank.resize(1)
+    assert torch.equal(bank.weights.shaped(0)["5.weight"], bank.z.shaped()["5.weight"])
+    assert torch.equal(bank.central_state()["5.weight"], bank.z.shaped()["5.weight"])
+
+
+@pytest.mark.parametrize(
+    ("momentum", "expected"), [("reset", [0.0, 0.0]), ("keep", [1.0, 3.0]), ("average", [2.0, 2.0])]
+)
+def test_bank_restart_copies_z_and_treats_momentum_as_told(momentum, expected):
+    bank = make_bank(num_learners=2)
+    randomize(bank)
+    for learner, value in enumerate((1.0, 3.0)):
+        for view in bank.state["momentum"].flat(learner):
+            view.fill_(value)
+    bank.restart(momentum)
+    for learner in range(2):
+        assert torch.equal(bank.weights.shaped(learner)["0.weight"], bank.z.shaped()["0.weight"])
+        assert bank.state["momentum"].flat(learner)[0].unique().tolist() == [expected[learner]]
+    assert all(map(torch.equal, bank.z.flat(), bank.z_prev.flat()))
+
+
+def test_bank_reseed_touches_one_row_and_takes_statistics_from_the_healthy():
+    bank = make_bank()
+    randomize(bank)
+    bank.buffers.shaped(1)["1.running_mean"].fill_(float("nan"))
+    others = [copy.deepcopy(bank.learner_state(learner)) for learner in (0, 2)]
+    bank.reseed(1, healthy=[0, 2])
+    for learner, before in zip((0, 2), others, strict=True):
+        assert all(torch.equal(value, before[name]) for name, value in bank.learner_state(learner).items())
+    expected = (others[0]["1.running_mean"] + others[1]["1.running_mean"]) / 2
+    assert torch.equal(bank.buffers.shaped(1)["1.running_mean"], expected)
+    assert torch.equal(bank.weights.shaped(1)["0.weight"], bank.z.shaped()["0.weight"])
+
+
+def test_bank_state_survives_a_round_trip_into_another_capacity():
+    bank, other = make_bank(), make_bank(capacity=6)
+    randomize(bank)
+    bank.step_counts[1] = 4
+    other.load_state_dict(bank.state_dict())
+    assert torch.equal(other.stacked()["0.weight"], bank.stacked()["0.weight"])
+    assert all(map(torch.equal, other.z_prev.flat(), bank.z_prev.flat()))
+    assert other.step_counts[:3] == [0, 4, 0]
+    assert torch.equal(other.module(2)[1].running_var, bank.module(2)[1].running_var)
+
+
+def test_bank_in_bf16_runs_on_a_shadow_and_keeps_batch_norm_in_float32():
+    bank = make_bank(precision=BF16)
+    module = bank.module(0)
+    assert (module[0].weight.dtype, module[1].weight.dtype) == (torch.bfloat16, torch.float32)
+    bank.weights.flat(0)[0].fill_(1 + 2**-9)  # half a bf16 step above 1: rounds to even
+    bank.refresh_shadow(0)
+    assert module[0].weight.unique().tolist() == [1.0]
+    assert bank.central_state()["0.weight"].dtype == torch.float32
+
+
+def test_bank_of_a_model_with_tied_weights_trains_and_saves_them_once():
+    def tied():
+        model = nn.Sequential(linear_model(), nn.Linear(3, 4))
+        model.append(nn.Linear(4, 3))
+        model[2].weight = model[0].weight
+        return model
+
+    bank = make_bank(tied, num_learners=2, precision=FP64)
+    assert bank.module(0)[2].weight is bank.module(0)[0].weight
+    gradient = torch.autograd.grad(bank.module(0)(torch.ones(1, 4).double()).sum(), bank.trained_parameters(0))
+    assert len(gradient) == len(bank.layout.blocks) == 5
