@@ -1,0 +1,28 @@
+"""Models, one family a file, and their registry: `MODELS[name](...).build(input_shape, num_classes)`."""
+
+from __future__ import annotations
+
+from crossbow_py.models.base import ModelSettings
+from crossbow_py.models.custom import CustomModel
+from crossbow_py.models.lenet import LeNet
+from crossbow_py.models.mlp import MLP
+from crossbow_py.models.resnet import ResNet20, ResNet32, ResNet44, ResNet56, ResNet110
+from crossbow_py.models.vgg import VGG16
+
+MODELS: dict[str, type[ModelSettings]] = {
+    cls.NAME: cls for cls in (MLP, LeNet, ResNet20, ResNet32, ResNet44, ResNet56, ResNet110, VGG16, CustomModel)
+}
+
+__all__ = [
+    "MLP",
+    "MODELS",
+    "VGG16",
+    "CustomModel",
+    "LeNet",
+    "ModelSettings",
+    "ResNet20",
+    "ResNet32",
+    "ResNet44",
+    "ResNet56",
+    "ResNet110",
+]

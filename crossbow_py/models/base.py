@@ -1,0 +1,40 @@
+"""What every model's settings share: the config group, `build`, and the checks on shapes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import nn
+
+from crossbow_py.errors import UserError
+
+
+class ModelSettings(ABC):
+    """Base of the settings of every model. Frozen dataclasses; `build` makes a fresh, randomly initialised module."""
+
+    GROUP: ClassVar[str] = "model"
+    NAME: ClassVar[str]
+
+    @abstractmethod
+    def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+        """A new module for inputs `[B, *input_shape]` that returns logits `[B, num_classes]`.
+
+        Raises:
+            UserError: the model cannot take inputs of that shape.
+        """
+
+
+def image_shape(model: str, input_shape: tuple[int, ...], minimum_pixels: int) -> tuple[int, int, int]:
+    """Check that samples are images (channels, height, width) of at least `minimum_pixels` a side.
+
+    Raises:
+        UserError: naming the model, the rule and the shape received.
+    """
+    rule = f"images (channels, height, width) of at least {minimum_pixels}x{minimum_pixels} pixels"
+    if len(input_shape) != 3 or min(input_shape[1:]) < minimum_pixels:
+        raise UserError(
+            f"model={model} needs {rule}, got samples of shape {input_shape}; choose another data set or model=mlp."
+        )
+    channels, height, width = input_shape
+    return channels, height, width

@@ -1,0 +1,171 @@
+"""Learning-rate schedules: pure functions of the samples seen, whatever the batch size and the number of learners.
+
+Settings are in epochs. A schedule multiplies the base learning rate by `factor`; a linear warm-up multiplies on top.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from crossbow_py.errors import UserError
+from crossbow_py.settings import check, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(ABC):
+    """Base of every schedule. Frozen settings, no state.
+
+    `samples` is what has been seen before the round, `samples_per_epoch` the size N of the training set and
+    `total_samples` what is planned for the whole run, None when only accuracy, loss or time stop it.
+    """
+
+    GROUP: ClassVar[str] = "schedule"
+    NAME: ClassVar[str]
+
+    warmup_epochs: float = setting(0.0, "epochs over which the learning rate rises linearly from zero", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        """The multiple of the base learning rate after `samples` samples.
+
+        Raises:
+            UserError: the schedule needs the length of the run and neither it nor the run states one.
+        """
+        return self._warmup(samples, samples_per_epoch) * self._shape(samples, samples_per_epoch, total_samples)
+
+    def drops_between(self, before: int, after: int, samples_per_epoch: int) -> bool:
+        """Whether the rate dropped by a step in (before, after], in samples; averaging rules may restart on that."""
+        return False
+
+    @abstractmethod
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        """The factor without warm-up."""
+
+    def _warmup(self, samples: int, samples_per_epoch: int) -> float:
+        # Starts one sample up the ramp: a rate of exactly zero would waste the first round.
+        warmup_samples = self.warmup_epochs * samples_per_epoch
+        return min(1.0, (samples + 1) / warmup_samples) if warmup_samples > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The base learning rate throughout: factor 1."""
+
+    NAME: ClassVar[str] = "constant"
+
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        return 1.0
+
+
+class _Stepwise(Schedule):
+    """Schedules that multiply the rate by `gamma` at certain sample counts: gamma ^ drops(samples)."""
+
+    gamma: float
+
+    @abstractmethod
+    def _drops(self, samples: int, samples_per_epoch: int) -> int:
+        """How many drops lie at or before `samples`."""
+
+    def drops_between(self, before: int, after: int, samples_per_epoch: int) -> bool:
+        """Whether a drop lies in (before, after], in samples."""
+        return self.gamma < 1 and self._drops(after, samples_per_epoch) > self._drops(before, samples_per_epoch)
+
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        return float(self.gamma ** self._drops(samples, samples_per_epoch))
+
+
+@dataclass(frozen=True)
+class MultiStep(_Stepwise):
+    """factor = gamma ^ (milestones passed)."""
+
+    NAME: ClassVar[str] = "multistep"
+
+    milestones: tuple[float, ...] = setting((80.0, 120.0), "epochs after which the learning rate drops", above=0)
+    gamma: float = setting(0.1, "what a drop multiplies the learning rate by", above=0, maximum=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.milestones or list(self.milestones) != sorted(set(self.milestones)):
+            raise UserError(
+                f"schedule.milestones must be rising epochs, got {list(self.milestones)}; write them as [80,120], "
+                "or use schedule=constant for none."
+            )
+
+    def _drops(self, samples: int, samples_per_epoch: int) -> int:
+        return sum(_passed(samples, epochs * samples_per_epoch) > 0 for epochs in self.milestones)
+
+
+@dataclass(frozen=True)
+class Step(_Stepwise):
+    """factor = gamma ^ floor(epochs / every_epochs)."""
+
+    NAME: ClassVar[str] = "step"
+
+    every_epochs: float = setting(20.0, "epochs between two drops", above=0)
+    gamma: float = setting(0.5, "what a drop multiplies the learning rate by", above=0, maximum=1)
+
+    def _drops(self, samples: int, samples_per_epoch: int) -> int:
+        return _passed(samples, self.every_epochs * samples_per_epoch)
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """factor = f + (1 - f) * (1 + cos(pi * t)) / 2, t the share of the run that is over and f the final factor.
+
+    Loshchilov and Hutter (SGDR, 2017), one cycle; at f ever after.
+    """
+
+    NAME: ClassVar[str] = "cosine"
+
+    final_factor: float = setting(0.0, "share of the base learning rate left at the end", minimum=0, maximum=1)
+    epochs: float | None = setting(None, "length of the cycle; null is the length of the run", above=0)
+
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        total = self.epochs * samples_per_epoch if self.epochs is not None else total_samples
+        if total is None:
+            raise UserError(
+                "schedule=cosine needs the length of the run, got neither max_epochs, max_samples nor schedule.epochs; "
+                "set one of them."
+            )
+        share = min(1.0, samples / total)
+        return self.final_factor + (1 - self.final_factor) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass(frozen=True)
+class Inverse(Schedule):
+    """factor = (1 + gamma * epochs) ^ -power (Caffe's `inv`, counted in epochs)."""
+
+    NAME: ClassVar[str] = "inverse"
+
+    gamma: float = setting(0.1, "how fast the learning rate falls, per epoch", minimum=0)
+    power: float = setting(0.75, "exponent of the fall", minimum=0)
+
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        return float((1 + self.gamma * samples / samples_per_epoch) ** -self.power)
+
+
+@dataclass(frozen=True)
+class Exponential(Schedule):
+    """factor = gamma ^ epochs, continuously."""
+
+    NAME: ClassVar[str] = "exponential"
+
+    gamma: float = setting(0.95, "what an epoch multiplies the learning rate by", above=0, maximum=1)
+
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        return float(self.gamma ** (samples / samples_per_epoch))
+
+
+def _passed(samples: int, period: float) -> int:
+    """How many whole periods fit; each end is rounded to a whole sample, so that 0.7 * 10 epochs is 7 samples."""
+    return math.floor((samples + 0.5) / period)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    cls.NAME: cls for cls in (Constant, MultiStep, Step, Cosine, Inverse, Exponential)
+}

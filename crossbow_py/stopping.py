@@ -1,0 +1,61 @@
+"""When a run ends: limits and targets, and pure functions that say whether one is reached and which."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from crossbow_py.errors import UserError
+from crossbow_py.settings import check, setting
+
+
+@dataclass(frozen=True)
+class StopConditions:
+    """What stops a run; the first one reached does. At least one must be set.
+
+    Every function returns the name of the field that stops the run, or None to go on.
+    """
+
+    max_epochs: float | None = setting(None, "stop after that many epochs", above=0)
+    max_samples: int | None = setting(None, "stop after that many samples over all learners", minimum=1)
+    max_time_s: float | None = setting(None, "stop after that much training time, evaluation left out", above=0)
+    target_accuracy: float | None = setting(None, "stop at that accuracy, between 0 and 1", above=0, maximum=1)
+    target_loss: float | None = setting(None, "stop at that loss or below", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if all(value is None for value in values.values()):
+            raise UserError(f"a run needs an end, got none; set one of {', '.join(values)}.")
+        for name, value in values.items():
+            if value is not None and not math.isfinite(value):
+                raise UserError(f"{name} must be finite, got {value}; leave it out for no limit.")
+
+    def after_round(self, samples_seen: int, samples_per_epoch: int, train_time_s: float) -> str | None:
+        """Why to stop after a round: `max_epochs`, `max_samples`, `max_time_s` or None."""
+        if self.max_epochs is not None and samples_seen >= self._epoch_samples(self.max_epochs, samples_per_epoch):
+            return "max_epochs"
+        if self.max_samples is not None and samples_seen >= self.max_samples:
+            return "max_samples"
+        if self.max_time_s is not None and train_time_s >= self.max_time_s:
+            return "max_time_s"
+        return None
+
+    def after_evaluation(self, accuracy: float | None, loss: float | None) -> str | None:
+        """Why to stop after an evaluation: `target_accuracy`, `target_loss` or None."""
+        if self.target_accuracy is not None and accuracy is not None and accuracy >= self.target_accuracy:
+            return "target_accuracy"
+        if self.target_loss is not None and loss is not None and loss <= self.target_loss:
+            return "target_loss"
+        return None
+
+    def planned_samples(self, samples_per_epoch: int) -> int | None:
+        """Samples at which `max_epochs` or `max_samples` ends the run, None when neither is set."""
+        limits = [] if self.max_samples is None else [self.max_samples]
+        if self.max_epochs is not None:
+            limits.append(self._epoch_samples(self.max_epochs, samples_per_epoch))
+        return min(limits, default=None)
+
+    @staticmethod
+    def _epoch_samples(epochs: float, samples_per_epoch: int) -> int:
+        return max(1, round(epochs * samples_per_epoch))

@@ -1,0 +1,94 @@
+"""The rules of the house: ruff, mypy strict, import rules, sizes of files and functions, and no loose ends."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "crossbow_py").rglob("*.py"))
+FOLDERS = ("crossbow_py", "conf", "docs", "experiments", "tests")
+TEXT = {".md", ".py", ".toml", ".txt", ".yaml"}
+MAXIMUM_FILE_LINES = 400
+MAXIMUM_FUNCTION_LINES = 60
+
+# Written with one-letter classes so that this file does not find itself.
+LOOSE_END = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X])\b")
+LOCAL_PATH = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/")
+
+
+def run(*command: str) -> None:
+    """Run a tool of the environment in the checkout and fail with what it printed."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.fail(f"{' '.join(command[1:])} found:\n{done.stdout}{done.stderr}", pytrace=False)
+
+
+def texts() -> list[Path]:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    return sorted(path for path in [*files, *ROOT.glob("*")] if path.suffix in TEXT and path.is_file())
+
+
+def lines_matching(pattern: re.Pattern[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in texts()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+
+
+def test_ruff_over_the_whole_checkout_finds_nothing() -> None:
+    run(sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", ".")
+
+
+@pytest.mark.timeout(600)
+def test_mypy_strict_over_package_and_experiments_finds_nothing() -> None:
+    run(sys.executable, "-m", "mypy")
+
+
+def test_imports_follow_the_contracts() -> None:
+    run(sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache")
+
+
+def test_files_of_the_package_are_rooms_not_halls() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PACKAGE}
+    assert {name: lines for name, lines in lengths.items() if lines > MAXIMUM_FILE_LINES} == {}
+
+
+def test_functions_of_the_package_fit_on_a_screen() -> None:
+    too_long = {}
+    for path in PACKAGE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAXIMUM_FUNCTION_LINES:
+                    too_long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+    assert too_long == {}
+
+
+def test_text_of_the_project_has_no_loose_ends() -> None:
+    assert lines_matching(LOOSE_END) == []
+
+
+def test_text_of_the_project_names_no_path_of_one_machine() -> None:
+    assert lines_matching(LOCAL_PATH) == []
+
+
+def test_constraints_pin_every_declared_dependency_within_its_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    requirements = [Requirement(line) for line in declared]
+    assert [str(need) for need in requirements if not need.specifier.contains(pins.get(need.name, "0"))] == []
