@@ -1,0 +1,108 @@
+"""What a data source gives (`DataSource`) and what the settings of all sources have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import Data, input_shape, split_validation
+from crossbow_py.settings import check, setting
+
+# The one-line meanings of fields whose defaults differ between sources.
+CROP_HELP = "pixels of zero padding around a training image before a random crop of its size; 0 for no crop"
+FLIP_HELP = "flip training images left to right at random"
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A data set, loaded: images are uint8 [N, C, H, W] and targets int64 [N], or what a custom source returns.
+
+    `mean` and `std`, of pixels scaled to [0, 1], have one value a channel; None leaves inputs unnormalised.
+    `num_classes` is None when the targets are no classes. `augmentation` is for `train` alone.
+    """
+
+    name: str
+    train: Data
+    test: Data
+    validation: Data | None
+    num_classes: int | None
+    input_shape: tuple[int, ...]
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+    augmentation: Augmentation
+
+
+@dataclass(frozen=True)
+class SourceSettings(ABC):
+    """Settings every source has. A source says in `read` where train and test come from."""
+
+    GROUP: ClassVar[str] = "data"
+    NAME: ClassVar[str]
+
+    validation_fraction: float = setting(0.0, "part of the training data held out for validation", minimum=0, below=1)
+    crop_padding: int = setting(0, CROP_HELP, minimum=0)
+    flip: bool = setting(False, FLIP_HELP)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def load(self, progress: bool) -> DataSource:
+        """Read (and, where needed, download) the data set. `progress` shows downloads on stderr.
+
+        Raises:
+            UserError: files are missing, damaged or cannot be downloaded, or the settings do not fit the data.
+        """
+        train, test = self.read(progress)
+        num_classes = self.count_classes(train, test)
+        train, validation = split_validation(train, self.validation_fraction)
+        mean, std = self.moments()
+        return DataSource(
+            name=self.NAME,
+            train=train,
+            test=test,
+            validation=validation,
+            num_classes=num_classes,
+            input_shape=input_shape(train),
+            mean=mean,
+            std=std,
+            augmentation=Augmentation(self.crop_padding, self.flip),
+        )
+
+    @abstractmethod
+    def read(self, progress: bool) -> tuple[Data, Data]:
+        """(train, test), before anything is held out."""
+
+    @abstractmethod
+    def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """(mean, std) to normalise with."""
+
+    @abstractmethod
+    def count_classes(self, train: Data, test: Data) -> int | None:
+        """Number of classes."""
+
+
+@dataclass(frozen=True)
+class PublishedSettings(SourceSettings):
+    """A published data set whose number of classes and moments are known."""
+
+    CLASSES: ClassVar[int] = 10
+    MEAN: ClassVar[tuple[float, ...]]
+    STD: ClassVar[tuple[float, ...]]
+
+    def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """Of the published training set."""
+        return self.MEAN, self.STD
+
+    def count_classes(self, train: Data, test: Data) -> int | None:
+        """As published, also when a small part of the data set lacks some."""
+        return self.CLASSES
+
+
+@dataclass(frozen=True)
+class DownloadedSettings(PublishedSettings):
+    """A published data set that is found in a folder or downloaded into it."""
+
+    root: str | None = setting(None, "folder of data sets; null is $CROSSBOW_DATA_DIR, else ~/.cache/crossbow_py")
+    download: bool = setting(True, "download what is not found there")

@@ -1,0 +1,174 @@
+"""CIFAR-10 and CIFAR-100 (A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009).
+
+Read from the folder of pickles or straight from the published archive, which is not unpacked.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import tarfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from crossbow_py.data.base import CROP_HELP, FLIP_HELP, DownloadedSettings
+from crossbow_py.data.datasets import Data, Pair
+from crossbow_py.data.downloads import REPLACE, PublishedFile, check_published, data_folders, download, find, read_file
+from crossbow_py.data.pickles import read_pickle
+from crossbow_py.errors import UserError
+from crossbow_py.settings import setting
+
+_SHAPE = (3, 32, 32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One published pickle: its name, length in bytes and md5."""
+
+    name: str
+    length: int
+    md5: str
+
+
+@dataclass(frozen=True)
+class CifarSettings(DownloadedSettings):
+    """What the two data sets share; each says its files."""
+
+    FOLDER: ClassVar[str]
+    ARCHIVE: ClassVar[PublishedFile]
+    LABELS: ClassVar[str]
+    TRAIN: ClassVar[tuple[Batch, ...]]
+    TEST: ClassVar[tuple[Batch, ...]]
+
+    crop_padding: int = setting(4, CROP_HELP, minimum=0)
+    flip: bool = setting(True, FLIP_HELP)
+
+    def read(self, progress: bool) -> tuple[Data, Data]:
+        """(train, test) from the folder or the archive, whichever is found first, else from a download."""
+        folders = data_folders(self.root)
+        place = find((self.FOLDER, self.ARCHIVE.path), folders)
+        if place is None:
+            place = download(self.ARCHIVE, folders, self.download, progress)
+        files = _Folder(place) if place.is_dir() else _Archive(place, self.FOLDER)
+        return self._images(files, self.TRAIN), self._images(files, self.TEST)
+
+    def _images(self, files: _Folder | _Archive, batches: tuple[Batch, ...]) -> Pair:
+        images, labels = zip(*(self._batch(files, batch) for batch in batches), strict=True)
+        return torch.from_numpy(np.concatenate(images).reshape(-1, *_SHAPE)), torch.from_numpy(np.concatenate(labels))
+
+    def _batch(self, files: _Folder | _Archive, batch: Batch) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """uint8 [n, 3072] and int64 [n], checked."""
+        path, content = files.read(batch.name)
+        check_published(content, batch.length, batch.md5, path)
+        images, labels = _entries(read_pickle(content, path), self.LABELS)
+        if not _are_images(images) or not _are_labels(labels, len(images), self.CLASSES):
+            raise UserError(
+                f"data file {path} must hold 'data' uint8 [n, 3072] and n '{self.LABELS}' from 0 to "
+                f"{self.CLASSES - 1}, but does not; {REPLACE}."
+            )
+        return images, np.asarray(labels, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Cifar10(CifarSettings):
+    """50,000 + 10,000 colour images 32 x 32 of 10 classes."""
+
+    NAME: ClassVar[str] = "cifar10"
+    MEAN: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
+    STD: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)
+    FOLDER: ClassVar[str] = "cifar-10-batches-py"
+    ARCHIVE: ClassVar[PublishedFile] = PublishedFile(
+        "cifar-10-python.tar.gz",
+        "c58f30108f718f92721af3b95e74349a",
+        ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
+    )
+    LABELS: ClassVar[str] = "labels"
+    TRAIN: ClassVar[tuple[Batch, ...]] = (
+        Batch("data_batch_1", 31035704, "c99cafc152244af753f735de768cd75f"),
+        Batch("data_batch_2", 31035320, "d4bba439e000b95fd0a9bffe97cbabec"),
+        Batch("data_batch_3", 31035999, "54ebc095f3ab1f0389bbae665268c751"),
+        Batch("data_batch_4", 31035696, "634d18415352ddfa80567beed471001a"),
+        Batch("data_batch_5", 31035623, "482c414d41f54cd18b22e5b47cb7c3cb"),
+    )
+    TEST: ClassVar[tuple[Batch, ...]] = (Batch("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),)
+
+
+@dataclass(frozen=True)
+class Cifar100(CifarSettings):
+    """50,000 + 10,000 colour images 32 x 32 of 100 (fine) classes."""
+
+    NAME: ClassVar[str] = "cifar100"
+    CLASSES: ClassVar[int] = 100
+    MEAN: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
+    STD: ClassVar[tuple[float, ...]] = (0.2673, 0.2564, 0.2762)
+    FOLDER: ClassVar[str] = "cifar-100-python"
+    ARCHIVE: ClassVar[PublishedFile] = PublishedFile(
+        "cifar-100-python.tar.gz",
+        "eb9058c3a382ffc7106e4002c42a8d85",
+        ("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",),
+    )
+    LABELS: ClassVar[str] = "fine_labels"
+    TRAIN: ClassVar[tuple[Batch, ...]] = (Batch("train", 155249918, "16019d7e3df5f24257cddd939b257f8d"),)
+    TEST: ClassVar[tuple[Batch, ...]] = (Batch("test", 31049918, "f0ef6b0ae62326f3e7ffdfab6717acfc"),)
+
+
+class _Folder:
+    """The pickles in a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, name: str) -> tuple[str, bytes]:
+        """(path for messages, content)."""
+        path = self._path / name
+        if not path.exists():
+            raise UserError(f"data file {path} is missing; {REPLACE}.")
+        return str(path), read_file(path)
+
+
+class _Archive:
+    """The pickles in the published archive, in memory. It is read to its end, so gzip's own checksum counts."""
+
+    def __init__(self, path: Path, folder: str) -> None:
+        self._path, self._folder = path, folder
+        try:
+            self._tar = tarfile.open(fileobj=io.BytesIO(gzip.decompress(read_file(path))), mode="r:")  # noqa: SIM115
+            self._members = {member.name.removeprefix("./"): member for member in self._tar.getmembers()}
+        except (gzip.BadGzipFile, EOFError, zlib.error, tarfile.TarError) as error:
+            raise UserError(f"data file {path} is truncated or damaged ({type(error).__name__}); {REPLACE}.") from error
+
+    def read(self, name: str) -> tuple[str, bytes]:
+        """(path for messages, content)."""
+        inside = f"{self._folder}/{name}"
+        member = self._members.get(inside)
+        file = None if member is None else self._tar.extractfile(member)
+        if file is None:
+            raise UserError(f"data file {inside} is missing in {self._path}; {REPLACE}.")
+        return f"{self._path}:{inside}", file.read()
+
+
+def _entries(batch: object, labels: str) -> tuple[object, object]:
+    """The images and labels of a batch, its keys being bytes (Python 2) or text; None for what is not there."""
+    if not isinstance(batch, dict):
+        return None, None
+    named = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}
+    return named.get("data"), named.get(labels)
+
+
+def _are_images(images: object) -> TypeGuard[npt.NDArray[np.uint8]]:
+    if not isinstance(images, np.ndarray) or images.ndim != 2 or len(images) == 0:
+        return False
+    return bool(images.dtype == np.uint8) and images.shape[1] == math.prod(_SHAPE)
+
+
+def _are_labels(labels: object, count: int, classes: int) -> bool:
+    if not isinstance(labels, list) or len(labels) != count:
+        return False
+    return all(isinstance(label, int) and 0 <= label < classes for label in labels)

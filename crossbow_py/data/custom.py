@@ -1,0 +1,91 @@
+"""The user's own data: a function, named by its dotted path, that returns train and test."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.utils.data import Subset
+
+from crossbow_py.data.base import SourceSettings
+from crossbow_py.data.datasets import Data, as_pair, check_data
+from crossbow_py.errors import UserError
+from crossbow_py.settings import setting
+
+
+@dataclass(frozen=True)
+class Custom(SourceSettings):
+    """`target(**args)` returns (train, test), each a pair of tensors or a map-style data set."""
+
+    NAME: ClassVar[str] = "custom"
+
+    target: str | None = setting(None, "dotted path pkg.module.function; it returns (train, test)")
+    args: dict[str, Any] = setting({}, "keyword arguments of that function")
+    num_classes: int | None = setting(None, "number of classes; null takes it from the data set", minimum=1)
+
+    def read(self, progress: bool) -> tuple[Data, Data]:
+        """Call the function and check what it returns."""
+        function = self._resolve()
+        try:
+            result = function(**self.args)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"data.target={self.target} raised {type(error).__name__}: {error}; correct the function or data.args."
+            ) from error
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            raise UserError(f"data.target={self.target} must return (train, test), got {type(result).__name__}.")
+        train, test = result
+        check_data(train, f"the train data of data.target={self.target}")
+        check_data(test, f"the test data of data.target={self.target}")
+        return train, test
+
+    def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """None: inputs are used as they come (uint8 images scaled to [0, 1])."""
+        return None, None
+
+    def count_classes(self, train: Data, test: Data) -> int | None:
+        """As set; else `len(dataset.classes)`; else one more than the largest integer target; else None."""
+        if self.num_classes is not None:
+            return self.num_classes
+        counts = [_classes_of(data) for data in (train, test)]
+        known = [count for count in counts if count is not None]
+        return max(known) if known else None
+
+    def _resolve(self) -> Callable[..., Any]:
+        module, _, name = (self.target or "").rpartition(".")
+        if not module or not name:
+            raise UserError(f"data.target must be a dotted path such as pkg.module.function, got {self.target!r}.")
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except Exception as error:  # importing runs the user's module, which may raise anything
+            raise UserError(
+                f"data.target={self.target} cannot be imported ({type(error).__name__}: {error}); check the path, and "
+                "that its package is installed or on PYTHONPATH."
+            ) from error
+        if not callable(function):
+            raise UserError(f"data.target={self.target} must name a function, but {module} has no such {name!r}.")
+        return function  # type: ignore[no-any-return]
+
+
+def _classes_of(data: Any) -> int | None:
+    pair = as_pair(data)
+    if pair is None:
+        while isinstance(data, Subset):
+            data = data.dataset
+        if hasattr(data, "classes"):
+            return len(data.classes)
+        return _largest(getattr(data, "targets", None))
+    return _largest(pair[1])
+
+
+def _largest(targets: Any) -> int | None:
+    if isinstance(targets, Tensor):
+        return None if targets.is_floating_point() else int(targets.max()) + 1
+    if isinstance(targets, list) and targets and all(isinstance(target, int) for target in targets):
+        return int(max(targets)) + 1
+    return None

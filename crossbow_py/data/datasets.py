@@ -1,0 +1,127 @@
+"""What counts as a data set: a pair of tensors or a map-style data set; checks, subsets and the validation split."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+
+from crossbow_py.data.randomness import permutation
+from crossbow_py.errors import UserError
+
+
+class MapStyleDataset(Protocol):
+    """Any data set with a length whose items are (input, target), `torch.utils.data.Dataset` among them."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """The (input, target) of one sample."""
+
+
+Pair = tuple[Tensor, Tensor]
+Data = Pair | MapStyleDataset
+
+# The split into train and validation is a property of the data set, not of the run: the same for every seed.
+_SPLIT_SEED = 0
+
+
+def as_pair(data: Data) -> Pair | None:
+    """(inputs, targets) when `data` is a pair of tensors or a TensorDataset of two, else None."""
+    if isinstance(data, TensorDataset) and len(data.tensors) == 2:
+        return data.tensors[0], data.tensors[1]
+    return (data[0], data[1]) if _is_tensor_pair(data) else None
+
+
+def check_data(data: Any, what: str) -> None:
+    """Check that `data`, called `what` in the message, is a data set. Raises UserError."""
+    needs = f"{what} must be a pair of tensors (inputs, targets) or a map-style data set of (input, target) items"
+    if _is_tensor_pair(data) or isinstance(data, TensorDataset):
+        _check_tensors(data.tensors if isinstance(data, TensorDataset) else data, what, needs)
+        return
+    if isinstance(data, tuple):
+        kinds = ", ".join(type(entry).__name__ for entry in data)
+        raise UserError(f"{needs}, got a tuple of ({kinds}); NumPy arrays become tensors by torch.from_numpy.")
+    if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UserError(f"{needs}, got {type(data).__name__}; it needs __len__ and __getitem__.")
+    if len(data) == 0:
+        raise UserError(f"{what} must hold at least one sample, got none; check its path and filter.")
+    _check_item(data, what)
+
+
+def num_samples(data: Data) -> int:
+    """Number of samples."""
+    pair = as_pair(data)
+    return len(data) if pair is None else len(pair[0])
+
+
+def input_shape(data: Data) -> tuple[int, ...]:
+    """Shape of one input without the batch axis; of a map-style data set, that of its first item."""
+    pair = as_pair(data)
+    shape = np.shape(data[0][0]) if pair is None else pair[0].shape[1:]
+    return tuple(int(extent) for extent in shape)
+
+
+def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
+    """The samples `ids`, in that order: a copy of a pair of tensors, a view of a map-style data set."""
+    pair = as_pair(data)
+    if pair is None:
+        subset: Subset[Any] = Subset(data, ids.tolist())  # type: ignore[arg-type]  # typed narrower than it works
+        return subset
+    index = torch.from_numpy(ids).to(pair[0].device)
+    return pair[0].index_select(0, index), pair[1].index_select(0, index.to(pair[1].device))
+
+
+def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
+    """Take `fraction` of the training data for validation: always the same samples of a data set, in their order.
+
+    A validation part of a map-style data set goes through that data set's own transforms.
+
+    Raises:
+        UserError: when a part would be empty.
+    """
+    if fraction == 0:
+        return train, None
+    total = num_samples(train)
+    held_out = round(fraction * total)
+    if not 0 < held_out < total:
+        raise UserError(
+            f"data.validation_fraction={fraction} of {total} training samples leaves a part empty; choose a fraction "
+            f"between {1 / total:.2g} and {1 - 1 / total:.6g}, or 0."
+        )
+    order = permutation(_SPLIT_SEED, "validation split", 0, total)
+    return take(train, np.sort(order[held_out:])), take(train, np.sort(order[:held_out]))
+
+
+def _is_tensor_pair(data: Any) -> TypeGuard[Pair]:
+    return isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(entry, Tensor) for entry in data)
+
+
+def _check_tensors(tensors: tuple[Tensor, ...], what: str, needs: str) -> None:
+    if len(tensors) != 2:
+        raise UserError(f"{needs}, got a TensorDataset of {len(tensors)} tensors.")
+    inputs, targets = tensors
+    if inputs.ndim < 2 or targets.ndim < 1:
+        raise UserError(
+            f"{what} must have inputs [N, ...] and targets [N], got shapes {tuple(inputs.shape)} and "
+            f"{tuple(targets.shape)}; add the missing axis."
+        )
+    if len(inputs) != len(targets) or len(inputs) == 0:
+        raise UserError(
+            f"{what} must have as many inputs as targets and at least one, got {len(inputs)} and {len(targets)}."
+        )
+
+
+def _check_item(data: MapStyleDataset, what: str) -> None:
+    try:
+        item = data[0]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{what} must give an item for index 0, but raised {reason}.") from error
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise UserError(f"the items of {what} must be (input, target), but item 0 is of type {type(item).__name__}.")

@@ -1,0 +1,156 @@
+"""Published files: looked for in the data folders, else downloaded with a hash check, retries and a progress bar."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pooch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from crossbow_py.errors import UserError
+
+# The remedy for every file that is there but cannot be used.
+REPLACE = "restore the published file, or remove what is there and let data.download=true fetch it anew"
+
+_RETRIES = 2
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """One file as published: its place below a data folder, md5 (hexadecimal) and addresses, the best first."""
+
+    path: str
+    md5: str
+    urls: tuple[str, ...]
+
+
+def data_folders(root: str | None) -> tuple[Path, ...]:
+    """Where to look, in order: the data root (`root`, else $CROSSBOW_DATA_DIR), then the cache in the user's home."""
+    cache = Path.home() / ".cache" / "crossbow_py"
+    chosen = root or os.environ.get("CROSSBOW_DATA_DIR")
+    first = Path(chosen).expanduser() if chosen else cache
+    return (first,) if first == cache else (first, cache)
+
+
+def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
+    """The first of `names` (files or folders) that exists, the folders taken in order."""
+    candidates = (folder / name for folder in folders for name in names)
+    # Path.exists would raise where a folder must not be entered.
+    return next((path for path in candidates if os.path.exists(path)), None)  # noqa: PTH110
+
+
+def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, progress: bool) -> Path:
+    """Download a file into the first folder that can be written to, and return its path there.
+
+    Every address is tried three times; only a file with the published hash is kept.
+
+    Raises:
+        UserError: not allowed, or every address failed; says where it was looked for and what to do offline.
+    """
+    looked = " or ".join(str(folder) for folder in folders)
+    remedy = f"put {wanted.path} into {folders[0]} yourself, or set data.root to the folder that holds it"
+    if not allowed:
+        raise UserError(f"{wanted.path} is not in {looked} and data.download is false; set it to true, or {remedy}.")
+    target = next((folder for folder in folders if _writable(folder)), None)
+    if target is None:
+        raise UserError(f"{wanted.path} is not in {looked}, and neither can be written to for a download; {remedy}.")
+    failures = []
+    for url in wanted.urls:
+        try:
+            return _download_from(url, wanted, target, progress)
+        except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong hash is a ValueError
+            failures.append(f"{url} ({type(error).__name__})")
+    raise UserError(
+        f"{wanted.path} is not in {looked} and could not be downloaded from {' or '.join(failures)}; "
+        f"without a network, {remedy}."
+    )
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a data file. Raises UserError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(f"data file {path} cannot be read ({reason}); {REPLACE}.") from error
+
+
+def check_published(content: bytes, length: int, md5: str, path: Path | str) -> None:
+    """Refuse a file that is as long as the published one but not the same: no other check sees a flipped pixel.
+
+    A file of another length is somebody's own variant; its structure decides whether it can be used.
+    """
+    if len(content) != length:
+        return
+    found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise UserError(f"data file {path} is damaged: its md5 is {found}, published is {md5}; {REPLACE}.")
+
+
+class _ProgressBar(Protocol):
+    """What pooch drives."""
+
+    total: int
+
+    def update(self, amount: int) -> None: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Bar:
+    """A rich task in the shape of a tqdm bar."""
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self._progress, self._task = progress, progress.add_task(name, total=None)
+        self.total = 0
+
+    def update(self, amount: int) -> None:
+        """`amount` more bytes."""
+        self._progress.update(self._task, advance=amount, total=self.total or None)
+
+    def reset(self) -> None:
+        """Back to zero bytes."""
+        self._progress.reset(self._task, total=self.total or None)
+
+    def close(self) -> None:
+        """The bar ends with its `Progress`."""
+
+
+@contextmanager
+def _bar(name: str, show: bool) -> Iterator[_ProgressBar | None]:
+    if not show:
+        yield None
+        return
+    columns = TextColumn("downloading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield _Bar(progress, name)
+
+
+def _download_from(url: str, wanted: PublishedFile, target: Path, progress: bool) -> Path:
+    pooch.get_logger().setLevel("WARNING")  # its announcements would tear the progress bar
+    store = pooch.create(
+        path=target,
+        base_url="",
+        registry={wanted.path: f"md5:{wanted.md5}"},
+        urls={wanted.path: url},
+        retry_if_failed=_RETRIES,
+    )
+    with _bar(wanted.path, progress) as bar:
+        downloader = pooch.HTTPDownloader(
+            progressbar=bar or False, chunk_size=2**16, timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S)
+        )
+        return Path(store.fetch(wanted.path, downloader=downloader))
+
+
+def _writable(folder: Path) -> bool:
+    """Whether `folder` can be written to, or be created: its nearest existing ancestor is a writable folder."""
+    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    return existing.is_dir() and os.access(existing, os.W_OK)

@@ -1,0 +1,202 @@
+"""Feeds: batches by position in the sample stream, ready on the device, made in the thread that asks.
+
+A feed keeps no cursor. `batch(start)` is a function of the stream position (and the seed), so learners ask in any order
+and from any thread, and a resumed run needs nothing but the number of samples seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from crossbow_py.data.augmentation import Augmentation, Ids
+from crossbow_py.data.datasets import Data, MapStyleDataset, as_pair, check_data
+from crossbow_py.data.epoch_cache import EpochCache
+from crossbow_py.data.inputs import ImageInputs, ResidentInputs, RowInputs, is_image_batch
+from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.sampler import epoch_order, segments, stream_ids
+from crossbow_py.errors import UserError
+
+
+class Batch(NamedTuple):
+    """inputs [B, ...] and targets [B, ...], on the feed's device."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Feed(ABC):
+    """Base of all feeds. Thread-safe: every method may be called from several threads at once."""
+
+    def __init__(self, num_samples: int, batch_size: int) -> None:
+        """Raises UserError when a batch would be larger than the data set."""
+        if not 1 <= batch_size <= num_samples:
+            raise UserError(
+                f"batch_size={batch_size} must be between 1 and the size of the data set, which has {num_samples} "
+                f"samples; choose at most {num_samples}."
+            )
+        self.num_samples, self.batch_size = num_samples, batch_size
+
+    @abstractmethod
+    def batch(self, start: int) -> Batch:
+        """The training batch at stream positions [start, start + batch_size), augmented.
+
+        On CUDA it is enqueued on the calling thread's current stream; the host does not wait for it.
+        """
+
+    @abstractmethod
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """All samples once, in the data set's order and not augmented by the feed; the last batch may be partial."""
+
+
+class ResidentFeed(Feed):
+    """Both tensors live on the device; only gathers and arithmetic are done per batch."""
+
+    def __init__(self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int) -> None:
+        super().__init__(len(targets), batch_size)
+        self._inputs, self._targets, self._seed = inputs, targets, seed
+        # The picks [R, N] of an epoch in stream order, on the device.
+        self._tables = EpochCache(self._epoch_picks)
+
+    def batch(self, start: int) -> Batch:
+        """See `Feed.batch`. Nothing is copied from the host except once an epoch, in the first call that reaches it."""
+        runs = segments(start, self.batch_size, self.num_samples)
+        parts = [self._tables(epoch)[:, first:last] for epoch, first, last in runs]
+        return self._take(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """See `Feed.evaluation_batches`."""
+        for first in range(0, self.num_samples, batch_size):
+            ids = np.arange(first, min(first + batch_size, self.num_samples), dtype=np.int64)
+            yield self._take(self._upload(self._inputs.plain_picks(ids)))
+
+    def _take(self, picks: Tensor) -> Batch:
+        return Batch(self._inputs.take(picks), self._targets.index_select(0, picks[0]))
+
+    def _epoch_picks(self, epoch: int) -> Tensor:
+        order = epoch_order(self._seed, epoch, self.num_samples)
+        return self._upload(self._inputs.epoch_picks(self._seed, epoch, order))
+
+    def _upload(self, picks: Ids) -> Tensor:
+        # A host-device synchronisation, on purpose: from pageable memory the copy is done when this returns, so the
+        # streams of all threads may read the table without waiting for the stream of the thread that built it.
+        return torch.from_numpy(picks).to(self._targets.device)
+
+
+class MapStyleFeed(Feed):
+    """Fetches the items of a map-style data set one by one on every call, so that its own transforms stay alive.
+
+    Data sets are rarely made for several threads (one file handle, one decoder), so items are fetched under a lock;
+    collating, copying to the device and normalising are not. What the data set draws at random from global generators
+    is outside the promise of bit-exact reruns.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyleDataset,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        normalisation: Normalisation | None,
+        channels_last: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(len(dataset), batch_size)
+        self._dataset, self._device = dataset, device
+        self._normalisation, self._channels_last, self._dtype = normalisation, channels_last, dtype
+        self._orders = EpochCache(lambda epoch: epoch_order(seed, epoch, self.num_samples))
+        self._lock = threading.Lock()
+
+    def batch(self, start: int) -> Batch:
+        """See `Feed.batch`. The host does wait for the copy from pageable memory."""
+        return self._fetch(stream_ids(self._orders, start, self.batch_size, self.num_samples).tolist())
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """See `Feed.evaluation_batches`."""
+        for first in range(0, self.num_samples, batch_size):
+            yield self._fetch(range(first, min(first + batch_size, self.num_samples)))
+
+    def _fetch(self, ids: Sequence[int]) -> Batch:
+        with self._lock:
+            items = [self._dataset[index] for index in ids]
+        inputs, targets = _collate(items)
+        return Batch(self._prepare(inputs.to(self._device)), targets.to(self._device))
+
+    def _prepare(self, inputs: Tensor) -> Tensor:
+        image, normalisation = is_image_batch(inputs), self._normalisation
+        if image or (normalisation is not None and inputs.is_floating_point()):
+            inputs = (normalisation or IDENTITY).apply(inputs, self._dtype)
+        elif inputs.is_floating_point():
+            inputs = inputs.to(self._dtype)
+        last = self._channels_last and inputs.ndim == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+
+
+def make_feed(
+    data: Data,
+    batch_size: int,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    augmentation: Augmentation | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    channels_last: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Feed:
+    """The feed for `data`: resident for a pair of tensors, item by item for a map-style data set.
+
+    uint8 inputs [N, C, H, W] are images: augmented, scaled to [0, 1] and normalised. Floating inputs are cast to
+    `dtype`, and normalised when `mean` and `std` are given. Other inputs and all targets pass unchanged.
+
+    Args:
+        data: a pair of tensors or a map-style data set.
+        batch_size: samples a batch.
+        seed: of the sample order and the augmentation.
+        device: where batches are needed.
+        augmentation: for uint8 images in tensors; None for none, as for test data.
+        mean: one value a channel, or one for all.
+        std: likewise.
+        channels_last: memory format of 4-D inputs.
+        dtype: of floating inputs.
+
+    Raises:
+        UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised so.
+    """
+    check_data(data, "the data set")
+    device, augmentation = torch.device(device), augmentation or Augmentation()
+    normalisation = Normalisation.of(mean, std)
+    pair = as_pair(data)
+    if augmentation.active and not (pair is not None and is_image_batch(pair[0])):
+        raise UserError(
+            f"data.crop_padding={augmentation.crop_padding} and data.flip={augmentation.flip} need uint8 image tensors "
+            "[N, C, H, W]; set data.crop_padding=0 data.flip=false and augment inside the data set."
+        )
+    if pair is None:
+        return MapStyleFeed(data, batch_size, seed, device, normalisation, channels_last, dtype)
+    inputs: ResidentInputs
+    if is_image_batch(pair[0]):
+        inputs = ImageInputs(pair[0], augmentation, normalisation or IDENTITY, device, channels_last, dtype)
+    else:
+        inputs = RowInputs(pair[0], normalisation, device, channels_last, dtype)
+    return ResidentFeed(inputs, pair[1].to(device), batch_size, seed)
+
+
+def _collate(items: list[Any]) -> tuple[Tensor, Tensor]:
+    """Stack items into (inputs, targets). Raises UserError when they cannot be stacked into two tensors."""
+    try:
+        batch = default_collate(items)
+    except (TypeError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the samples of the data set cannot be stacked into a batch ({reason}); return tensors of equal shape."
+        ) from error
+    if len(batch) != 2 or not all(isinstance(entry, Tensor) for entry in batch):
+        raise UserError("the items of the data set must be (input tensor, target), one of each; return just these two.")
+    return batch[0], batch[1]

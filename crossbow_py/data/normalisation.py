@@ -1,0 +1,90 @@
+"""Normalisation of inputs by a mean and a standard deviation a channel, in one fused pass over resident pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossbow_py.errors import UserError
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """(x − mean) / std, where uint8 images count as x / 255. One value a channel, or one for all channels."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
+            raise UserError(f"mean and std must be of equal length and std positive, got {self.mean} and {self.std}.")
+
+    @classmethod
+    def of(cls, mean: Sequence[float] | None, std: Sequence[float] | None) -> Normalisation | None:
+        """None when both are None. Raises UserError when only one is."""
+        if mean is None and std is None:
+            return None
+        if mean is None or std is None:
+            raise UserError(f"mean and std must be given together, got mean={mean} and std={std}; give both or none.")
+        return cls(tuple(mean), tuple(std))
+
+    def check_channels(self, channels: int) -> None:
+        """Raises UserError when the number of values fits neither `channels` nor one for all."""
+        if len(self.mean) not in (1, channels):
+            raise UserError(
+                f"mean and std must have one value a channel, got {len(self.mean)} for {channels} channels."
+            )
+
+    def apply(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Normalise `inputs` [B, C, ...], uint8 or floating, computing in float32 at least; the result is `dtype`."""
+        self.check_channels(inputs.shape[1])
+        unit = 255.0 if inputs.dtype == torch.uint8 else 1.0
+        compute = compute_dtype(dtype)
+        axes = (-1, *(1,) * (inputs.ndim - 2))
+        mean = torch.tensor(self.mean, dtype=torch.float64).mul_(unit).to(inputs.device, compute).view(axes)
+        std = torch.tensor(self.std, dtype=torch.float64).mul_(unit).to(inputs.device, compute).view(axes)
+        return inputs.to(compute).sub(mean).div_(std).to(dtype)
+
+
+IDENTITY = Normalisation((0.0,), (1.0,))
+
+
+class PixelNormaliser:
+    """Normalises channels-last uint8 pixels [B, H·W·C] by one fused multiply-add. Any thread may call."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        normalisation: Normalisation,
+        dtype: torch.dtype,
+        device: torch.device,
+        channels_last: bool,
+    ) -> None:
+        """`shape` is (C, H, W); the constants take 8·C·H·W bytes (16 in float64) on the device."""
+        normalisation.check_channels(shape[0])
+        self._shape, self._dtype, self._channels_last = shape, dtype, channels_last
+        self._compute = compute_dtype(dtype)
+        mean, std = np.asarray(normalisation.mean), np.asarray(normalisation.std)
+        self._scale, self._shift = (self._row(values).to(device) for values in (1 / (255 * std), -mean / std))
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """To [B, C, H, W] of the wished dtype, channels last in memory or contiguous."""
+        channels, height, width = self._shape
+        values = torch.addcmul(self._shift, pixels.to(self._compute), self._scale).to(self._dtype)
+        images = values.view(-1, height, width, channels).permute(0, 3, 1, 2)
+        return images if self._channels_last else images.contiguous()
+
+    def _row(self, per_channel: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tensor:
+        """[H·W·C]: the constants repeated for every pixel, as a broadcast axis of length C = 3 would defeat SIMD."""
+        channels, height, width = self._shape
+        row = np.broadcast_to(per_channel, (height * width, channels)).reshape(-1)
+        return torch.from_numpy(np.array(row)).to(self._compute)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: bfloat16 has fewer bits than a pixel."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,39 @@
+"""Which sample stands where: a continuous stream of per-epoch permutations. Pure functions of values.
+
+Position p of the stream, counted in samples, lies in epoch e = p // N and holds `epoch_order(seed, e, N)[p % N]`. A
+batch is any run of positions: it may cross an epoch's end and is never partial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from crossbow_py.data.randomness import permutation
+
+
+def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
+    """The order [N] in which epoch `epoch` visits the samples."""
+    return permutation(seed, "sample order", epoch, num_samples)
+
+
+def segments(start: int, count: int, num_samples: int) -> list[tuple[int, int, int]]:
+    """Stream positions [start, start + count) as runs (epoch, first, last) of places in that epoch, last excluded."""
+    runs = []
+    position, end = start, start + count
+    while position < end:
+        epoch, first = divmod(position, num_samples)
+        last = min(num_samples, first + end - position)
+        runs.append((epoch, first, last))
+        position += last - first
+    return runs
+
+
+def stream_ids(
+    order_of: Callable[[int], npt.NDArray[np.int64]], start: int, count: int, num_samples: int
+) -> npt.NDArray[np.int64]:
+    """Sample ids [count >= 1] at stream positions [start, start + count), where `order_of(epoch)` is the order [N]."""
+    runs = segments(start, count, num_samples)
+    return np.concatenate([order_of(epoch)[first:last] for epoch, first, last in runs])

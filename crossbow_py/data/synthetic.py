@@ -1,0 +1,62 @@
+"""Random images of classes that can be learned, for benchmarks and tests: the mean of a class's pattern and noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from crossbow_py.data.base import SourceSettings
+from crossbow_py.data.datasets import Data, Pair
+from crossbow_py.data.randomness import raw_words
+from crossbow_py.errors import UserError
+from crossbow_py.settings import setting
+
+# The mean of two independent uniform bytes: 0.5, and (1/√12)/√2 = 0.204.
+_MEAN, _STD = 0.5, 0.2041
+
+
+@dataclass(frozen=True)
+class Synthetic(SourceSettings):
+    """Deterministic by its own seed, whatever the seed of the run."""
+
+    NAME: ClassVar[str] = "synthetic"
+
+    shape: tuple[int, ...] = setting((3, 32, 32), "channels, height and width of an image", minimum=1)
+    num_classes: int = setting(10, "number of classes", minimum=2, maximum=100_000)
+    num_train: int = setting(10_000, "training samples", minimum=1)
+    num_test: int = setting(2_000, "test samples", minimum=1)
+    seed: int = setting(0, "seed of patterns and noise", minimum=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shape) != 3:
+            raise UserError(f"data.shape must be [channels, height, width], got {list(self.shape)}; give three sizes.")
+
+    def read(self, progress: bool) -> tuple[Data, Data]:
+        """(train, test), from the same patterns with different noise."""
+        patterns = self._bytes("patterns", self.num_classes)
+        return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
+
+    def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """By construction, not estimated."""
+        return (_MEAN,) * self.shape[0], (_STD,) * self.shape[0]
+
+    def count_classes(self, train: Data, test: Data) -> int | None:
+        """As set."""
+        return self.num_classes
+
+    def _samples(self, patterns: npt.NDArray[np.uint8], purpose: str, count: int) -> Pair:
+        labels = np.arange(count, dtype=np.int64) % self.num_classes
+        # Halves are added, so that no byte overflows and no wider copy of the data is made.
+        images = (self._bytes(purpose, count) >> 1) + (patterns >> 1)[labels]
+        return torch.from_numpy(images), torch.from_numpy(labels)
+
+    def _bytes(self, purpose: str, count: int) -> npt.NDArray[np.uint8]:
+        """Uniform random bytes [count, C, H, W]."""
+        size = count * int(np.prod(self.shape))
+        words = raw_words(self.seed, f"synthetic {purpose}", 0, -(-size // 8))
+        return words.astype("<u8", copy=False).view(np.uint8)[:size].reshape(count, *self.shape)

@@ -1,0 +1,98 @@
+"""Crop and flip against a loop over pixels, normalisation against its formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from crossbow_py.data.augmentation import Augmentation, PaddedImages
+from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
+from crossbow_py.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def naive_crop(image: np.ndarray, padding: int, top: int, left: int, mirrored: bool) -> np.ndarray:
+    """[C, H, W] to [C, H, W], pixel by pixel."""
+    channels, height, width = image.shape
+    out = np.zeros_like(image)
+    for channel in range(channels):
+        for row in range(height):
+            for column in range(width):
+                y, x = row + top - padding, (width - 1 - column if mirrored else column) + left - padding
+                if 0 <= y < height and 0 <= x < width:
+                    out[channel, row, column] = image[channel, y, x]
+    return out
+
+
+@pytest.mark.parametrize(("shape", "padding"), [((3, 5, 4), 2), ((1, 3, 6), 1), ((2, 4, 4), 0)])
+def test_crops_of_drawn_corners_equal_a_loop_over_pixels(shape: tuple[int, int, int], padding: int) -> None:
+    images = torch.randint(1, 256, (30, *shape), dtype=torch.uint8)
+    top, left, mirrored = Augmentation(padding, True).draw(7, 2, 30)
+    store = PaddedImages(images, padding, CPU)
+    ids = np.arange(30)[::-1].copy()
+    first = torch.from_numpy(store.first_pixel(ids, top[ids], left[ids]))
+    got = store.crops(first, torch.from_numpy(mirrored[ids])).view(30, shape[1], shape[2], shape[0])
+    for place, sample in enumerate(ids):
+        expected = naive_crop(images[sample].numpy(), padding, top[sample], left[sample], bool(mirrored[sample]))
+        np.testing.assert_array_equal(got[place].permute(2, 0, 1).numpy(), expected)
+
+
+def test_draw_with_padding_two_gives_every_offset_and_both_sides() -> None:
+    top, left, mirrored = Augmentation(2, True).draw(0, 0, 500)
+    assert set(top) == set(left) == {0, 1, 2, 3, 4}
+    assert 200 < mirrored.sum() < 300
+    assert (top != left).any()
+
+
+def test_draw_without_flip_mirrors_nothing() -> None:
+    top, left, mirrored = Augmentation(1, False).draw(0, 0, 100)
+    assert mirrored.sum() == 0 and top.max() == left.max() == 2
+
+
+def test_augmentation_with_negative_padding_is_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"data\.crop_padding must be at least 0, got -1"):
+        Augmentation(-1, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_pixel_normaliser_equals_the_formula(dtype: torch.dtype, channels_last: bool) -> None:
+    pixels = torch.randint(0, 256, (6, 4 * 5, 3), dtype=torch.uint8)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+    normalise = PixelNormaliser((3, 4, 5), Normalisation(mean, std), dtype, CPU, channels_last)
+    got = normalise(pixels.view(6, -1))
+    expected = (pixels.numpy() / 255 - np.array(mean)) / np.array(std)
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-14, torch.bfloat16: 2e-2}[dtype]
+    assert got.dtype == dtype
+    assert got.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    np.testing.assert_allclose(
+        got.double().permute(0, 2, 3, 1).reshape(6, 20, 3).numpy(), expected, rtol=0, atol=tolerance
+    )
+
+
+def test_normalisation_of_float_and_uint8_inputs_differ_by_the_unit() -> None:
+    images = torch.tensor([[[[0]], [[51]]]], dtype=torch.uint8)
+    normalisation = Normalisation((0.1,), (0.5,))
+    torch.testing.assert_close(normalisation.apply(images, torch.float64).flatten(), torch.tensor([-0.2, 0.2]).double())
+    floats = torch.tensor([[0.0, 0.2]], dtype=torch.float64)
+    torch.testing.assert_close(normalisation.apply(floats, torch.float64).flatten(), torch.tensor([-0.2, 0.2]).double())
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "message"),
+    [
+        ((0.5,), None, "given together"),
+        ((0.5,), (0.5, 0.5), "of equal length"),
+        ((0.5,), (0.0,), "std positive"),
+    ],
+)
+def test_normalisation_of_unfit_values_is_a_user_error(mean: tuple, std: tuple | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Normalisation.of(mean, std)
+
+
+def test_normalisation_for_other_channels_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="got 2 for 3 channels"):
+        PixelNormaliser((3, 2, 2), Normalisation((0.5, 0.5), (1.0, 1.0)), torch.float32, CPU, True)

@@ -1,0 +1,233 @@
+"""Feeds: what a batch is, whoever asks and however large it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.epoch_cache import EpochCache
+from crossbow_py.data.feed import Batch, MapStyleFeed, ResidentFeed, make_feed
+from crossbow_py.data.sampler import epoch_order, stream_ids
+from crossbow_py.errors import UserError
+
+N, SEED = 23, 11
+BOTH = Augmentation(crop_padding=2, flip=True)
+
+
+def images(n: int = N) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (n, 3, 6, 5), dtype=torch.uint8, generator=generator), torch.arange(n)
+
+
+class Counted(Dataset[tuple[Tensor, int]]):
+    """Items say their index; every fetch is recorded."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs, self.fetched = inputs, Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.fetched[index] += 1
+        return self.inputs[index], index
+
+
+def ids_at(start: int, count: int, n: int = N) -> list[int]:
+    return stream_ids(lambda epoch: epoch_order(SEED, epoch, n), start, count, n).tolist()
+
+
+def test_batch_at_a_position_holds_the_streams_samples() -> None:
+    feed = make_feed(images(), 5, SEED, augmentation=BOTH)
+    for start in (0, 5, 20, 21, 2 * N - 1):
+        assert feed.batch(start).targets.tolist() == ids_at(start, 5)
+
+
+def test_batch_of_images_equals_the_augmentation_drawn_for_its_samples() -> None:
+    inputs, targets = images()
+    feed = make_feed((inputs, targets), 7, SEED, augmentation=BOTH, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
+    got = feed.batch(N - 3)
+    draws = [BOTH.draw(SEED, epoch, N) for epoch in (0, 1)]
+    padded = torch.nn.functional.pad(inputs, (2, 2, 2, 2))
+    for place, sample in enumerate(ids_at(N - 3, 7)):
+        top, left, mirrored = (int(table[sample]) for table in draws[0 if place < 3 else 1])
+        crop = padded[sample, :, top : top + 6, left : left + 5].double() / 255
+        crop = crop.flip(2) if mirrored else crop
+        expected = (crop - torch.tensor([[[0.1]], [[0.2]], [[0.3]]])) / torch.tensor([[[0.5]], [[0.6]], [[0.7]]])
+        torch.testing.assert_close(got.inputs[place].double(), expected, rtol=0, atol=2e-6)
+
+
+def test_batch_of_another_size_augments_the_same_sample_alike() -> None:
+    whole = make_feed(images(), N, SEED, augmentation=BOTH).batch(N)
+    small = make_feed(images(), 4, SEED, augmentation=BOTH)
+    for start in range(N, 2 * N - 4, 4):
+        assert torch.equal(small.batch(start).inputs, whole.inputs[start - N : start - N + 4])
+
+
+def test_batch_in_the_next_epoch_augments_differently() -> None:
+    feed = make_feed(images(), N, SEED, augmentation=BOTH)
+    first, second = feed.batch(0), feed.batch(N)
+    assert not torch.equal(first.inputs[first.targets.argsort()], second.inputs[second.targets.argsort()])
+
+
+def test_batch_asked_for_by_many_threads_equals_one_threads() -> None:
+    starts = [start % (4 * N) for start in range(0, 40 * N, 3)]
+    alone, shared = (make_feed(images(), 4, SEED, augmentation=BOTH) for _ in range(2))
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(shared.batch, starts))
+    for start, batch in zip(starts, together, strict=True):
+        expected = alone.batch(start)
+        assert torch.equal(batch.inputs, expected.inputs) and torch.equal(batch.targets, expected.targets)
+
+
+@pytest.mark.parametrize("augmentation", [BOTH, Augmentation(), None])
+def test_evaluation_batches_give_every_sample_in_order_and_unaugmented(augmentation: Augmentation | None) -> None:
+    inputs, targets = images()
+    feed = make_feed((inputs, targets), 4, SEED, augmentation=augmentation)
+    batches = list(feed.evaluation_batches(10))
+    assert [len(batch.targets) for batch in batches] == [10, 10, 3]
+    assert torch.equal(torch.cat([batch.targets for batch in batches]), targets)
+    torch.testing.assert_close(torch.cat([batch.inputs for batch in batches]), inputs / 255, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("make", [lambda pair: pair, lambda pair: Counted(pair[0])])
+@pytest.mark.parametrize("kind", ["uint8", "float"])
+def test_batch_of_4d_inputs_has_the_wished_format_and_dtype(channels_last: bool, make: Any, kind: str) -> None:
+    inputs, targets = images()
+    data = make((inputs if kind == "uint8" else inputs / 255, targets))
+    batch = make_feed(data, 4, SEED, channels_last=channels_last, dtype=torch.bfloat16).batch(0)
+    assert batch.inputs.dtype == torch.bfloat16 and batch.inputs.shape == (4, 3, 6, 5)
+    assert batch.inputs.is_contiguous(memory_format=torch.channels_last) == channels_last
+    expected = (inputs / 255)[ids_at(0, 4)]
+    torch.testing.assert_close(batch.inputs.float(), expected, rtol=0, atol=4e-3)
+
+
+def test_batch_of_float_inputs_without_moments_is_unchanged() -> None:
+    inputs = torch.randn(N, 4)
+    assert torch.equal(make_feed((inputs, torch.arange(N)), 3, SEED).batch(0).inputs, inputs[ids_at(0, 3)])
+
+
+@pytest.mark.parametrize("make", [lambda pair: pair, lambda pair: Counted(pair[0])])
+def test_batch_of_float_inputs_with_moments_is_normalised(make: Any) -> None:
+    inputs = torch.randn(N, 2, 4)
+    feed = make_feed(make((inputs, torch.arange(N))), 3, SEED, mean=(1.0, 2.0), std=(2.0, 4.0))
+    expected = (inputs[ids_at(0, 3)] - torch.tensor([[1.0], [2.0]])) / torch.tensor([[2.0], [4.0]])
+    torch.testing.assert_close(feed.batch(0).inputs, expected)
+
+
+@pytest.mark.parametrize("make", [lambda pair: pair, lambda pair: Counted(pair[0])])
+def test_batch_of_tokens_is_unchanged(make: Any) -> None:
+    tokens = torch.randint(0, 1000, (N, 8))
+    batch = make_feed(make((tokens, torch.arange(N))), 3, SEED, dtype=torch.bfloat16, channels_last=True).batch(0)
+    assert torch.equal(batch.inputs, tokens[ids_at(0, 3)]) and batch.inputs.dtype == torch.int64
+
+
+def test_make_feed_of_a_tensor_dataset_of_two_is_resident() -> None:
+    assert isinstance(make_feed(TensorDataset(*images()), 4), ResidentFeed)
+
+
+def test_map_style_batch_fetches_its_items_in_order_on_every_call() -> None:
+    data = Counted(torch.randn(N, 2))
+    feed = make_feed(data, 4, SEED)
+    assert isinstance(feed, MapStyleFeed)
+    data.fetched.clear()
+    assert feed.batch(N - 2).targets.tolist() == ids_at(N - 2, 4)
+    feed.batch(N - 2)
+    assert data.fetched == Counter(dict.fromkeys(ids_at(N - 2, 4), 2))
+
+
+def test_map_style_evaluation_gives_every_item_in_order() -> None:
+    batches = list(make_feed(Counted(torch.randn(N, 2)), 4).evaluation_batches(10))
+    assert [len(batch.targets) for batch in batches] == [10, 10, 3]
+    assert torch.cat([batch.targets for batch in batches]).tolist() == list(range(N))
+
+
+def test_map_style_batch_asked_for_by_many_threads_equals_one_threads() -> None:
+    feed = make_feed(Counted(torch.randn(N, 2)), 4, SEED)
+    with ThreadPoolExecutor(8) as pool:
+        together: list[Batch] = list(pool.map(feed.batch, range(100)))
+    assert [batch.targets.tolist() for batch in together] == [ids_at(start, 4) for start in range(100)]
+
+
+def test_epoch_cache_of_returning_epochs_builds_each_once_and_forgets_the_stalest() -> None:
+    built: list[int] = []
+
+    def build(epoch: int) -> int:
+        built.append(epoch)
+        return 10 * epoch
+
+    cache = EpochCache(build)
+    assert [cache(epoch) for epoch in (0, 1, 0, 2, 0, 3, 0, 2)] == [0, 10, 0, 20, 0, 30, 0, 20]
+    assert built == [0, 1, 2, 3]
+    assert cache(1) == 10 and built == [0, 1, 2, 3, 1]
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+class Failing(Counted):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise OSError("disk gone")
+
+
+class Ragged(Counted):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(index + 1), index
+
+
+BAD_DATA = [
+    ("pair of arrays", (np.zeros((4, 2)), np.zeros(4)), r"tuple of \(ndarray, ndarray\).*torch\.from_numpy"),
+    ("unequal lengths", (torch.zeros(4, 2), torch.zeros(3)), "as many inputs as targets.*got 4 and 3"),
+    ("no samples", (torch.zeros(0, 2), torch.zeros(0)), "at least one, got 0 and 0"),
+    ("no batch axis", (torch.zeros(4), torch.zeros(4)), r"inputs \[N, \.\.\.\] and targets \[N\], got shapes \(4,\)"),
+    ("three tensors", TensorDataset(*(torch.zeros(4, 2),) * 3), "TensorDataset of 3 tensors"),
+    ("iterable", Endless(), "map-style data set.*got Endless"),
+    ("items not pairs", ["a", "b"], r"must be \(input, target\), but item 0 is of type str"),
+    ("items failing", Failing(torch.zeros(4, 2)), "raised OSError: disk gone"),
+    ("empty", [], "at least one sample"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), [row[1:] for row in BAD_DATA], ids=[str(row[0]) for row in BAD_DATA])
+def test_make_feed_of_no_data_set_is_a_user_error(data: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_feed(data, 1)
+
+
+@pytest.mark.parametrize("data", [images(), Counted(images()[0])])
+def test_make_feed_with_a_batch_larger_than_the_data_is_a_user_error(data: Any) -> None:
+    with pytest.raises(UserError, match=r"batch_size=24 must be .* has 23 samples; choose at most 23"):
+        make_feed(data, 24)
+
+
+@pytest.mark.parametrize("data", [(torch.randn(4, 3, 6, 6), torch.zeros(4)), Counted(images()[0])])
+def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data: Any) -> None:
+    with pytest.raises(UserError, match=r"need uint8 image tensors \[N, C, H, W\]; set data\.crop_padding=0"):
+        make_feed(data, 1, augmentation=BOTH)
+
+
+def test_map_style_batch_of_ragged_items_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="cannot be stacked"):
+        make_feed(Ragged(torch.zeros(4, 2)), 3).batch(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("augmentation", [BOTH, Augmentation()])
+def test_batch_on_cuda_equals_the_cpus(augmentation: Augmentation) -> None:
+    settings = {"augmentation": augmentation, "mean": (0.5,), "std": (0.2,), "channels_last": True}
+    here, there = (make_feed(images(), 7, SEED, device=device, **settings) for device in ("cpu", "cuda"))
+    for start in (0, N - 3):
+        torch.testing.assert_close(there.batch(start).inputs.cpu(), here.batch(start).inputs, rtol=0, atol=1e-6)
+        assert torch.equal(there.batch(start).targets.cpu(), here.batch(start).targets)
