@@ -44,12 +44,16 @@ def setting(
 
 
 def check(settings: Any) -> None:
-    """Check the types and limits of every field. Raises UserError naming the field, the rule and the value."""
+    """Check the types and limits of every field. Raises UserError naming the field, the rule and the value.
+
+    Lists become tuples and whole numbers floats where those are wanted, alike from YAML and from Python.
+    """
     group = getattr(type(settings), "GROUP", "")
     hints = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         path = f"{group}.{field.name}" if group else field.name
-        value = getattr(settings, field.name)
+        value = _convert(getattr(settings, field.name), hints[field.name])
+        object.__setattr__(settings, field.name, value)
         if not _fits(value, hints[field.name]):
             raise UserError(f"{path} must be {_describe(hints[field.name])}, got {value!r}.")
         for number in value if isinstance(value, tuple) else (value,):
@@ -57,13 +61,12 @@ def check(settings: Any) -> None:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build settings class `cls` from plain values. Lists become tuples; unknown keys are refused with a suggestion."""
+    """Build settings class `cls`, which checks itself, from plain values; unknown keys get a suggestion."""
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
             raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}.")
-    hints = typing.get_type_hints(cls)
-    return cls(**{key: _convert(value, hints[key]) for key, value in values.items()})
+    return cls(**values)
 
 
 def to_mapping(settings: Any) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""Crossbow for PyTorch: many small-batch learners per device, kept together by synchronous model averaging."""
+
+from crossbow_py.averaging import SMA, AveragingRule, Independent
+from crossbow_py.checkpoint import CheckpointSettings
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.errors import CrossbowError, NonFiniteError, UserError
+from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
+from crossbow_py.telemetry.events import Listener
+from crossbow_py.trainer import Trainer
+from crossbow_py.training_loop import Result
+from crossbow_py.version import __version__
+
+__all__ = [
+    "SGD",
+    "SMA",
+    "AdamW",
+    "Augmentation",
+    "AveragingRule",
+    "CheckpointSettings",
+    "Constant",
+    "Cosine",
+    "CrossbowError",
+    "Exponential",
+    "Independent",
+    "Inverse",
+    "Listener",
+    "MultiStep",
+    "NonFiniteError",
+    "Result",
+    "Step",
+    "Trainer",
+    "UserError",
+    "__version__",
+]

@@ -1,0 +1,96 @@
+"""What every entry point does around its work: flags, one job or a multirun, and errors turned into exit codes.
+
+0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, or our fault
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from crossbow_py.config import TrainConfig, compose, expand_sweeps
+from crossbow_py.errors import NonFiniteError, UserError
+from crossbow_py.help_text import help_text, list_text
+from crossbow_py.settings import suggestion
+
+EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
+_STOPPED_FROM_OUTSIDE = (EXIT_TERMINATED, EXIT_INTERRUPTED)
+_MULTIRUN = ("-m", "--multirun")
+_FLAGS = ("--help", "-h", "--list", *_MULTIRUN)
+
+
+def run(argv: Sequence[str] | None, job: Callable[[TrainConfig], int]) -> int:
+    """Run `job` once per configuration that `argv` (None: the process's arguments) asks for; the worst exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _guarded(lambda: _dispatch(arguments, job))
+    finally:
+        _flush_stdout()
+
+
+def _dispatch(arguments: list[str], job: Callable[[TrainConfig], int]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        return _show(help_text())
+    if "--list" in arguments:
+        return _show(list_text())
+    for argument in arguments:
+        if argument.startswith("-") and argument not in _FLAGS:
+            raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}; --help explains them.")
+    overrides = [argument for argument in arguments if argument not in _MULTIRUN]
+    if len(overrides) == len(arguments):
+        return job(compose(overrides))
+    return _multirun(overrides, job)
+
+
+def _multirun(overrides: list[str], job: Callable[[TrainConfig], int]) -> int:
+    """All configurations are composed before the first job starts, so that a mistake in the last one shows at once."""
+    configs = [_in_own_folder(compose(texts), swept) for texts, swept in expand_sweeps(overrides)]
+    worst = 0
+    for config in configs:
+        code = _guarded(partial(job, config))
+        worst = max(worst, code)
+        if code in _STOPPED_FROM_OUTSIDE:
+            break
+    return worst
+
+
+def _in_own_folder(config: TrainConfig, swept: str) -> TrainConfig:
+    """Beneath the output_dir asked for, a folder named after the job's swept values; unset, each has its own anyway."""
+    if config.output_dir is None or not swept:
+        return config
+    return dataclasses.replace(config, output_dir=str(Path(config.output_dir) / swept))
+
+
+def _guarded(action: Callable[[], int]) -> int:
+    """The action's exit code, or that of the error it raised, which is said on stderr."""
+    try:
+        return action()
+    except (UserError, NonFiniteError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _show(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as in `--list | head`
+        _flush_stdout()
+    return 0
+
+
+def _flush_stdout() -> None:
+    """Flush, and when nobody listens any more let the interpreter's own flush at exit go nowhere."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

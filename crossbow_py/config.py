@@ -1,0 +1,227 @@
+"""The command line's configuration: YAML groups composed by Hydra, turned once into plain frozen dataclasses.
+
+Hydra is called through its compose interface inside our own main, so it neither changes folders, nor logs, nor writes a
+`.hydra` folder. Group choices are checked against the option files first; values are then set whatever the option file
+spells out, because the settings dataclasses know every key and answer a misspelled one with a suggestion. No
+`DictConfig` leaves this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from crossbow_py.averaging import RULES
+from crossbow_py.data.sources import SOURCES
+from crossbow_py.engine.optimizers import OPTIMIZERS
+from crossbow_py.errors import UserError
+from crossbow_py.models import MODELS
+from crossbow_py.schedules import SCHEDULES
+from crossbow_py.settings import check, from_mapping, setting, suggestion, to_mapping
+
+REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
+    "model": MODELS,
+    "data": SOURCES,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "averaging": RULES,
+}
+APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
+_COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError)
+
+
+def _group(help: str) -> Any:
+    return dataclasses.field(metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything `crossbow_py.train` can be told. The five groups hold the settings object chosen by their `name`."""
+
+    GROUP: ClassVar[str] = ""
+
+    experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
+    batch_size: int = setting(16, "images in a batch of one learner", minimum=1)
+    num_learners: int = setting(2, "learners (replicas trained at once) per device", minimum=1)
+    executor: Literal["auto", "serial", "threads"] = setting("auto", "how the learners run: auto, serial or threads")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the learners run: auto, cpu or cuda")
+    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "arithmetic of forward and backward: auto, fp32, bf16")
+    channels_last: bool = setting(True, "keep images and convolution weights channels-last")
+    max_epochs: float | None = setting(10.0, "stop after that many passes over the training set", above=0)
+    max_samples: int | None = setting(None, "stop after that many training samples", minimum=1)
+    max_rounds: int | None = setting(None, "stop after that many rounds (one batch per learner each)", minimum=1)
+    max_time_s: float | None = setting(None, "stop after that many seconds of training", above=0)
+    target_accuracy: float | None = setting(None, "stop once evaluation reaches this accuracy", above=0, maximum=1)
+    target_loss: float | None = setting(None, "stop once the evaluation loss is that or below", minimum=0)
+    max_evaluation_batches: int | None = setting(None, "evaluate on at most that many batches; null is all", minimum=1)
+    seed: int = setting(0, "all randomness follows from this number", minimum=0)
+    on_nonfinite: Literal["stop", "reseed"] = setting(
+        "stop", "a learner whose loss is not finite: stop, or reseed it from the central average model"
+    )
+    resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
+    init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
+    output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
+    checkpoint_every_epochs: int | None = setting(1, "checkpoint every that many epochs; null never", minimum=1)
+    checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
+    keep_checkpoints: int = setting(2, "newest checkpoints kept", minimum=1)
+    model: Any = _group("the network")
+    data: Any = _group("the data set, its augmentation and where its files are")
+    optimizer: Any = _group("each learner's own optimizer")
+    schedule: Any = _group("the learning rate as a function of samples seen")
+    averaging: Any = _group("how the learners are kept together")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def config_dir() -> Path:
+    """The folder with the YAML files: inside the package (wheel), else beside it (checkout, editable install)."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if folder.is_dir():
+            return folder
+    raise UserError(f"no configuration folder at {package / 'conf'} or beside it; reinstall the package.")
+
+
+def group_options(group: str) -> dict[str, str]:
+    """Option names of a config group, each with the first comment line of its file."""
+    return {path.stem: _first_comment(path) for path in sorted((config_dir() / group).glob("*.yaml"))}
+
+
+def read_option(group: str, option: str) -> dict[str, Any]:
+    """The plain values in an option's file."""
+    return read_yaml(config_dir() / group / f"{option}.yaml")
+
+
+def compose(overrides: Sequence[str]) -> TrainConfig:
+    """The configuration of one run. Raises UserError for every mistake in the overrides or in a YAML file."""
+    parsed = [_parse(override) for override in overrides]
+    for override in parsed:
+        _check_override(override)
+    parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
+    return config_from_mapping(_compose_plain([_settled(override) for override in parsed]))
+
+
+def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
+    """Every combination of comma lists and ranges: the overrides of each job, and its swept part as a folder name."""
+    jobs = itertools.product(*map(_sweep, overrides))
+    return [([text for text, _ in job], ",".join(name for _, name in job if name)) for job in jobs]
+
+
+def config_from_mapping(plain: Mapping[str, Any]) -> TrainConfig:
+    """Plain values, as in a run's config.yaml, to the configuration. Raises UserError naming the key."""
+    groups = {group: _choose(group, plain.get(group)) for group in REGISTRIES}
+    return from_mapping(TrainConfig, {**plain, **groups})
+
+
+def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
+    """The inverse of `config_from_mapping`: plain values, every default spelled out."""
+    plain = to_mapping(config)
+    for group in REGISTRIES:
+        plain[group] = {"name": type(getattr(config, group)).NAME, **plain[group]}
+    return plain
+
+
+def write_yaml(plain: Mapping[str, Any]) -> str:
+    """Plain values as YAML, keys in their order."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except _COMPOSITION_ERRORS as error:
+        raise UserError(f"cannot read {path}: {_one_line(error)}; restore or delete that file.") from error
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _choose(group: str, values: Any) -> Any:
+    """The settings object of one group: the class registered under its `name`, built from the other keys."""
+    registry = REGISTRIES[group]
+    if not isinstance(values, Mapping):
+        raise UserError(f"{group} must be one of {', '.join(registry)}, got {values!r}; write {group}=NAME.")
+    name = str(values.get("name"))
+    if name not in registry:
+        raise UserError(f"{group}.name must be a registered name, got {name!r}{suggestion(name, registry)}")
+    return from_mapping(registry[name], {key: value for key, value in values.items() if key != "name"}, group)
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise UserError(
+            f"cannot read {text!r}; write key=value, and put special characters in quotes: key='\"a=b\"'."
+        ) from error
+
+
+def _sweep(text: str) -> list[tuple[str, str]]:
+    """The single values of an override with several, each with its name; an override with one value as it is."""
+    override = _parse(text)
+    if not override.is_sweep_override():
+        return [(text, "")]
+    try:
+        values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    except HydraException as error:
+        raise UserError(f"cannot sweep {text!r}; list the values, as in seed=1,2,3 or seed=range(1,4).") from error
+    return [(value, value.lstrip("+").replace("/", "_")) for value in values]
+
+
+def _is_group(key: str) -> bool:
+    return key in REGISTRIES or key in APPENDED_GROUPS
+
+
+def _check_override(override: Override) -> None:
+    """Refuse a sweep without -m, a group option that does not exist, and +experiment or +debug without the plus."""
+    text, key = override.input_line, override.key_or_group
+    if override.is_sweep_override():
+        raise UserError(f"{text!r} lists several values; add -m to run each of them, or quote the value.")
+    if not key or key.split(".")[0] == "hydra":
+        raise UserError(f"{text!r} sets no key of a run; write key=value with one of the keys --help shows.")
+    if override.is_delete() or not _is_group(key):
+        return
+    value, options = override.value(), group_options(key)
+    if not isinstance(value, str) or value not in options:
+        raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)}; --list shows them all.")
+    if key in APPENDED_GROUPS and not override.is_add():
+        raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
+
+
+def _settled(override: Override) -> str:
+    """A value is set whether or not the option file spells its key out: the dataclasses judge the key, not the file."""
+    text = str(override.input_line)
+    if override.is_delete() or _is_group(override.key_or_group):
+        return text
+    return "++" + text.lstrip("+")
+
+
+def _compose_plain(overrides: list[str]) -> dict[str, Any]:
+    try:
+        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+            composed = hydra.compose("train", overrides=overrides)
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except _COMPOSITION_ERRORS as error:
+        raise UserError(f"{_one_line(error).rstrip('.')}; --help explains the keys.") from error
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split("\nSee ")[0].split())
+
+
+def _first_comment(path: Path) -> str:
+    comments = (line.lstrip("# ").rstrip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return next((comment for comment in comments if not comment.startswith("@")), "")

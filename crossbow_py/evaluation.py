@@ -1,0 +1,117 @@
+"""Measuring a model that is not being trained: loss, accuracy and metrics over a data set, and BatchNorm statistics."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.data.feed import Feed
+from crossbow_py.engine.precision import Precision, cast_module
+from crossbow_py.engine.rounds import Loss, count_correct
+
+Metric = Callable[[Tensor, Tensor], Tensor | float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification."""
+
+    loss: float
+    accuracy: float | None
+    num_samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
+    """The plain mean of several evaluations of the same samples (independent learners)."""
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(each)
+
+    accuracies = [one.accuracy for one in each if one.accuracy is not None]
+    return Evaluation(
+        loss=mean(one.loss for one in each),
+        accuracy=mean(accuracies) if accuracies else None,
+        num_samples=each[0].num_samples,
+        metrics={name: mean(one.metrics[name] for one in each) for name in each[0].metrics},
+    )
+
+
+class Evaluator:
+    """Runs states of one architecture over a feed, in evaluation mode, with all of torch's threads.
+
+    Args:
+        template: the architecture; copied, never changed.
+        precision: models run in its compute dtype, losses in its master dtype.
+        loss, metrics: `f(outputs [B, ...], targets [B, ...])`; a batch mean, weighted by batch size.
+        batch_size: samples at once.
+        max_batches: stop after that many (None: the whole data set).
+    """
+
+    def __init__(
+        self,
+        template: nn.Module,
+        *,
+        precision: Precision,
+        loss: Loss,
+        metrics: Mapping[str, Metric],
+        batch_size: int = 256,
+        max_batches: int | None = None,
+        channels_last: bool = True,
+    ) -> None:
+        self.template, self.precision = template, precision
+        self.loss, self.metrics = loss, dict(metrics)
+        self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
+
+    def module(self, state: Mapping[str, Tensor]) -> nn.Module:
+        """A module with this state in master precision, evaluation mode."""
+        module = copy.deepcopy(self.template).to(self.precision.master)
+        with torch.no_grad():
+            for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
+                value.copy_(state[name])
+        return module.eval()
+
+    @torch.no_grad()
+    def evaluate(self, state: Mapping[str, Tensor], feed: Feed) -> Evaluation:
+        """Evaluate one state over every sample of the feed."""
+        module = self._runnable(state)
+        count, sums = 0, dict.fromkeys(["loss", "correct", *self.metrics], 0.0)
+        is_classification = True
+        for batch in itertools.islice(feed.evaluation_batches(self.batch_size), self.max_batches):
+            output = module(batch.inputs).to(self.precision.master)
+            size = len(batch.targets)
+            sums["loss"] += float(self.loss(output, batch.targets)) * size
+            sums["correct"] += count_correct(output, batch.targets)
+            is_classification = output.ndim == 2 and batch.targets.ndim == 1 and not batch.targets.is_floating_point()
+            for name, metric in self.metrics.items():
+                sums[name] += float(metric(output, batch.targets)) * size
+            count += size
+        return Evaluation(
+            loss=sums["loss"] / count,
+            accuracy=sums["correct"] / count if is_classification else None,
+            num_samples=count,
+            metrics={name: sums[name] / count for name in self.metrics},
+        )
+
+    def _runnable(self, state: Mapping[str, Tensor]) -> nn.Module:
+        module = cast_module(self.module(state), self.precision)
+        return module.to(memory_format=torch.channels_last) if self.channels_last else module  # type: ignore[call-overload]
+
+    @torch.no_grad()
+    def recalibrate(self, state: Mapping[str, Tensor], inputs: Iterable[Tensor]) -> dict[str, Tensor]:
+        """The state with BatchNorm statistics measured anew, as plain means over training batches `inputs`."""
+        module = self._runnable(state)
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # cumulative mean over the batches seen
+            norm.train()
+        for batch in inputs if norms else ():
+            module(batch)
+        measured = {n: b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))}
+        return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}

@@ -1,0 +1,84 @@
+"""The texts of --help and --list, made from the settings classes and the option files."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from crossbow_py.config import APPENDED_GROUPS, REGISTRIES, TrainConfig, group_options, read_option
+
+_USAGE = """\
+usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
+
+Trains several learners at once and keeps them together by synchronous model averaging.
+
+  python -m crossbow_py.train +experiment=digits
+  python -m crossbow_py.train +experiment=lenet num_learners=4 optimizer.learning_rate=0.05
+  python -m crossbow_py.train model=resnet20 data=cifar10 data.root=/data max_epochs=5
+  python -m crossbow_py.train -m +experiment=digits seed=1,2,3
+
+  +experiment=NAME   a complete run; --list shows them
+  +debug=fast        two rounds of everything, to see whether a configuration works
+  -m, --multirun     run every combination of comma-separated values, each in its own folder
+  --list             the experiments and the options of every group
+  --help             this text
+
+Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 after Ctrl-C, 1 anything else.
+"""
+
+
+def help_text() -> str:
+    """Usage, then every key with its meaning and default, group by group."""
+    lines = [_USAGE, "Keys (with the value they have when nothing is said):"]
+    lines += [_key_line("", field) for field in dataclasses.fields(TrainConfig) if field.name not in REGISTRIES]
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in REGISTRIES:
+            lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
+            lines += [f" OPTION is one of {', '.join(group_options(field.name))}", *_group_lines(field.name)]
+    return "\n".join(lines)
+
+
+def list_text() -> str:
+    """The experiments and the options of every group, each with a line on what it is."""
+    blocks = []
+    for group in (*APPENDED_GROUPS, *REGISTRIES):
+        plus = "+" if group in APPENDED_GROUPS else ""
+        lines = [f"  {name:<15} {comment or _meaning(group, name)}" for name, comment in group_options(group).items()]
+        blocks.append("\n".join([f"{plus}{group}=", *lines]))
+    return "\n\n".join(blocks)
+
+
+def _group_lines(group: str) -> list[str]:
+    """Every key once for each of its meanings and defaults, with the options that have it unless all do."""
+    owners: dict[str, dict[str, list[str]]] = {}
+    for option, settings in REGISTRIES[group].items():
+        for field in dataclasses.fields(settings):
+            lines = owners.setdefault(field.name, {})
+            lines.setdefault(_key_line(f"{group}.", field), []).append(option)
+    everyone = len(REGISTRIES[group])
+    return [
+        line if len(options) == everyone else f"{line} ({', '.join(options)})"
+        for lines in owners.values()
+        for line, options in lines.items()
+    ]
+
+
+def _key_line(prefix: str, field: dataclasses.Field[Any]) -> str:
+    return f"  {prefix + field.name + '=' + _default(field):<35} {field.metadata.get('help', '')}"
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is None or value is dataclasses.MISSING:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _meaning(group: str, option: str) -> str:
+    """The first line of the docstring of the class an option file names."""
+    registered = REGISTRIES.get(group, {}).get(read_option(group, option).get("name", ""))
+    return (registered.__doc__ or "").strip().split("\n")[0].rstrip(":") if registered else ""

@@ -1,0 +1,199 @@
+"""Which folder a run writes to, what it resumes from, and the lock that keeps a second process out of it.
+
+A folder *holds a run* once it has a metrics line, a summary or a checkpoint; from then on only a resume may write
+there, and a resume may change stops, logging and paths, nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
+from crossbow_py.checkpoint import checkpoints, differences
+from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
+from crossbow_py.errors import UserError
+from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
+
+RUNS = Path("runs")
+LOCK_FILE = ".lock"
+DONE = ("finished", "target_reached")
+MAY_CHANGE = frozenset(
+    {"max_epochs", "max_samples", "max_rounds", "max_time_s", "target_accuracy", "target_loss"}
+    | {"checkpoint_every_epochs", "checkpoint_every_s", "keep_checkpoints"}
+    | {"resume", "output_dir", "data.root"}
+)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the run writes, and the run folder or checkpoint it resumes from (None: a fresh start)."""
+
+    path: Path
+    resume: Path | None
+
+
+@contextmanager
+def open_run(config: TrainConfig) -> Iterator[RunFolder]:
+    """Choose and lock the run's folder and write its config.yaml; the lock is held until the block is left.
+
+    A folder made here is removed again when the block ends with the user's mistake before anything was trained.
+
+    Raises:
+        UserError: the folder holds a run and `resume` is not set, cannot be written, or is another process's; the
+            checkpoint asked for does not exist; or the configuration differs in more than stops, logging and paths.
+    """
+    plain = config_to_mapping(config)
+    resume, source = _resume_from(config, plain)
+    chosen = Path(config.output_dir).expanduser() if config.output_dir else source
+    made = chosen is None or not chosen.exists()
+    path = _make_new(config.experiment) if chosen is None else _make(chosen)
+    with _locked(path):
+        continues = config.resume == "auto" or (source is not None and path.resolve() == source.resolve())
+        if holds_run(path) and not continues:
+            raise UserError(
+                f"output_dir {path} already holds a run; continue it with resume=auto or choose another folder."
+            )
+        _write_config(path, plain)
+        try:
+            yield RunFolder(path, resume)
+        except UserError:
+            if made and not holds_run(path):
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+
+
+def holds_run(path: Path) -> bool:
+    """Whether there is anything in `path` that a fresh run would spoil."""
+    metrics = path / METRICS_FILE
+    recorded = metrics.exists() and metrics.stat().st_size > 0
+    return recorded or (path / SUMMARY_FILE).exists() or bool(checkpoints(path))
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`key: old → new` for every key that differs and that a resume may not change."""
+    return differences(_kept(old), _kept(new))
+
+
+def run_of(asked: Path) -> Path:
+    """The run's folder, given it, its checkpoints folder or one checkpoint in that. Raises UserError."""
+    for folder in (asked / CHECKPOINTS_FOLDER, asked, asked.parent):
+        if asked.exists() and folder.name == CHECKPOINTS_FOLDER and checkpoints(folder.parent):
+            return folder.parent
+    raise UserError(
+        f"resume={asked} is not a run folder with checkpoints, nor a checkpoint in one; "
+        "give such a path, or resume=auto for the newest."
+    )
+
+
+def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
+    """What to resume from as it was asked for, and the run that belongs to; two times None for a fresh start."""
+    if config.resume is None:
+        return None, None
+    if config.resume == "auto":
+        asked = Path(config.output_dir).expanduser() if config.output_dir else None
+        run = asked or _newest_unfinished(config.experiment, plain)
+        if run is None or not checkpoints(run):
+            return None, None
+        asked = run
+    else:
+        asked = Path(config.resume).expanduser()
+        run = run_of(asked)
+    _check_unchanged(run, plain)
+    return asked, run
+
+
+def _newest_unfinished(experiment: str, plain: Mapping[str, Any]) -> Path | None:
+    """The experiment's newest run that can go on as it was configured and that no other process is writing."""
+    runs = [path for path in (RUNS / experiment).glob("*") if checkpoints(path) and (path / CONFIG_FILE).is_file()]
+    for run in sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
+        if read_summary(run).get("status") in DONE or _is_locked(run):
+            continue
+        if not changes(read_yaml(run / CONFIG_FILE), plain):
+            return run
+    return None
+
+
+def _check_unchanged(source: Path, plain: Mapping[str, Any]) -> None:
+    if not (source / CONFIG_FILE).is_file():
+        raise UserError(f"cannot resume {source}: it has no {CONFIG_FILE}; restore it or start in another output_dir.")
+    changed = changes(read_yaml(source / CONFIG_FILE), plain)
+    if changed:
+        raise UserError(
+            f"resuming {source} may change only stops, logging and paths, got {', '.join(changed)}; "
+            "put these back, or start a new run with another output_dir."
+        )
+
+
+def _kept(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The configuration without the keys in MAY_CHANGE."""
+    return {
+        key: _kept(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in plain.items()
+        if f"{prefix}{key}" not in MAY_CHANGE
+    }
+
+
+def _make_new(experiment: str) -> Path:
+    """Make runs/<experiment>/<time>; two runs started in one second get two folders."""
+    parent, now = _make(RUNS / experiment), datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count(1):
+        path = parent / (now if number == 1 else f"{now}_{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _unwritable(path, error) from error
+    raise AssertionError("an endless count ended")
+
+
+def _make(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return path
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"output_dir {path} cannot be written ({error.strerror}); choose another folder.")
+
+
+def _write_config(path: Path, plain: Mapping[str, Any]) -> None:
+    try:
+        write_atomically(path / CONFIG_FILE, write_yaml(plain))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the folder's lock. The kernel drops it with the process, so a killed run leaves none behind."""
+    try:
+        file = (path / LOCK_FILE).open("a")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{path} is being written by another process; wait for it or set output_dir.") from error
+        yield
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with (path / LOCK_FILE).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False

@@ -1,0 +1,71 @@
+"""Where a run stands: counters and bests that a checkpoint carries. Plain values, no tensors, no clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from crossbow_py.engine.rounds import RoundOutcome
+
+
+@dataclass
+class RunState:
+    """Counters of a run.
+
+    `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
+    The epoch sums cover the rounds absorbed since the last epoch closed.
+    """
+
+    round_index: int = 0
+    samples_seen: int = 0
+    last_round_start: int = 0
+    last_recorded: int = -1
+    closed_epochs: int = 0
+    loss_sum: float = 0.0
+    num_losses: int = 0
+    num_correct: float = 0.0
+    elapsed_s: float = 0.0
+    best_accuracy: float | None = None
+    time_to_accuracy_s: float | None = None
+    num_reseeded: int = 0
+
+    def absorb(self, outcome: RoundOutcome) -> None:
+        """Add a round's losses to the epoch; gated learners do not count."""
+        for loss, correct, finite in zip(outcome.losses, outcome.num_correct, outcome.finite, strict=True):
+            if finite:
+                self.loss_sum += loss
+                self.num_losses += 1
+                self.num_correct += correct
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss of the epoch so far; NaN before its first round."""
+        return self.loss_sum / self.num_losses if self.num_losses else math.nan
+
+    def train_accuracy(self, batch_size: int) -> float:
+        """Share of the epoch's training samples predicted right, as they were when trained on."""
+        return self.num_correct / (self.num_losses * batch_size) if self.num_losses else math.nan
+
+    def note_accuracy(self, accuracy: float | None, target: float | None, elapsed_s: float) -> None:
+        """Keep the best accuracy, and the training time at which the target was first reached."""
+        if accuracy is None:
+            return
+        self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)
+        if target is not None and accuracy >= target and self.time_to_accuracy_s is None:
+            self.time_to_accuracy_s = elapsed_s
+
+    def close_epoch(self, samples_per_epoch: int) -> None:
+        """Start the next epoch's sums."""
+        self.closed_epochs = self.samples_seen // samples_per_epoch
+        self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> RunState:
+        """Rebuild from a checkpoint; counters a newer version added start at their defaults."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})

@@ -1,0 +1,1 @@
+"""What a run tells the outside: throughput, console, TensorBoard and records."""

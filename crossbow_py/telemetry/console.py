@@ -1,0 +1,198 @@
+"""What the user sees: a header, live progress, a line per epoch, and a last block that says where everything is.
+
+On a terminal the progress is one line with a bar, redrawn in place by rich; anywhere else it is a plain line now and
+then, without control codes. Everything but the live line also goes to console.log.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from crossbow_py.telemetry.events import EpochRecord, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
+
+CONSOLE_LOG = "console.log"
+PLAIN_INTERVAL_S = 10.0
+_NOTHING_PLANNED = "–"
+
+
+class ConsoleListener(Listener):
+    """Talks to the terminal and to console.log.
+
+    A terminal that goes away (a closed pipe) is not a reason to stop training: the log goes on alone.
+
+    Args:
+        log_path: console.log, appended to; None for none.
+        stream: where to talk, the process's stdout by default.
+        clock: monotonic seconds; only the spacing of plain progress lines depends on it.
+    """
+
+    def __init__(
+        self, log_path: Path | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream: TextIO | None = stream or sys.stdout
+        self._log = log_path.open("a") if log_path else None
+        self._clock = clock
+        self._terminal = Console(file=self._stream, highlight=False, markup=False, emoji=False)
+        self._live: Live | None = None
+        self._next_line_s = 0.0
+        self._planned_samples: int | None = None
+        self._planned_epochs = _NOTHING_PLANNED
+
+    def on_start(self, info: RunInfo) -> None:
+        """The header, and the live line under it."""
+        self._planned_samples = info.planned_samples
+        if info.planned_samples is not None:
+            self._planned_epochs = f"{info.planned_samples / info.num_train_samples:g}"
+        for line in header_lines(info):
+            self._say(line)
+        self._next_line_s = self._clock() + PLAIN_INTERVAL_S
+        if self._terminal.is_terminal:
+            # Redrawn by the loop's own calls: no refresh thread to race the learners or to outlive an error.
+            self._live = Live(console=self._terminal, auto_refresh=False, transient=True)
+            self._guard(self._live.start)
+
+    def on_progress(self, progress: Progress) -> None:
+        """Redraw the live line, or, without a terminal, a plain line every ten seconds."""
+        text = progress_line(progress, self._planned_epochs, self._planned_samples)
+        if self._live is not None:
+            live, shown = self._live, self._with_bar(text, progress.samples_seen)
+            self._guard(lambda: live.update(shown, refresh=True))
+        elif self._clock() >= self._next_line_s:
+            self._next_line_s = self._clock() + PLAIN_INTERVAL_S
+            self._say(text)
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """One line that stays."""
+        self._say(epoch_line(record, self._planned_epochs))
+
+    def on_message(self, message: str) -> None:
+        """A sentence that stays."""
+        self._say(message)
+
+    def on_end(self, summary: Summary) -> None:
+        """The last block."""
+        self._stop_live()
+        for line in final_lines(summary):
+            self._say(line)
+
+    def close(self) -> None:
+        """Give the terminal back (cursor shown, live line gone) and close the log."""
+        self._stop_live()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _say(self, line: str) -> None:
+        if self._log is not None:
+            self._log.write(line + "\n")
+            self._log.flush()
+        if self._terminal.is_terminal:
+            self._guard(lambda: self._terminal.print(line, soft_wrap=True))
+        else:
+            self._guard(lambda: print(line, file=self._stream, flush=True))
+
+    def _with_bar(self, line: str, samples_seen: int) -> Table | Text:
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        if not self._planned_samples:
+            return text
+        row = Table.grid(padding=(0, 1))
+        row.add_row(ProgressBar(total=self._planned_samples, completed=samples_seen, width=20), text)
+        return row
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            self._guard(live.stop)
+
+    def _guard(self, write: Callable[[], object]) -> None:
+        """Write, unless the terminal is gone."""
+        if self._stream is None:
+            return
+        try:
+            write()
+        except (OSError, ValueError):  # a broken pipe, a full disk behind a redirection; a stream closed under us
+            self._stream = self._live = None
+
+
+def header_lines(info: RunInfo) -> list[str]:
+    """The run's facts."""
+    lines = [
+        f"{info.experiment}: {info.model} ({info.num_parameters:,} parameters) on {info.data} "
+        f"({info.num_train_samples:,} training and {info.num_test_samples:,} test samples)",
+        f"{_count(info.num_learners, 'learner')} of batch size {info.batch_size} on "
+        f"{_count(info.num_devices, 'device')} ({info.device}) · averaging {info.averaging} · "
+        f"executor {info.executor} · {info.precision} · seed {info.seed}",
+    ]
+    if info.output_dir:
+        lines.append(f"writing to {info.output_dir}")
+    if info.resumed_from:
+        lines.append(f"resuming from {info.resumed_from} at {info.samples_seen:,} samples")
+    return lines
+
+
+def progress_line(progress: Progress, planned_epochs: str, planned_samples: int | None) -> str:
+    """Where training stands, on one line."""
+    parts = [
+        f"epoch {progress.epoch:.2f}/{planned_epochs}",
+        f"{progress.samples_seen:,} samples",
+        f"loss {progress.train_loss:.4f}",
+        f"{progress.images_per_s:,.0f} images/s",
+        f"lr {progress.learning_rate:.4g}",
+        _count(progress.num_learners, "learner"),
+    ]
+    if planned_samples is not None and progress.images_per_s > 0:
+        remaining_s = max(0, planned_samples - progress.samples_seen) / progress.images_per_s
+        parts.append(f"{clock_time(remaining_s)} left")
+    return " · ".join(parts)
+
+
+def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
+    """What a closed epoch came to."""
+    parts = [f"epoch {record.epoch}/{planned_epochs}", f"train loss {record.train_loss:.4f}"]
+    for data, accuracy in (("validation", record.validation_accuracy), ("test", record.test_accuracy)):
+        if accuracy is not None:
+            parts.append(f"{data} accuracy {accuracy:.4f}")
+    if record.learner_test_accuracy:
+        parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in record.learner_test_accuracy))
+    parts += [f"{record.images_per_s:,.0f} images/s", f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
+    return " · ".join(parts)
+
+
+def final_lines(summary: Summary) -> list[str]:
+    """How the run ended and where its files are."""
+    lines = ["", f"{summary.experiment} {summary.status.replace('_', ' ')}: {summary.stop_reason}"]
+    if summary.test_accuracy is not None:
+        best = f" (best {summary.best_test_accuracy:.4f})" if summary.best_test_accuracy is not None else ""
+        lines.append(f"  test accuracy  {summary.test_accuracy:.4f}{best}")
+    if summary.time_to_accuracy_s is not None:
+        lines.append(f"  to the target  {summary.time_to_accuracy_s:.1f} s of training")
+    lines.append(f"  time           {summary.train_time_s:.1f} s training, {summary.wall_time_s:.1f} s in all")
+    lines.append(f"  throughput     {summary.images_per_s:,.0f} images/s")
+    if summary.model_path:
+        lines.append(f"  model          {summary.model_path}")
+    if summary.output_dir:
+        lines.append(f"  run folder     {summary.output_dir}")
+        lines.append(f"  curves         tensorboard --logdir {Path(summary.output_dir) / TENSORBOARD_FOLDER}")
+    return lines
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

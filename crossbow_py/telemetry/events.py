@@ -1,0 +1,125 @@
+"""What a run tells the outside: plain values, and the listener that receives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is fixed when training starts. `planned_samples` is None when only accuracy, loss or time stop the run."""
+
+    experiment: str
+    model: str
+    num_parameters: int
+    data: str
+    num_train_samples: int
+    num_test_samples: int
+    device: str
+    executor: str
+    precision: str
+    averaging: str
+    num_learners: int
+    num_devices: int
+    batch_size: int
+    seed: int
+    samples_seen: int = 0
+    planned_samples: int | None = None
+    output_dir: str | None = None
+    resumed_from: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands, a few times a second. `train_loss` is the running mean of the epoch."""
+
+    samples_seen: int
+    epoch: float
+    train_loss: float
+    images_per_s: float
+    learning_rate: float
+    num_learners: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model."""
+
+    epoch: float
+    samples_seen: int
+    train_loss: float
+    train_accuracy: float
+    test_loss: float | None
+    test_accuracy: float | None
+    images_per_s: float
+    num_learners: int
+    learning_rate: float
+    elapsed_s: float
+    spread: float | None = None
+    correction_norm: float | None = None
+    learner_test_accuracy: tuple[float, ...] | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    images_per_s_per_device: float | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """summary.json: how the run ended. `status` is finished, target_reached, interrupted, terminated or failed."""
+
+    experiment: str
+    status: str
+    stop_reason: str
+    device: str
+    executor: str
+    precision: str
+    averaging: str
+    model: str
+    data: str
+    num_learners: int
+    num_devices: int
+    batch_size: int
+    epochs: float
+    samples_seen: int
+    test_accuracy: float | None
+    test_loss: float | None
+    best_test_accuracy: float | None
+    time_to_accuracy_s: float | None
+    train_time_s: float
+    wall_time_s: float
+    images_per_s: float
+    seed: int
+    num_reseeded: int
+    resumed_from: str | None
+    output_dir: str | None
+    model_path: str | None
+    versions: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Listener:
+    """Hooks a run calls; every one is a no-op to override. Called from the training loop's thread only."""
+
+    def on_start(self, info: RunInfo) -> None:
+        """Training is about to start (or to go on, when `info.resumed_from` is set)."""
+
+    def on_progress(self, progress: Progress) -> None:
+        """A few times a second."""
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """An epoch is closed and evaluated."""
+
+    def on_message(self, message: str) -> None:
+        """A sentence for the user: a decision taken, a restart, a reseed, a checkpoint fallen back to."""
+
+    def on_checkpoint(self, path: str, samples_seen: int) -> None:
+        """A checkpoint is whole on disk."""
+
+    def on_end(self, summary: Summary) -> None:
+        """The run ended in an orderly way, whatever the status."""
+
+    def close(self) -> None:
+        """Release files and the terminal. Called once, also after an error; must not raise."""

@@ -1,0 +1,121 @@
+"""The run's records on disk: one metrics.jsonl line per epoch, summary.json at the end, TensorBoard beside them.
+
+Numbers that are not finite are written as null, because JSON has no word for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.telemetry.events import EpochRecord, Listener, RunInfo, Summary
+from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.yaml"
+TENSORBOARD_FOLDER = "tensorboard"
+
+_LEADING_METRICS = (
+    "epoch", "samples_seen", "train_loss", "test_loss", "test_accuracy", "images_per_s", "num_learners",
+    "learning_rate", "elapsed_s",
+)  # fmt: skip
+_LEADING_SUMMARY = (
+    "experiment", "status", "device", "executor", "precision", "num_learners", "num_devices", "batch_size", "epochs",
+    "samples_seen", "test_accuracy", "best_test_accuracy", "time_to_accuracy_s", "train_time_s", "wall_time_s",
+    "images_per_s", "seed", "resumed_from", "versions",
+)  # fmt: skip
+
+
+def file_listeners(output_dir: Path, resumed_samples: int | None) -> list[Listener]:
+    """Listeners that write the run's files under `output_dir`, which exists.
+
+    Args:
+        output_dir: the run's folder; its config.yaml, when there is one, is shown in TensorBoard.
+        resumed_samples: samples seen at the checkpoint the run goes on from; whatever was recorded beyond it is
+            dropped. None for a fresh run, which drops every earlier record.
+    """
+    config = output_dir / CONFIG_FILE
+    text = config.read_text() if config.exists() else None
+    return [
+        RunRecords(output_dir, resumed_samples),
+        TensorBoardScalars(output_dir / TENSORBOARD_FOLDER, resumed_samples, config_text=text),
+    ]
+
+
+class RunRecords(Listener):
+    """Appends to metrics.jsonl and writes summary.json, each whole or not at all."""
+
+    def __init__(self, output_dir: Path, resumed_samples: int | None) -> None:
+        self._metrics, self._summary = output_dir / METRICS_FILE, output_dir / SUMMARY_FILE
+        self._resumed_samples = resumed_samples
+
+    def on_start(self, info: RunInfo) -> None:
+        """Drop what a resumed run will write again, and the summary of an earlier end: the run is unfinished now."""
+        self._summary.unlink(missing_ok=True)
+        if self._resumed_samples is None:
+            self._metrics.unlink(missing_ok=True)
+        elif self._metrics.exists():
+            kept = [line for line in read_metrics(self._metrics) if line["samples_seen"] <= self._resumed_samples]
+            write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """One line, flushed, so that a killed run has all but the epoch it was in."""
+        line = json.dumps(_ordered(dataclasses.asdict(record), _LEADING_METRICS))
+        with self._metrics.open("a") as file:
+            file.write(line + "\n")
+
+    def on_end(self, summary: Summary) -> None:
+        """The summary; its `extra` values stand beside the named ones."""
+        values = dataclasses.asdict(summary)
+        ordered = _ordered({**values.pop("extra"), **values}, _LEADING_SUMMARY)
+        write_atomically(self._summary, json.dumps(ordered, indent=2) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl. A line torn by a crash is left out."""
+    lines = []
+    for text in path.read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("samples_seen"), int):
+            lines.append(line)
+    return lines
+
+
+def read_summary(output_dir: Path) -> dict[str, Any]:
+    """A run's summary.json; empty when there is none, or none that can be read."""
+    try:
+        values = json.loads((output_dir / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing in between."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _ordered(values: dict[str, Any], leading: tuple[str, ...]) -> dict[str, Any]:
+    rest = (key for key in values if key not in leading)
+    return {key: _finite(values[key]) for key in (*leading, *rest)}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

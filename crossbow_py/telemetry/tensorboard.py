@@ -1,0 +1,112 @@
+"""TensorBoard scalars. The x-axis is samples seen, so that runs with different learner counts lie over one another."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from crossbow_py.telemetry.events import EpochRecord, Listener, Progress, RunInfo, Summary
+
+_LAYOUT = {
+    "training": {
+        "loss": ["Multiline", ["loss/train", "loss/test", "loss/validation"]],
+        "accuracy": ["Multiline", ["accuracy/train", "accuracy/test", "accuracy/validation"]],
+        "throughput": ["Multiline", ["throughput/images_per_s", "throughput/images_per_s_per_device"]],
+    }
+}
+
+
+class TensorBoardScalars(Listener):
+    """Writes one run's event file.
+
+    Args:
+        folder: where TensorBoard looks.
+        resumed_samples: points of an earlier process beyond that many samples are hidden; None hides them all.
+        config_text: the run's configuration, shown as text.
+        interval_s: at least that many seconds of training between two points inside an epoch.
+    """
+
+    def __init__(
+        self, folder: Path, resumed_samples: int | None, config_text: str | None = None, interval_s: float = 0.5
+    ) -> None:
+        self._folder, self._config_text, self._interval_s = folder, config_text, interval_s
+        self._purge_step = 0 if resumed_samples is None else resumed_samples + 1
+        self._writer: SummaryWriter | None = None
+        self._num_devices = 1
+        self._next_point_s = 0.0
+        self._last_samples = -1
+
+    def on_start(self, info: RunInfo) -> None:
+        """Open the event file; the configuration and the layout of the charts come first."""
+        self._num_devices = info.num_devices
+        self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+        self._writer.add_custom_scalars(_LAYOUT)
+        if self._config_text is not None:
+            indented = "\n".join("    " + line for line in self._config_text.splitlines())
+            self._writer.add_text("config", indented, info.samples_seen)
+
+    def on_progress(self, progress: Progress) -> None:
+        """Points inside an epoch, ever further apart: a short run shows a curve and a long one stays a small file."""
+        if progress.elapsed_s < self._next_point_s:
+            return
+        self._next_point_s = progress.elapsed_s + max(self._interval_s, progress.elapsed_s / 500)
+        self._write(
+            progress.samples_seen,
+            {
+                "loss/train": progress.train_loss,
+                "learning_rate": progress.learning_rate,
+                "num_learners": progress.num_learners,
+                **self._throughput(progress.images_per_s),
+            },
+        )
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Everything known once the epoch is closed; without a central model, each learner's own accuracy too."""
+        learners = enumerate(record.learner_test_accuracy or ())
+        evaluated = {
+            "loss/test": record.test_loss,
+            "loss/validation": record.validation_loss,
+            "accuracy/train": record.train_accuracy,
+            "accuracy/test": record.test_accuracy,
+            "accuracy/validation": record.validation_accuracy,
+            **{f"accuracy/test_learner_{index}": accuracy for index, accuracy in learners},
+            **{f"metrics/{name}": value for name, value in record.metrics.items()},
+            "averaging/spread": record.spread,
+            "averaging/correction_norm": record.correction_norm,
+        }
+        if record.samples_seen != self._last_samples:
+            evaluated |= {
+                "loss/train": record.train_loss,
+                "learning_rate": record.learning_rate,
+                "num_learners": record.num_learners,
+                **self._throughput(record.images_per_s),
+            }
+        self._write(record.samples_seen, evaluated)
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_end(self, summary: Summary) -> None:
+        """The final figures as text."""
+        if self._writer is not None:
+            text = f"{summary.status}: {summary.stop_reason}; test accuracy {summary.test_accuracy}"
+            self._writer.add_text("result", text, summary.samples_seen)
+
+    def close(self) -> None:
+        """Flush and end the writer's thread."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _throughput(self, images_per_s: float) -> dict[str, float]:
+        return {
+            "throughput/images_per_s": images_per_s,
+            "throughput/images_per_s_per_device": images_per_s / self._num_devices,
+        }
+
+    def _write(self, samples_seen: int, values: dict[str, float | None]) -> None:
+        self._last_samples = samples_seen
+        for tag, value in values.items():
+            if self._writer is not None and value is not None and math.isfinite(value):
+                self._writer.add_scalar(tag, value, samples_seen)

@@ -1,0 +1,243 @@
+"""`python -m crossbow_py.train`, called in process: what it says, what it leaves on disk and what it returns."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import crossbow_py.train
+from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.telemetry.console import ConsoleListener
+from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.train import main
+
+DIGITS = ["+experiment=digits", "model.hidden=[32]", "device=cpu", "precision=fp32"]
+
+
+def two_classes() -> nn.Module:
+    """A model for the wrong number of classes."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*arguments: str) -> int:
+    return main([*DIGITS, *arguments])
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def test_command_to_its_end_leaves_the_whole_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("max_epochs=3", "output_dir=run") == 0
+    assert {path.name for path in Path("run").iterdir()} >= {
+        "config.yaml", "metrics.jsonl", "summary.json", "console.log", "tensorboard", "checkpoints",
+        "model.safetensors",
+    }  # fmt: skip
+    summary = read_summary(Path("run"))
+    assert (summary["status"], summary["num_learners"], summary["experiment"]) == ("finished", 2, "digits")
+    assert summary["test_accuracy"] > 0.8
+    assert [line["epoch"] for line in read_metrics(Path("run/metrics.jsonl"))] == [1, 2, 3]
+    assert any(Path("run/checkpoints").iterdir())
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out == Path("run/console.log").read_text()
+    assert f"test accuracy  {summary['test_accuracy']:.4f}" in captured.out
+    assert "tensorboard --logdir run/tensorboard" in captured.out
+
+
+def test_command_without_output_dir_writes_under_runs() -> None:
+    assert train("+debug=fast") == 0
+    (run,) = Path("runs/digits").iterdir()
+    assert read_summary(run)["samples_seen"] == 2 * 2 * 16
+    assert (run / "model.safetensors").exists()
+    assert any((run / "checkpoints").iterdir())
+    assert any((run / "tensorboard").iterdir())
+    assert read_metrics(run / "metrics.jsonl")
+
+
+def test_command_with_independent_learners_ends_well() -> None:
+    assert train("averaging=independent", "max_epochs=1", "output_dir=run") == 0
+    assert len(read_metrics(Path("run/metrics.jsonl"))[0]["learner_test_accuracy"]) == 2
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "--list"])
+def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag, "+experiment=nonsense"]) == 0
+    said = capsys.readouterr().out
+    words = ["resnet32", "sma", "multistep"]
+    words += ["LeNet on MNIST"] if flag == "--list" else ["num_learners=2", "averaging.correction_rate=null", "1/K"]
+    for word in words:
+        assert word in said
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["+experiment=zzz"], ["unknown experiment 'zzz'"]),
+        (["nun_learners=3"], ["'num_learners'"]),
+        (["--lsit"], ["unknown option --lsit", "--list"]),
+        (["num_learners=0"], ["num_learners"]),
+        (["batch_size=5000"], ["batch_size", "1501"]),
+        (["optimizer.learning_rate=-0.1"], ["optimizer.learning_rate"]),
+        (["resume=nowhere"], ["resume=nowhere"]),
+        (["init_from=nowhere.safetensors"], ["nowhere.safetensors"]),
+        (["data=mnist", "data.root=empty", "data.download=false", "model=lenet"], ["empty"]),
+        (["max_epochs=null"], ["max_epochs"]),
+        (["model=custom", f"model.target={__name__}.two_classes"], ["10"]),
+        (["model=custom", "model.target=no_such_package.model"], ["model.target"]),
+        (["-m", "seed=1,2", "batch_size=0"], ["batch_size"]),
+    ],
+)  # fmt: skip
+def test_mistake_is_one_error_line_and_exit_code_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["device=cpu", *arguments]) == 2
+    said = error_line(capsys)
+    for word in words:
+        assert word in said
+    assert not list(Path("runs").rglob("config.yaml"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_device_cuda_without_cuda_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["device=cuda"]) == 2
+    assert "device=cuda" in error_line(capsys)
+
+
+def test_folder_of_a_finished_run_is_refused_without_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("+debug=fast", "output_dir=run") == 0
+    capsys.readouterr()
+    assert train("+debug=fast", "output_dir=run") == 2
+    assert "resume=auto" in error_line(capsys)
+
+
+def test_resume_with_a_later_end_goes_on_and_keeps_one_line_per_epoch() -> None:
+    assert train("max_epochs=2", "output_dir=run", "schedule=constant") == 0
+    assert train("max_epochs=3", "output_dir=run", "schedule=constant", "resume=auto") == 0
+    assert [line["epoch"] for line in read_metrics(Path("run/metrics.jsonl"))] == [1, 2, 3]
+    assert read_summary(Path("run"))["resumed_from"]
+
+
+def test_resume_ends_at_the_same_weights_as_one_run_straight_through() -> None:
+    assert train("max_epochs=2", "output_dir=straight", "schedule=constant", "executor=serial") == 0
+    assert train("max_epochs=1", "output_dir=run", "schedule=constant", "executor=serial") == 0
+    assert train("max_epochs=2", "output_dir=run", "schedule=constant", "executor=serial", "resume=auto") == 0
+    straight, resumed = (load_file(f"{name}/model.safetensors") for name in ("straight", "run"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_resume_with_only_corrupted_checkpoints_left_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("max_epochs=1", "output_dir=run") == 0
+    for file in Path("run/checkpoints").rglob("*.pt"):
+        file.write_bytes(file.read_bytes()[:100])
+    capsys.readouterr()
+    assert train("max_epochs=2", "output_dir=run", "resume=auto") == 2
+    assert "corrupted" in error_line(capsys)
+
+
+def test_resume_of_another_configuration_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("+debug=fast", "output_dir=run") == 0
+    capsys.readouterr()
+    assert train("+debug=fast", "output_dir=run", "resume=auto", "model.hidden=[16]") == 2
+    assert "model.hidden" in error_line(capsys)
+
+
+def test_multirun_puts_each_job_into_its_own_folder() -> None:
+    assert train("-m", "+debug=fast", "seed=1,2", "output_dir=sweep") == 0
+    assert {path.name: read_summary(path)["seed"] for path in Path("sweep").iterdir()} == {"seed=1": 1, "seed=2": 2}
+
+
+def test_multirun_with_a_failing_job_runs_the_others_and_returns_the_worst_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("-m", "+debug=fast", "batch_size=5000,16", "output_dir=sweep") == 2
+    assert "batch_size" in error_line(capsys)
+    assert [path.name for path in Path("sweep").iterdir()] == ["batch_size=16"]
+
+
+def test_multirun_with_an_impossible_job_runs_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("-m", "+debug=fast", "batch_size=16,0", "output_dir=sweep") == 2
+    assert not Path("sweep").exists()
+    assert "batch_size must be at least 1" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "code"),
+    [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+)
+def test_signal_in_the_middle_writes_a_checkpoint_and_resume_auto_takes_it_up(
+    number: signal.Signals, status: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(ConsoleListener, "on_epoch", lambda *_: signal.raise_signal(number))
+        assert train("max_epochs=3") == code
+    (run,) = Path("runs/digits").iterdir()
+    assert read_summary(run)["status"] == status
+    assert any((run / "checkpoints").iterdir())
+    assert train("max_epochs=3", "resume=auto") == 0
+    assert list(Path("runs/digits").iterdir()) == [run]
+    assert [line["epoch"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_multirun_ends_with_the_job_that_was_stopped_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ConsoleListener, "on_epoch", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert train("-m", "max_epochs=3", "seed=1,2", "output_dir=sweep") == EXIT_TERMINATED
+    assert [path.name for path in Path("sweep").iterdir()] == ["seed=1"]
+
+
+def test_loss_that_is_not_finite_is_one_error_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("optimizer.learning_rate=1e30", "max_epochs=2", "output_dir=run") == 1
+    said = error_line(capsys)
+    assert "learner" in said
+    assert "round" in said
+    assert read_summary(Path("run"))["status"] == "failed"
+
+
+def _failing(error: BaseException) -> Any:
+    def build(*_: Any) -> Any:
+        raise error
+
+    return build
+
+
+def test_interrupt_before_training_is_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(crossbow_py.train, "build_trainer", _failing(KeyboardInterrupt()))
+    assert train() == EXIT_INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_fault_of_ours_is_exit_code_1_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(crossbow_py.train, "build_trainer", _failing(RuntimeError("a bug")))
+    assert train() == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "RuntimeError: a bug" in said
+
+
+def test_list_into_a_closed_pipe_ends_quietly() -> None:
+    shell = f"'{sys.executable}' -m crossbow_py.train --list | true; echo ${{PIPESTATUS[0]}}"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.train.__file__).parents[1])}
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("0", "")

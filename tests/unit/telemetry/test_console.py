@@ -1,0 +1,123 @@
+"""What is said on a terminal, without one, and in console.log."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossbow_py.telemetry.console import ConsoleListener, clock_time, epoch_line, progress_line
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class ClosedPipe(io.StringIO):
+    """A stream whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def _play(console: ConsoleListener, events: Any) -> None:
+    console.on_start(events.run_info(output_dir="runs/x"))
+    console.on_progress(events.progress(500))
+    console.on_epoch(events.epoch_record(1))
+    console.on_message("learner 1 was reseeded")
+    console.on_end(events.summary())
+    console.close()
+
+
+def test_plain_run_has_no_control_codes_and_is_also_in_the_log(tmp_path: Path, events: Any) -> None:
+    stream = io.StringIO()
+    _play(ConsoleListener(tmp_path / "console.log", stream), events)
+    said = stream.getvalue()
+    assert "\x1b" not in said
+    assert "\r" not in said
+    assert said == (tmp_path / "console.log").read_text()
+    for fact in (
+        "84,762 parameters",
+        "2 learners",
+        "writing to runs/x",
+        "learner 1 was reseeded",
+        "finished: max_epochs",
+    ):
+        assert fact in said
+
+
+def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(events: Any) -> None:
+    stream = io.StringIO()
+    ConsoleListener(stream=stream).on_end(events.summary(time_to_accuracy_s=12.0))
+    said = stream.getvalue()
+    for fact in ("0.7500 (best 0.8000)", "16.0 s training, 17.5 s in all", "250 images/s", "12.0 s of training"):
+        assert fact in said
+    assert "runs/x/model.safetensors" in said
+    assert "tensorboard --logdir runs/x/tensorboard" in said
+
+
+def test_plain_progress_is_one_line_in_ten_seconds_and_every_epoch(events: Any) -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    console = ConsoleListener(stream=stream, clock=lambda: now[0])
+    console.on_start(events.run_info())
+    header = len(stream.getvalue().splitlines())
+    for second in range(25):
+        now[0] = float(second)
+        console.on_progress(events.progress(second * 100))
+        console.on_epoch(events.epoch_record(second))
+    lines = stream.getvalue().splitlines()[header:]
+    assert sum("left" in line for line in lines) == 2
+    assert sum("test accuracy" in line for line in lines) == 25
+
+
+def test_terminal_run_redraws_a_bar_and_shows_the_cursor_again(tmp_path: Path, events: Any) -> None:
+    stream = Terminal()
+    _play(ConsoleListener(tmp_path / "console.log", stream), events)
+    said = stream.getvalue()
+    assert "epoch 0.50/4" in said
+    assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l")
+    log = (tmp_path / "console.log").read_text()
+    assert "\x1b" not in log
+    assert "epoch 1/4" in log
+
+
+def test_close_in_the_middle_of_a_run_gives_the_terminal_back(events: Any) -> None:
+    stream = Terminal()
+    console = ConsoleListener(stream=stream)
+    console.on_start(events.run_info())
+    console.on_progress(events.progress(500))
+    console.close()
+    console.close()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+def test_terminal_that_goes_away_does_not_stop_the_run(tmp_path: Path, events: Any) -> None:
+    _play(ConsoleListener(tmp_path / "console.log", ClosedPipe()), events)
+    assert "finished: max_epochs" in (tmp_path / "console.log").read_text()
+
+
+def test_log_of_a_second_start_is_appended(tmp_path: Path, events: Any) -> None:
+    for _ in range(2):
+        _play(ConsoleListener(tmp_path / "console.log", io.StringIO()), events)
+    assert (tmp_path / "console.log").read_text().count("finished: max_epochs") == 2
+
+
+def test_progress_line_with_and_without_a_planned_end(events: Any) -> None:
+    planned = progress_line(events.progress(1500), "4", 4000)
+    assert planned == "epoch 1.50/4 · 1,500 samples · loss 0.5000 · 250 images/s · lr 0.1 · 2 learners · 0:10 left"
+    assert "left" not in progress_line(events.progress(1500), "–", None)
+
+
+def test_epoch_line_of_independent_learners_names_each(events: Any) -> None:
+    assert "learners 0.5000 0.7500" in epoch_line(events.epoch_record(1, learner_test_accuracy=(0.5, 0.75)), "4")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")])
+def test_clock_time_of_seconds_is_minutes_and_hours(seconds: float, text: str) -> None:
+    assert clock_time(seconds) == text

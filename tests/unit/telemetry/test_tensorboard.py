@@ -1,0 +1,115 @@
+"""Event files, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+
+
+def _read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return events
+
+
+def _points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in _read(folder).Scalars(tag)]
+
+
+def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Path, events: Any) -> None:
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info(num_devices=2))
+    scalars.on_epoch(events.epoch_record(1))
+    scalars.close()
+    expected = {
+        "throughput/images_per_s": 250.0, "throughput/images_per_s_per_device": 125.0, "loss/train": 0.25,
+        "loss/test": 0.5, "accuracy/train": 0.875, "accuracy/test": 0.75, "num_learners": 2.0,
+        "averaging/spread": 0.125, "averaging/correction_norm": 2.0,
+    }  # fmt: skip
+    read = _read(tmp_path)
+    assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
+    for tag, value in expected.items():
+        assert [(event.step, event.value) for event in read.Scalars(tag)] == [(1000, value)]
+
+
+def test_scalars_without_a_central_model_show_each_learner(tmp_path: Path, events: Any) -> None:
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info())
+    scalars.on_epoch(events.epoch_record(1, spread=None, correction_norm=None, learner_test_accuracy=(0.5, 0.75)))
+    scalars.close()
+    assert _points(tmp_path, "accuracy/test_learner_1") == [(1000, 0.75)]
+    assert "averaging/spread" not in _read(tmp_path).Tags()["scalars"]
+
+
+def test_scalars_of_a_run_with_validation_data_are_named_so_and_not_finite_ones_left_out(
+    tmp_path: Path, events: Any
+) -> None:
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info())
+    scalars.on_epoch(
+        events.epoch_record(1, validation_accuracy=0.5, validation_loss=math.nan, test_accuracy=None, test_loss=None)
+    )
+    scalars.close()
+    tags = _read(tmp_path).Tags()["scalars"]
+    assert "accuracy/validation" in tags
+    assert "accuracy/test" not in tags
+    assert "loss/validation" not in tags
+
+
+def test_progress_faster_than_the_interval_is_thinned_out(tmp_path: Path, events: Any) -> None:
+    scalars = TensorBoardScalars(tmp_path, None, interval_s=1.0)
+    scalars.on_start(events.run_info())
+    for tenth in range(21):
+        scalars.on_progress(events.progress(tenth * 100, elapsed_s=tenth / 10))
+    scalars.close()
+    assert [step for step, _ in _points(tmp_path, "loss/train")] == [0, 1000, 2000]
+
+
+def test_progress_at_the_end_of_an_epoch_is_not_repeated_by_the_epoch(tmp_path: Path, events: Any) -> None:
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info())
+    scalars.on_progress(events.progress(1000))
+    scalars.on_epoch(events.epoch_record(1))
+    scalars.close()
+    assert _points(tmp_path, "loss/train") == [(1000, 0.5)]
+    assert _points(tmp_path, "accuracy/test") == [(1000, 0.75)]
+
+
+def test_scalars_of_a_resumed_run_hide_what_came_after_the_checkpoint(tmp_path: Path, events: Any) -> None:
+    first = TensorBoardScalars(tmp_path, None)
+    first.on_start(events.run_info())
+    for epoch in (1, 2, 3):
+        first.on_epoch(events.epoch_record(epoch))
+    first.close()
+    second = TensorBoardScalars(tmp_path, 2000)
+    second.on_start(events.run_info(samples_seen=2000))
+    second.on_epoch(events.epoch_record(3, test_accuracy=0.5))
+    second.close()
+    assert _points(tmp_path, "accuracy/test") == [(1000, 0.75), (2000, 0.75), (3000, 0.5)]
+
+
+def test_texts_and_layout_are_written_with_the_run(tmp_path: Path, events: Any) -> None:
+    scalars = TensorBoardScalars(tmp_path, None, config_text="seed: 0\n")
+    scalars.on_start(events.run_info())
+    scalars.on_end(events.summary())
+    scalars.close()
+    tags = _read(tmp_path).Tags()["tensors"]
+    assert "config/text_summary" in tags
+    assert "result/text_summary" in tags
+    assert "custom_scalars__config__" in tags
+
+
+def test_close_twice_or_before_the_start_leaves_no_thread(tmp_path: Path, events: Any) -> None:
+    before = threading.active_count()
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.close()
+    scalars.on_start(events.run_info())
+    scalars.close()
+    scalars.close()
+    assert threading.active_count() == before

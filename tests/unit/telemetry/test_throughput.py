@@ -1,0 +1,104 @@
+"""ThroughputMeter on a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossbow_py.telemetry.throughput import ThroughputMeter
+
+
+class FakeClock:
+    """A clock that stands still until it is advanced."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def test_images_per_s_after_two_updates_is_samples_over_time(clock: FakeClock) -> None:
+    meter = ThroughputMeter(clock)
+    meter.start()
+    clock.advance(2)
+    meter.update(100)
+    clock.advance(2)
+    meter.update(300)
+    assert meter.elapsed_s == 4
+    assert meter.images_per_s == 100
+    assert meter.recent_images_per_s == 100
+
+
+def test_elapsed_with_pauses_leaves_them_out(clock: FakeClock) -> None:
+    meter = ThroughputMeter(clock)
+    meter.start()
+    clock.advance(3)
+    meter.update(30)
+    meter.pause()
+    clock.advance(100)
+    assert meter.elapsed_s == 3
+    meter.pause()
+    meter.resume()
+    clock.advance(1)
+    meter.resume()
+    clock.advance(1)
+    meter.update(20)
+    assert meter.elapsed_s == 5
+    assert meter.images_per_s == 10
+    assert meter.recent_images_per_s == 10
+
+
+def test_recent_images_per_s_after_a_slowdown_forgets_what_left_the_window(clock: FakeClock) -> None:
+    meter = ThroughputMeter(clock, window_s=2)
+    meter.start()
+    for samples in (100, 100, 10, 10):
+        clock.advance(1)
+        meter.update(samples)
+    assert meter.recent_images_per_s == 10
+    assert meter.images_per_s == 55
+
+
+def test_recent_images_per_s_with_rounds_longer_than_the_window_is_the_last_round(clock: FakeClock) -> None:
+    meter = ThroughputMeter(clock, window_s=1)
+    meter.start()
+    for samples in (100, 50):
+        clock.advance(10)
+        meter.update(samples)
+    assert meter.recent_images_per_s == 5
+
+
+def test_start_with_earlier_time_counts_it_as_elapsed_but_in_no_rate(clock: FakeClock) -> None:
+    meter = ThroughputMeter(clock)
+    meter.start(elapsed_s=60)
+    clock.advance(2)
+    meter.update(10)
+    assert meter.elapsed_s == 62
+    assert meter.images_per_s == meter.recent_images_per_s == meter.lap() == 5
+
+
+def test_lap_twice_covers_only_what_came_in_between(clock: FakeClock) -> None:
+    meter = ThroughputMeter(clock)
+    meter.start()
+    clock.advance(1)
+    meter.update(10)
+    assert meter.lap() == 10
+    clock.advance(2)
+    meter.update(60)
+    assert meter.lap() == 30
+    assert meter.lap() == 0
+
+
+def test_rates_before_any_time_has_passed_are_zero(clock: FakeClock) -> None:
+    meter = ThroughputMeter(clock)
+    assert meter.elapsed_s == meter.images_per_s == meter.recent_images_per_s == 0
+    meter.start()
+    meter.update(10)
+    assert meter.images_per_s == meter.recent_images_per_s == 0

@@ -1,0 +1,175 @@
+"""Composition of the command line's configuration, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.config import (
+    REGISTRIES,
+    TrainConfig,
+    compose,
+    config_dir,
+    config_from_mapping,
+    config_to_mapping,
+    expand_sweeps,
+    group_options,
+    read_option,
+    read_yaml,
+    write_yaml,
+)
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.errors import UserError
+from crossbow_py.models import MLP, LeNet
+
+
+def test_compose_without_overrides_is_the_classes_defaults() -> None:
+    config = compose([])
+    groups = {"model": MLP(), "optimizer": SGD(), "averaging": SMA()}
+    groups |= {"data": REGISTRIES["data"]["digits"](), "schedule": REGISTRIES["schedule"]["constant"]()}
+    assert config == TrainConfig(**groups)
+
+
+def test_train_yaml_spells_out_every_top_level_key() -> None:
+    spelled = set(OmegaConf.load(config_dir() / "train.yaml"))
+    assert spelled - {"defaults"} == {field.name for field in dataclasses.fields(TrainConfig)} - set(REGISTRIES)
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, registry in REGISTRIES.items() for name in registry]
+)
+def test_option_file_of_a_registered_name_is_its_classes_defaults(group: str, name: str) -> None:
+    composed = compose([f"{group}={name}"]) if name != "custom" else None
+    assert read_option(group, name)["name"] == name
+    assert composed is None or getattr(composed, group) == REGISTRIES[group][name]()
+
+
+@pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
+def test_experiment_dry_run_composes_under_its_own_name_and_says_what_it_is(experiment: str) -> None:
+    config = compose([f"+experiment={experiment}"])
+    assert config.experiment == experiment
+    assert config.max_epochs is not None
+    assert group_options("experiment")[experiment]
+    assert config_from_mapping(config_to_mapping(config)) == config
+
+
+@pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
+def test_experiment_file_chooses_options_and_sets_no_key_beneath_a_group(experiment: str) -> None:
+    assert not set(read_option("experiment", experiment)) & set(REGISTRIES)
+
+
+@pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
+def test_experiment_with_another_group_option_leaks_nothing_into_it(experiment: str) -> None:
+    config = compose([f"+experiment={experiment}", "averaging=independent", "optimizer=adamw", "schedule=constant"])
+    assert config.averaging == Independent()
+    assert config.optimizer == AdamW()
+
+
+def test_compose_with_values_sets_them_in_their_own_type() -> None:
+    config = compose(
+        [
+            "batch_size=8",
+            "optimizer.learning_rate=1e-2",
+            "max_epochs=3",
+            "resume=auto",
+            "model=mlp",
+            "model.hidden=[64]",
+        ]
+    )
+    assert (config.batch_size, config.max_epochs, config.resume) == (8, 3.0, "auto")
+    assert config.optimizer.learning_rate == 0.01
+    assert config.model == MLP(hidden=(64,))
+
+
+def test_compose_with_a_list_of_rates_gives_each_learner_its_own() -> None:
+    assert compose(["optimizer.learning_rate=[0.1,0.2]"]).optimizer.learning_rate == (0.1, 0.2)
+
+
+def test_compose_with_arguments_of_a_custom_model_takes_any_key() -> None:
+    config = compose(["model=custom", "model.target=pkg.mod.fn", "model.args={depth:3}", "model.args.width=64"])
+    assert config.model.args == {"depth": 3, "width": 64}
+
+
+def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
+    config = compose(["+debug=fast", "+experiment=lenet"])
+    assert (config.experiment, config.max_rounds, config.max_evaluation_batches) == ("lenet", 2, 2)
+    assert config.model == LeNet()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+experiment=lenett"], ["unknown experiment 'lenett'", "'lenet'"]),
+        (["+experiment=zzz"], ["unknown experiment 'zzz'", "digits", "resnet32"]),
+        (["experiment=lenet"], ["write +experiment=lenet"]),
+        (["+experiment=[digits,lenet]"], ["unknown experiment"]),
+        (["nun_learners=3"], ["unknown key nun_learners", "'num_learners'"]),
+        (["optimizer.learnin_rate=1"], ["unknown key optimizer.learnin_rate", "'learning_rate'"]),
+        (["modle=lenet"], ["unknown key modle", "'model'"]),
+        (["model=lenett"], ["unknown model 'lenett'", "'lenet'"]),
+        (["model=null"], ["unknown model None", "resnet32"]),
+        (["~model"], ["model must be one of", "model=NAME"]),
+        (["model.name=vgg"], ["model.name", "'vgg16'"]),
+        (["averaging=independent", "averaging.correction_rate=0.1"], ["unknown key averaging.correction_rate"]),
+        (["seed=a"], ["seed must be a whole number", "'a'"]),
+        (["num_learners=2.5"], ["num_learners must be a whole number", "2.5"]),
+        (["num_learners=0"], ["num_learners must be at least 1", "0"]),
+        (["optimizer.learning_rate=-1"], ["optimizer.learning_rate must be at least 0", "-1"]),
+        (["target_accuracy=97"], ["target_accuracy must be at most 1", "97"]),
+        (["precision=fp16"], ["precision must be one of auto, fp32, bf16", "'fp16'"]),
+        (["seed.x=1"], ["seed must be a whole number"]),
+        (["seed"], ["cannot read 'seed'", "key=value"]),
+        (["=3"], ["sets no key"]),
+        (["seed=[1"], ["cannot read 'seed=[1'"]),
+        (["seed=1,2"], ["'seed=1,2' lists several values", "-m"]),
+        (["hydra.verbose=true"], ["sets no key"]),
+        (["data.root=${oc.env:CROSSBOW_NO_SUCH_VARIABLE}"], ["CROSSBOW_NO_SUCH_VARIABLE"]),
+        (["+model=lenet"], ["model"]),
+    ],
+)  # fmt: skip
+def test_compose_with_a_mistake_is_one_sentence_that_names_it(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(UserError) as raised:
+        compose(overrides)
+    assert "\n" not in str(raised.value)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_config_through_yaml_and_back_is_the_same(tmp_path: Path) -> None:
+    config = compose(
+        ["+experiment=lenet", "optimizer.learning_rate=[0.1,1e-5]", "data.root='/a b/$c'", "max_time_s=60"]
+    )
+    plain = config_to_mapping(config)
+    (tmp_path / "config.yaml").write_text(write_yaml(plain))
+    assert read_yaml(tmp_path / "config.yaml") == plain
+    assert config_from_mapping(plain) == config
+
+
+def test_read_yaml_of_a_broken_file_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: [1\n")
+    with pytest.raises(UserError, match=r"cannot read .*config\.yaml"):
+        read_yaml(tmp_path / "config.yaml")
+
+
+def test_expand_sweeps_over_lists_and_ranges_is_their_product() -> None:
+    jobs = expand_sweeps(["+experiment=digits,lenet", "batch_size=8", "seed=range(1,3)"])
+    assert jobs == [
+        (["+experiment=digits", "batch_size=8", "seed=1"], "experiment=digits,seed=1"),
+        (["+experiment=digits", "batch_size=8", "seed=2"], "experiment=digits,seed=2"),
+        (["+experiment=lenet", "batch_size=8", "seed=1"], "experiment=lenet,seed=1"),
+        (["+experiment=lenet", "batch_size=8", "seed=2"], "experiment=lenet,seed=2"),
+    ]
+
+
+def test_expand_sweeps_without_one_is_a_single_job() -> None:
+    assert expand_sweeps(["seed=3"]) == [(["seed=3"], "")]
+
+
+@pytest.mark.parametrize("override", ["seed=interval(0,1)", "model=glob(*)"])
+def test_expand_sweeps_over_what_has_no_list_is_a_user_error(override: str) -> None:
+    with pytest.raises(UserError, match="cannot sweep"):
+        expand_sweeps([override])

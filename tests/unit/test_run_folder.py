@@ -1,0 +1,208 @@
+"""Which folder a run writes to and what it resumes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossbow_py.config import TrainConfig, compose, read_yaml
+from crossbow_py.errors import UserError
+from crossbow_py.run_folder import open_run
+
+BASE = compose(["+experiment=digits"])
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**changes: Any) -> TrainConfig:
+    return dataclasses.replace(BASE, **changes)
+
+
+def record(path: Path, samples: int | None = 1000, status: str | None = None) -> Path:
+    """What training would leave in the folder."""
+    if samples is not None:
+        (path / "checkpoints" / f"samples-{samples:012d}").mkdir(parents=True)
+    if status is not None:
+        (path / "summary.json").write_text(json.dumps({"status": status}))
+    return path
+
+
+def past_run(samples: int | None = 1000, status: str | None = None, age_s: int = 0, **changes: Any) -> Path:
+    with open_run(config(**changes)) as folder:
+        record(folder.path, samples, status)
+    config_file = folder.path / "config.yaml"
+    os.utime(config_file, (1e9 - age_s, 1e9 - age_s))
+    return folder.path
+
+
+def test_new_run_without_output_dir_is_named_after_experiment_and_time() -> None:
+    with open_run(config()) as first, open_run(config()) as second:
+        assert first.path.parent == second.path.parent == Path("runs/digits")
+        assert first.path != second.path
+        assert first.resume is None
+        assert read_yaml(first.path / "config.yaml")["experiment"] == "digits"
+
+
+def test_new_run_with_output_dir_makes_it_and_writes_the_configuration() -> None:
+    with open_run(config(output_dir="a/b")) as folder:
+        assert folder.path == Path("a/b")
+        assert read_yaml(folder.path / "config.yaml")["batch_size"] == 16
+
+
+@pytest.mark.parametrize("trace", ["checkpoints/samples-000000001000/x", "metrics.jsonl", "summary.json"])
+def test_new_run_in_the_folder_of_a_run_is_refused(trace: str) -> None:
+    (Path("a") / trace).parent.mkdir(parents=True)
+    (Path("a") / trace).write_text("{}")
+    with (
+        pytest.raises(UserError, match="already holds a run; continue it with resume=auto"),
+        open_run(config(output_dir="a")),
+    ):
+        pass
+    assert not Path("a/config.yaml").exists()
+
+
+def test_folder_made_for_a_run_that_never_began_is_removed_again() -> None:
+    with pytest.raises(UserError, match="no data"), open_run(config(output_dir="a/b")):
+        raise UserError("no data")
+    assert not Path("a/b").exists()
+
+
+@pytest.mark.parametrize("error", [UserError("after an epoch"), RuntimeError("our fault")])
+def test_folder_of_a_run_that_failed_later_is_kept(error: Exception) -> None:
+    def train() -> None:
+        with open_run(config(output_dir="a")) as folder:
+            record(folder.path)
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
+    assert Path("a/config.yaml").exists()
+
+
+def test_folder_that_was_there_before_is_kept_after_a_mistake() -> None:
+    Path("a").mkdir()
+    with pytest.raises(UserError, match="no data"), open_run(config(output_dir="a")):
+        raise UserError("no data")
+    assert Path("a").exists()
+    with open_run(config(output_dir="a")) as folder:
+        assert folder.resume is None
+
+
+@pytest.mark.parametrize("output_dir", ["file/run", "file", "/proc/no/such"])
+def test_output_dir_that_cannot_be_made_is_a_user_error(output_dir: str) -> None:
+    Path("file").write_text("")
+    with (
+        pytest.raises(UserError, match=f"output_dir {output_dir} cannot be written"),
+        open_run(config(output_dir=output_dir)),
+    ):
+        pass
+
+
+def test_output_dir_that_another_run_writes_is_refused() -> None:
+    with (
+        open_run(config(output_dir="a")),
+        pytest.raises(UserError, match="another process"),
+        open_run(config(output_dir="a")),
+    ):
+        pass
+
+
+def test_resume_auto_with_output_dir_continues_there() -> None:
+    past_run(output_dir="a", status="finished")
+    with open_run(config(output_dir="a", resume="auto", max_epochs=99.0)) as folder:
+        assert folder.resume == folder.path == Path("a")
+        assert read_yaml(folder.path / "config.yaml")["max_epochs"] == 99.0
+
+
+def test_resume_auto_without_a_checkpoint_starts_afresh_in_the_same_folder() -> None:
+    past_run(samples=None, output_dir="a")
+    Path("a/metrics.jsonl").write_text("{}\n")
+    with open_run(config(output_dir="a", resume="auto", batch_size=8)) as folder:
+        assert (folder.path, folder.resume) == (Path("a"), None)
+
+
+def test_resume_auto_takes_the_newest_unfinished_run_of_equal_configuration() -> None:
+    past_run(age_s=50)
+    newest = past_run(age_s=40, status="terminated", max_epochs=7.0, keep_checkpoints=5)
+    past_run(age_s=30, seed=1)
+    past_run(age_s=20, status="finished")
+    past_run(age_s=10, status="target_reached")
+    past_run(age_s=0, samples=None)
+    with open_run(config(resume="auto")) as folder:
+        assert folder.path == folder.resume == newest
+
+
+def test_resume_auto_leaves_a_run_that_is_being_written_alone() -> None:
+    with open_run(config()) as other:
+        record(other.path)
+        with open_run(config(resume="auto")) as folder:
+            assert folder.path != other.path
+            assert folder.resume is None
+
+
+def test_resume_auto_without_any_run_starts_afresh() -> None:
+    with open_run(config(resume="auto")) as folder:
+        assert folder.resume is None
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/samples-000000001000"])
+def test_resume_path_of_a_run_or_a_checkpoint_continues_in_the_runs_folder(inside: str) -> None:
+    run = past_run()
+    with open_run(config(resume=str(run / inside))) as folder:
+        assert folder.path == run
+        assert folder.resume == run / inside
+
+
+def test_resume_path_with_another_output_dir_writes_there() -> None:
+    run = past_run()
+    with open_run(config(resume=str(run), output_dir="b")) as folder:
+        assert (folder.path, folder.resume) == (Path("b"), run)
+
+
+def test_resume_path_into_the_folder_of_another_run_is_refused() -> None:
+    run, other = past_run(), past_run(output_dir="b")
+    with (
+        pytest.raises(UserError, match="already holds a run"),
+        open_run(config(resume=str(run), output_dir=str(other))),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("inside", ["nowhere", "tensorboard", "checkpoints/samples-000000009999"])
+def test_resume_path_that_is_no_run_is_a_user_error(inside: str) -> None:
+    run = past_run()
+    (run / "tensorboard").mkdir()
+    with (
+        pytest.raises(UserError, match="is not a run folder with checkpoints"),
+        open_run(config(resume=str(run / inside))),
+    ):
+        pass
+
+
+def test_resume_with_more_changed_than_stops_names_the_keys_with_both_values() -> None:
+    run = past_run()
+    optimizer = dataclasses.replace(BASE.optimizer, learning_rate=0.5)
+    changed = config(resume=str(run), batch_size=8, max_epochs=3.0, optimizer=optimizer)
+    with pytest.raises(UserError) as raised, open_run(changed):
+        pass
+    said = str(raised.value)
+    assert "batch_size: 16 → 8" in said
+    assert "optimizer.learning_rate: 0.05 → 0.5" in said
+    assert "max_epochs" not in said
+
+
+def test_resume_with_another_data_root_is_allowed() -> None:
+    lenet = compose(["+experiment=lenet", "output_dir=a"])
+    with open_run(lenet) as folder:
+        record(folder.path)
+    moved = dataclasses.replace(lenet, resume="auto", data=dataclasses.replace(lenet.data, root="elsewhere"))
+    with open_run(moved) as folder:
+        assert folder.resume == Path("a")
