@@ -262,7 +262,7 @@ def _check_output(output: Any, targets: Tensor, precision: Precision, loss: Loss
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"the loss must return one number, a batch mean, as a tensor, got {shape}; reduce it by a mean.")
+        raise UserError(f"the loss must return one number, a batch mean, as a tensor, got {shape}; average it.")
     if not value.requires_grad:
         raise UserError("the loss does not depend on the parameters; detach nothing on the way to it.")
 

@@ -40,7 +40,7 @@ def _dispatch(arguments: list[str], job: Callable[[TrainConfig], int]) -> int:
         return _show(list_text())
     for argument in arguments:
         if argument.startswith("-") and argument not in _FLAGS:
-            raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}; --help explains them.")
+            raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}")
     overrides = [argument for argument in arguments if argument not in _MULTIRUN]
     if len(overrides) == len(arguments):
         return job(compose(overrides))

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,13 +23,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from crossbow_py.assembly import RunSettings
 from crossbow_py.averaging import RULES
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.optimizers import OPTIMIZERS
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
 from crossbow_py.schedules import SCHEDULES
-from crossbow_py.settings import check, from_mapping, setting, suggestion, to_mapping
+from crossbow_py.settings import from_mapping, setting, suggestion, to_mapping
+from crossbow_py.stopping import StopConditions
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "model": MODELS,
@@ -47,29 +49,15 @@ def _group(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(RunSettings, StopConditions):
     """Everything `crossbow_py.train` can be told. The five groups hold the settings object chosen by their `name`."""
 
     GROUP: ClassVar[str] = ""
 
     experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
-    batch_size: int = setting(16, "images in a batch of one learner", minimum=1)
-    num_learners: int = setting(2, "learners (replicas trained at once) per device", minimum=1)
-    executor: Literal["auto", "serial", "threads"] = setting("auto", "how the learners run: auto, serial or threads")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the learners run: auto, cpu or cuda")
-    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "arithmetic of forward and backward: auto, fp32, bf16")
-    channels_last: bool = setting(True, "keep images and convolution weights channels-last")
     max_epochs: float | None = setting(10.0, "stop after that many passes over the training set", above=0)
-    max_samples: int | None = setting(None, "stop after that many training samples", minimum=1)
     max_rounds: int | None = setting(None, "stop after that many rounds (one batch per learner each)", minimum=1)
-    max_time_s: float | None = setting(None, "stop after that many seconds of training", above=0)
-    target_accuracy: float | None = setting(None, "stop once evaluation reaches this accuracy", above=0, maximum=1)
-    target_loss: float | None = setting(None, "stop once the evaluation loss is that or below", minimum=0)
     max_evaluation_batches: int | None = setting(None, "evaluate on at most that many batches; null is all", minimum=1)
-    seed: int = setting(0, "all randomness follows from this number", minimum=0)
-    on_nonfinite: Literal["stop", "reseed"] = setting(
-        "stop", "a learner whose loss is not finite: stop, or reseed it from the central average model"
-    )
     resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
     output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
@@ -83,7 +71,7 @@ class TrainConfig:
     averaging: Any = _group("how the learners are kept together")
 
     def __post_init__(self) -> None:
-        check(self)
+        StopConditions.__post_init__(self)  # checks every field, and that the run has an end
 
 
 def config_dir() -> Path:
@@ -195,7 +183,7 @@ def _check_override(override: Override) -> None:
         return
     value, options = override.value(), group_options(key)
     if not isinstance(value, str) or value not in options:
-        raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)}; --list shows them all.")
+        raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)} --list shows them all.")
     if key in APPENDED_GROUPS and not override.is_add():
         raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
 

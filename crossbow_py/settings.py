@@ -65,7 +65,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}.")
+            raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}")
     return cls(**values)
 
 
@@ -76,10 +76,12 @@ def to_mapping(settings: Any) -> dict[str, Any]:
 
 
 def suggestion(word: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean 'x'?` or, when nothing is near, the list of what is known."""
+    """`; did you mean 'x'?` or, when nothing is near, the list of what is known. Ends the sentence."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; known: {', '.join(names)}." if names else ", which takes none; leave it out."
 
 
 def _join(path: str, key: str) -> str:

@@ -24,7 +24,7 @@ class StopConditions:
 
     def __post_init__(self) -> None:
         check(self)
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(StopConditions)}
         if all(value is None for value in values.values()):
             raise UserError(f"a run needs an end, got none; set one of {', '.join(values)}.")
         for name, value in values.items():

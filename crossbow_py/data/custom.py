@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +12,7 @@ from crossbow_py.data.base import SourceSettings
 from crossbow_py.data.datasets import Data, as_pair, check_data
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
+from crossbow_py.targets import call_target
 
 
 @dataclass(frozen=True)
@@ -22,21 +21,13 @@ class Custom(SourceSettings):
 
     NAME: ClassVar[str] = "custom"
 
-    target: str | None = setting(None, "dotted path pkg.module.function; it returns (train, test)")
+    target: str = setting("", "dotted path pkg.module.function; it returns (train, test)")
     args: dict[str, Any] = setting({}, "keyword arguments of that function")
     num_classes: int | None = setting(None, "number of classes; null takes it from the data set", minimum=1)
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         """Call the function and check what it returns."""
-        function = self._resolve()
-        try:
-            result = function(**self.args)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"data.target={self.target} raised {type(error).__name__}: {error}; correct the function or data.args."
-            ) from error
+        result = call_target("data", self.target, self.args)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise UserError(f"data.target={self.target} must return (train, test), got {type(result).__name__}.")
         train, test = result
@@ -55,21 +46,6 @@ class Custom(SourceSettings):
         counts = [_classes_of(data) for data in (train, test)]
         known = [count for count in counts if count is not None]
         return max(known) if known else None
-
-    def _resolve(self) -> Callable[..., Any]:
-        module, _, name = (self.target or "").rpartition(".")
-        if not module or not name:
-            raise UserError(f"data.target must be a dotted path such as pkg.module.function, got {self.target!r}.")
-        try:
-            function = getattr(importlib.import_module(module), name, None)
-        except Exception as error:  # importing runs the user's module, which may raise anything
-            raise UserError(
-                f"data.target={self.target} cannot be imported ({type(error).__name__}: {error}); check the path, and "
-                "that its package is installed or on PYTHONPATH."
-            ) from error
-        if not callable(function):
-            raise UserError(f"data.target={self.target} must name a function, but {module} has no such {name!r}.")
-        return function  # type: ignore[no-any-return]
 
 
 def _classes_of(data: Any) -> int | None:

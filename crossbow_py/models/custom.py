@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +10,7 @@ from torch import nn
 from crossbow_py.errors import UserError
 from crossbow_py.models.base import ModelSettings
 from crossbow_py.settings import check, setting
+from crossbow_py.targets import call_target
 
 
 @dataclass(frozen=True)
@@ -32,40 +31,10 @@ class CustomModel(ModelSettings):
         Raises:
             UserError: the target cannot be imported, cannot be called, fails, or returns something else.
         """
-        target = _import_target(self.target)
-        try:
-            model = target(**self.args)
-        except Exception as error:
-            raise UserError(
-                f"model.target={self.target} called with model.args={self.args} failed with "
-                f"{_one_line(error)}; correct model.args or the target."
-            ) from error
+        model = call_target("model", self.target, self.args)
         if not isinstance(model, nn.Module):
             raise UserError(
                 f"model.target={self.target} must return a torch.nn.Module, got {type(model).__name__}; "
                 "return the model itself."
             )
         return model
-
-
-def _import_target(path: str) -> Callable[..., Any]:
-    module_name, _, name = path.rpartition(".")
-    if not module_name or not name:
-        raise UserError(f"model.target must be a dotted name such as package.module.function, got {path!r}.")
-    try:
-        target = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # importing runs the user's code, which may fail in any way
-        raise UserError(
-            f"model.target={path} cannot be imported ({_one_line(error)}); "
-            "check the spelling and that its folder is on PYTHONPATH."
-        ) from error
-    if not callable(target):
-        raise UserError(
-            f"model.target={path} must be callable, got {type(target).__name__}; name a function or an nn.Module class."
-        )
-    called: Callable[..., Any] = target
-    return called
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

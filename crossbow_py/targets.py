@@ -1,0 +1,54 @@
+"""Functions and classes named by a dotted path on the command line: `model.target`, `data.target`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.errors import UserError
+
+
+def import_target(key: str, path: str) -> Callable[..., Any]:
+    """The callable at `package.module.name`; the current folder is searched last, as `python -m` searches it first.
+
+    Raises UserError naming the configuration key when it cannot be imported or is not callable.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name or not name:
+        raise UserError(f"{key} must be a dotted path such as package.module.function, got {path!r}.")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        target = getattr(importlib.import_module(module_name), name)
+    except Exception as error:  # importing runs the user's code, which may fail in any way
+        raise UserError(
+            f"{key}={path} cannot be imported ({one_line(error)}); check the spelling, and that its folder is on "
+            "PYTHONPATH."
+        ) from error
+    if not callable(target):
+        raise UserError(f"{key}={path} must be callable, got {type(target).__name__}; name a function or a class.")
+    called: Callable[..., Any] = target
+    return called
+
+
+def call_target(key: str, path: str, arguments: dict[str, Any]) -> Any:
+    """Import and call a target. Raises UserError when it raises."""
+    target = import_target(f"{key}.target", path)
+    try:
+        return target(**arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{key}.target={path} called with {key}.args={arguments} failed with {one_line(error)}; correct "
+            f"{key}.args or the target."
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and text on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,108 @@
+"""Dropout by counter: who gets which mask, how often a value is kept and how it is scaled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.engine.dropout import CounterDropout, counter_seed, replace_dropout
+from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.precision import FP32
+from tests.support import features, make_tasks, plan
+
+
+class Noted(nn.Module):
+    """Keeps what passes through it, so that a test sees a learner's mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, inputs):
+        self.seen.append(inputs.detach().clone())
+        return inputs
+
+
+def model_with_noted_mask():
+    return nn.Sequential(nn.Dropout(0.5), Noted(), nn.Linear(64, 3))
+
+
+def masks(executor, rounds=3, num_learners=2, seed=0):
+    """Whether each input value was kept: [learner][round] of bool [B, 64]."""
+    data = (torch.ones(64, 64), features(64)[1])
+    tasks = make_tasks(model_with_noted_mask, num_learners=num_learners, data=data, precision=FP32, seed=seed)
+    runner = EXECUTORS[executor](tasks)
+    for n in range(rounds):
+        runner.submit(plan(tasks, n))
+    runner.drain()
+    runner.close()
+    return [[seen != 0 for seen in tasks.bank.module(learner)[1].seen] for learner in range(num_learners)]
+
+
+def test_masks_of_the_same_seed_round_and_learner_are_the_same_in_serial_and_threads():
+    for ours, reference in zip(masks("threads", num_learners=3), masks("serial", num_learners=3), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, reference, strict=True))
+
+
+def test_masks_of_a_learner_do_not_depend_on_how_many_learners_there_are():
+    assert torch.equal(masks("serial", num_learners=1)[0][2], masks("serial", num_learners=3)[0][2])
+
+
+def test_masks_differ_between_learners_rounds_and_seeds():
+    first, second = masks("serial")
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], masks("serial", seed=1)[0][0])
+
+
+def test_counter_seed_is_63_bits_and_the_same_on_every_platform():
+    # blake2b of "7/dropout/3/1", first 8 bytes, little endian, halved: worked out with coreutils' b2sum -l 64.
+    assert counter_seed(7, "dropout", 3, 1) == 0x6A2509FA30902B57
+    assert len({counter_seed(0, "dropout", n, j) for n in range(50) for j in range(8)}) == 400
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_dropout_keeps_the_share_of_values_and_scales_them_to_the_same_mean(p):
+    dropout = CounterDropout(p, whole_channels=False, generator=torch.Generator().manual_seed(0)).train()
+    out = dropout(torch.full((200, 500), 3.0))
+    kept = out != 0
+    # Six standard deviations of a binomial share over 10^5 draws.
+    assert kept.float().mean().item() == pytest.approx(1 - p, abs=6 * (p * (1 - p) / 1e5) ** 0.5)
+    torch.testing.assert_close(out[kept], torch.full_like(out[kept], 3.0 / (1 - p)))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(nn.Dropout1d, (8, 32, 5)), (nn.Dropout2d, (8, 32, 5, 5))])
+def test_dropout_of_channels_drops_and_keeps_them_whole(kind, shape):
+    model = nn.Sequential(kind(0.5))
+    assert replace_dropout(model, torch.Generator().manual_seed(0))
+    kept = (model.train()(torch.ones(shape)) != 0).flatten(2)
+    assert torch.equal(kept.any(2), kept.all(2))
+    assert 0.3 < kept.float().mean() < 0.7
+
+
+def test_dropout_in_evaluation_is_the_identity_and_draws_nothing():
+    generator = torch.Generator().manual_seed(0)
+    before, inputs = generator.get_state(), torch.randn(4, 5)
+    assert CounterDropout(0.5, False, generator).eval()(inputs) is inputs
+    assert CounterDropout(0.0, False, generator).train()(inputs) is inputs
+    assert torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_of_everything_gives_zeros_and_zero_gradients(dtype):
+    inputs = torch.randn(4, 5, dtype=dtype, requires_grad=True)
+    out = CounterDropout(1.0, False, torch.Generator()).train()(inputs)
+    out.sum().backward()
+    assert out.abs().sum() == 0
+    assert inputs.grad.abs().sum() == 0
+
+
+def test_replace_dropout_reaches_nested_modules_and_leaves_others():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.Dropout3d(0.2)), "b": nn.Dropout(0.1)})
+    generator = torch.Generator()
+    assert replace_dropout(model, generator)
+    nested = model["a"][1]
+    assert (nested.p, nested.whole_channels) == (0.2, True)
+    assert nested.generator is model["b"].generator is generator
+    assert not replace_dropout(nn.Sequential(nn.Linear(2, 2)), generator)

@@ -1,0 +1,132 @@
+"""Evaluation against a plain PyTorch loop, and recalibrated BatchNorm statistics against a hand computation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.data.feed import make_feed
+from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.evaluation import Evaluation, Evaluator, mean_evaluation
+from tests.support import features, linear_model, norm_model
+
+INPUTS, TARGETS = features(10)
+
+
+def mean_square(output, target):
+    return output.square().mean()
+
+
+def make_evaluator(model, precision=FP64, **options):
+    settings = {"loss": nn.functional.cross_entropy, "metrics": {}, "batch_size": 4, **options}
+    return Evaluator(model, precision=precision, **settings)
+
+
+def feed_of(inputs, targets, precision=FP64):
+    return make_feed((inputs, targets), 1, channels_last=True, dtype=precision.compute)
+
+
+def test_evaluate_with_a_partial_last_batch_equals_the_means_over_all_samples():
+    model = linear_model().double()
+    output = model(INPUTS.double()).detach()
+    ours = make_evaluator(linear_model(), metrics={"square": mean_square}).evaluate(
+        model.state_dict(), feed_of(INPUTS, TARGETS)
+    )
+    # Batches of 4, 4 and 2: weighted by size, the means of batch means are the means over all ten.
+    assert ours.loss == pytest.approx(nn.functional.cross_entropy(output, TARGETS).item(), rel=1e-12)
+    assert ours.metrics == {"square": pytest.approx(mean_square(output, TARGETS).item(), rel=1e-12)}
+    assert ours.accuracy == sum(int(row.argmax()) == int(t) for row, t in zip(output, TARGETS, strict=True)) / 10
+    assert ours.num_samples == 10
+
+
+def test_evaluate_equals_a_plain_loop_in_evaluation_mode_with_batch_norm_and_dropout():
+    images, targets = features(10, (3, 6, 6))
+    model = norm_model().double()
+    model.insert(4, nn.Dropout(0.5))
+    for value in (model[1].running_mean, model[1].running_var):
+        value.uniform_(0.5, 1.5)
+    template, state = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    ours = make_evaluator(template).evaluate(state, feed_of(images, targets))
+    model.eval()
+    losses = [
+        nn.functional.cross_entropy(model(images[n : n + 1].double()), targets[n : n + 1]).item() for n in range(10)
+    ]
+    assert ours.loss == pytest.approx(sum(losses) / 10, rel=1e-10)
+    assert all(torch.equal(value, state[name]) for name, value in template.state_dict().items())
+    assert template.training
+
+
+def test_evaluate_with_max_batches_looks_at_the_first_ones_only():
+    evaluator = make_evaluator(linear_model(), max_batches=2)
+    state = linear_model().double().state_dict()
+    assert evaluator.evaluate(state, feed_of(INPUTS, TARGETS)) == make_evaluator(linear_model()).evaluate(
+        state, feed_of(INPUTS[:8], TARGETS[:8])
+    )
+
+
+def test_evaluate_of_a_regression_has_a_loss_and_no_accuracy():
+    model = nn.Linear(4, 1).double()
+    targets = torch.randn(10, 1).double()
+    ours = make_evaluator(nn.Linear(4, 1), loss=nn.functional.mse_loss).evaluate(
+        model.state_dict(), feed_of(INPUTS, targets)
+    )
+    assert ours.accuracy is None
+    assert ours.loss == pytest.approx((model(INPUTS.double()) - targets).square().mean().item(), rel=1e-12)
+
+
+def test_evaluate_in_bf16_is_close_to_float32_and_sums_losses_in_float32():
+    images, targets = features(10, (3, 6, 6))
+    state = norm_model().state_dict()
+    losses = {
+        kind.name: make_evaluator(norm_model(), kind).evaluate(state, feed_of(images, targets, kind)).loss
+        for kind in (FP32, BF16)
+    }
+    assert 0 < abs(losses["bf16"] - losses["fp32"]) < 0.01
+
+
+def test_module_is_in_master_precision_and_evaluation_mode_with_the_state_copied():
+    state = norm_model().state_dict()
+    module = make_evaluator(norm_model(), BF16).module(state)
+    assert not module.training
+    assert module[0].weight.dtype == torch.float32
+    module[0].weight.data.zero_()
+    assert state["0.weight"].abs().sum() > 0
+
+
+def test_recalibrate_gives_the_plain_means_of_batch_statistics():
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout(0.9)).double()
+    model[0].running_mean.fill_(7.0)
+    model[0].weight.data.fill_(2.0)
+    batches = [torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[4.0], [10.0]]).double()]
+    state = make_evaluator(model).recalibrate(model.state_dict(), batches)
+    # Means 2 and 7; unbiased variances 2 and 18.
+    assert state["0.running_mean"].tolist() == [4.5]
+    assert state["0.running_var"].tolist() == [10.0]
+    assert state["0.weight"].tolist() == [2.0]
+    assert model[0].running_mean.tolist() == [7.0]
+
+
+def test_recalibrate_measures_later_layers_behind_recalibrated_batches():
+    # The second norm sees the first one's output with batch statistics: mean 0, whatever the input's.
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).double()
+    state = make_evaluator(model).recalibrate(model.state_dict(), [torch.randn(50, 2).double() * 3 + 5])
+    torch.testing.assert_close(state["1.running_mean"], torch.zeros(2).double(), atol=1e-12, rtol=0)
+
+
+def test_recalibrate_without_batch_norm_changes_nothing_and_reads_no_batch():
+    state = linear_model().double().state_dict()
+
+    def batches():
+        raise AssertionError("a batch was read")
+        yield
+
+    assert make_evaluator(linear_model()).recalibrate(state, batches()) == state
+
+
+def test_mean_evaluation_averages_every_figure():
+    each = [Evaluation(1.0, 0.5, 10, {"a": 2.0}), Evaluation(2.0, 0.7, 10, {"a": 4.0})]
+    assert mean_evaluation(each) == Evaluation(1.5, pytest.approx(0.6), 10, {"a": 3.0})
+    assert mean_evaluation([Evaluation(1.0, None, 10)]).accuracy is None

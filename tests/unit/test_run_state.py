@@ -1,0 +1,57 @@
+"""Counters of a run: epoch sums, bests, and what a checkpoint carries."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from crossbow_py.engine.rounds import Round, RoundOutcome
+from crossbow_py.run_state import RunState
+
+
+def outcome(losses, correct, finite):
+    result = RoundOutcome(Round(0, (0,) * len(losses), (0.1,) * len(losses), None))
+    result.losses, result.num_correct, result.finite = losses, correct, finite
+    return result
+
+
+def test_absorb_averages_losses_over_learners_and_rounds_and_leaves_gated_ones_out():
+    state = RunState()
+    state.absorb(outcome([1.0, 3.0], [2, 4], [True, True]))
+    state.absorb(outcome([math.nan, 5.0], [0, 3], [False, True]))
+    assert state.train_loss == pytest.approx(3.0)
+    assert state.train_accuracy(batch_size=4) == pytest.approx(9 / 12)
+
+
+def test_epoch_without_a_loss_has_no_mean():
+    assert math.isnan(RunState().train_loss)
+    assert math.isnan(RunState().train_accuracy(4))
+
+
+def test_note_accuracy_keeps_the_best_and_the_first_time_at_the_target():
+    state = RunState()
+    for accuracy, elapsed_s in [(None, 0.5), (0.7, 1.0), (0.9, 2.0), (0.8, 3.0), (0.95, 4.0)]:
+        state.note_accuracy(accuracy, 0.9, elapsed_s)
+    assert (state.best_accuracy, state.time_to_accuracy_s) == (0.95, 2.0)
+
+
+def test_note_accuracy_without_a_target_takes_no_time():
+    state = RunState()
+    state.note_accuracy(1.0, None, 1.0)
+    assert (state.best_accuracy, state.time_to_accuracy_s) == (1.0, None)
+
+
+@pytest.mark.parametrize(("samples_seen", "closed"), [(10, 1), (13, 1), (32, 3)])
+def test_close_epoch_counts_every_epoch_passed_and_empties_the_sums(samples_seen, closed):
+    state = RunState(samples_seen=samples_seen, loss_sum=4.0, num_losses=2, num_correct=3.0)
+    state.close_epoch(samples_per_epoch=10)
+    assert (state.closed_epochs, state.loss_sum, state.num_losses, state.num_correct) == (closed, 0.0, 0, 0.0)
+
+
+def test_plain_values_come_back_whatever_a_newer_or_older_version_had():
+    state = RunState(round_index=3, samples_seen=24, best_accuracy=0.5)
+    plain = state.to_plain()
+    assert RunState.from_plain(plain) == state
+    del plain["num_reseeded"]
+    assert RunState.from_plain({**plain, "unheard_of": 1}) == state

@@ -1,0 +1,102 @@
+"""Settings: types, limits, conversions that lose nothing, and sentences that name the field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, dataclass
+from typing import ClassVar, Literal
+
+import pytest
+
+from crossbow_py.errors import UserError
+from crossbow_py.settings import check, from_mapping, setting, suggestion, to_mapping
+
+
+@dataclass(frozen=True)
+class Oven:
+    GROUP: ClassVar[str] = "oven"
+
+    degrees: float = setting(180.0, "heat", minimum=0, below=300)
+    share: float | None = setting(None, "of the top heat", above=0, maximum=1)
+    trays: int = setting(1, "how many", minimum=1)
+    fan: bool = setting(False, "moving air")
+    mode: Literal["bake", "grill"] = setting("bake", "what for")
+    steps: tuple[float, ...] = setting((), "degrees in turn", above=0)
+    rate: float | tuple[float, ...] = setting(1.0, "one or several", minimum=0)
+    label: str = setting("", "on the door")
+    extra: dict[str, int] = setting({}, "anything else")
+
+    def __post_init__(self):
+        check(self)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("degrees", -1, r"oven.degrees must be at least 0, got -1.0\."),
+        ("degrees", 300, r"oven.degrees must be less than 300, got 300.0\."),
+        ("degrees", math.nan, r"oven.degrees must be at least 0, got nan\."),
+        ("degrees", True, r"oven.degrees must be a number, got True\."),
+        ("share", 0.0, r"oven.share must be greater than 0, got 0.0\."),
+        ("share", 1.5, r"oven.share must be at most 1, got 1.5\."),
+        ("share", "half", r"oven.share must be a number or null, got 'half'\."),
+        ("trays", 1.0, r"oven.trays must be a whole number, got 1.0\."),
+        ("trays", False, r"oven.trays must be a whole number, got False\."),
+        ("fan", 1, r"oven.fan must be true or false, got 1\."),
+        ("mode", "fry", r"oven.mode must be one of bake, grill, got 'fry'\."),
+        ("steps", (1.0, 0.0), r"oven.steps must be greater than 0, got 0.0\."),
+        ("steps", 3.0, r"oven.steps must be a list, each a number, got 3.0\."),
+        ("rate", ("a",), r"oven.rate must be a number or a list, each a number, got \('a',\)\."),
+        ("rate", (1.0, -1.0), r"oven.rate must be at least 0, got -1.0\."),
+        ("label", None, r"oven.label must be text, got None\."),
+        ("extra", [], r"oven.extra must be a mapping, got "),
+    ],
+)
+def test_value_that_does_not_fit_is_one_sentence_with_field_rule_and_value(field, value, message):
+    with pytest.raises(UserError, match=rf"^{message}"):
+        Oven(**{field: value})
+
+
+def test_limits_are_inclusive_or_exclusive_as_declared():
+    oven = Oven(degrees=0, share=1, trays=1)
+    assert (oven.degrees, oven.share, oven.trays) == (0, 1, 1)
+
+
+def test_lists_become_tuples_and_whole_numbers_floats_where_those_are_wanted():
+    oven = Oven(degrees=200, steps=[100, 150], rate=[1, 2], trays=2)
+    assert oven.steps == (100.0, 150.0)
+    assert oven.rate == (1.0, 2.0)
+    assert [type(value) for value in (oven.degrees, oven.steps[0], oven.rate[0], oven.trays)] == [
+        float, float, float, int,
+    ]  # fmt: skip
+
+
+def test_settings_are_frozen_and_a_default_mapping_is_not_shared():
+    with pytest.raises(FrozenInstanceError):
+        Oven().degrees = 3.0
+    Oven().extra["a"] = 1
+    assert Oven().extra == {}
+
+
+def test_from_mapping_and_to_mapping_undo_each_other():
+    oven = Oven(degrees=200, steps=(1.0, 2.0), mode="grill", extra={"a": 1})
+    plain = to_mapping(oven)
+    assert plain["steps"] == [1.0, 2.0]
+    assert type(plain["extra"]) is dict
+    assert from_mapping(Oven, plain) == oven
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("degreese", r"unknown key oven.degreese; did you mean 'degrees'\?"),
+        ("zzz", r"unknown key oven.zzz; known: degrees, extra, fan, label, mode, rate, share, steps, trays"),
+    ],
+)
+def test_unknown_key_is_refused_with_a_suggestion(key, message):
+    with pytest.raises(UserError, match=message):
+        from_mapping(Oven, {key: 1}, "oven")
+
+
+def test_suggestion_takes_the_nearest_name():
+    assert suggestion("resnet23", ["resnet32", "lenet", "mlp"]) == "; did you mean 'resnet32'?"
