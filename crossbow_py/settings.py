@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import operator
 import types
 import typing
@@ -150,8 +151,8 @@ def _describe(hint: Any) -> str:
 def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    if value != value:
-        raise UserError(f"{path} must be a number, got {value}.")
+    if not math.isfinite(value):
+        raise UserError(f"{path} must be a finite number, got {value}.")
     for name, (words, holds) in _LIMITS.items():
         limit = metadata.get(name)
         if limit is not None and not holds(value, limit):

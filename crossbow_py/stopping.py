@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from crossbow_py.errors import UserError
@@ -27,9 +26,6 @@ class StopConditions:
         values = {field.name: getattr(self, field.name) for field in fields(StopConditions)}
         if all(value is None for value in values.values()):
             raise UserError(f"a run needs an end, got none; set one of {', '.join(values)}.")
-        for name, value in values.items():
-            if value is not None and not math.isfinite(value):
-                raise UserError(f"{name} must be finite, got {value}; leave it out for no limit.")
 
     def after_round(self, samples_seen: int, samples_per_epoch: int, train_time_s: float) -> str | None:
         """Why to stop after a round: `max_epochs`, `max_samples`, `max_time_s` or None."""

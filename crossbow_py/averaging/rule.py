@@ -2,11 +2,12 @@
 
 A rule whose round is linear in (w, z) returns a `LinearRound`; the engine then applies, for K learners on all devices,
 
-    c_j  ← correction · (w_j − z)                       per learner, before its gradient step
-    s    ← Σ_j c_j                                      summed on the device in learner order, then all-reduced [P]
-    z'   ← z + gain · s + momentum · (z − z_prev)       alike on every device; z_prev ← z
+    c_j  ← correction · (w_j − z)                 per learner, from the weights before its gradient step
+    w_j  ← (gradient step of w_j) − c_j
+    s    ← Σ_j c_j                                summed on the device in learner order, then one all-reduce of [P]
+    z'   ← z + s + momentum · (z − z_prev)        alike on every device; z_prev ← z
 
-A rule that is not linear overrides `corrections` and `average`, the stacked reference path.
+in every round for which it returns one. A rule that is not linear in (w, z) overrides `corrections` and `average`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ class LinearRound:
     """Coefficients of one round that averages."""
 
     correction: float
-    gain: float
     momentum: float
 
 
@@ -51,6 +51,6 @@ class AveragingRule(ABC):
 
     def average(self, z: Tensor, z_prev: Tensor, total: Tensor, coefficients: LinearRound) -> None:
         """Move z by the all-reduced sum of corrections `total` [P], in place; afterwards z_prev is the old z."""
-        step = (z - z_prev).mul_(coefficients.momentum).add_(total, alpha=coefficients.gain)
+        step = (z - z_prev).mul_(coefficients.momentum).add_(total)
         z_prev.copy_(z)
         z.add_(step)

@@ -46,4 +46,4 @@ class SMA(AveragingRule):
         if num_learners == 1 or (round_index + 1) % self.averaging_period:
             return None
         alpha = 1.0 / num_learners if self.correction_rate is None else self.correction_rate
-        return LinearRound(correction=alpha, gain=1.0, momentum=self.averaging_momentum)
+        return LinearRound(correction=alpha, momentum=self.averaging_momentum)

@@ -75,7 +75,7 @@ class Rows:
         for block in layout.blocks:
             self._offsets.append(total)
             total += -(-rows * block.numel // step) * step
-        self.storage = torch.zeros(total, dtype=dtype, device=device)
+        self.storage = _aligned_zeros(total, dtype, device)
         self._rows = [self._flat_views(row) for row in range(rows)]
 
     def _flat_views(self, row: int) -> list[Tensor]:
@@ -122,6 +122,14 @@ class Rows:
     def zero_row(self, row: int) -> None:
         """Set a row to zero."""
         torch._foreach_zero_(self.flat(row))
+
+
+def _aligned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose first byte is on the alignment: allocators on CPU promise 64 bytes only."""
+    room = ALIGNMENT_BYTES // dtype.itemsize
+    storage = torch.zeros(count + room, dtype=dtype, device=device)
+    start = -storage.data_ptr() % ALIGNMENT_BYTES // dtype.itemsize
+    return storage[start : start + count]
 
 
 def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:

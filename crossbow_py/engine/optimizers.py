@@ -87,6 +87,11 @@ class SGD(Optimizer):
     decay_norm_and_bias: bool = setting(False, "apply weight decay to normalisation parameters and biases too")
     clip_norm: float | None = setting(None, "largest gradient norm of a learner; null does not clip", above=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and self.momentum == 0:
+            raise UserError("optimizer.nesterov=true needs momentum, got optimizer.momentum=0; set momentum above 0.")
+
     def step(
         self,
         learner: int,

@@ -19,12 +19,12 @@ def test_no_condition_at_all_is_refused_with_the_names() -> None:
     ("field", "value", "message"),
     [
         ("max_epochs", 0, "max_epochs must be greater than 0, got 0"),
-        ("max_epochs", math.inf, "max_epochs must be finite, got inf"),
+        ("max_epochs", math.inf, "max_epochs must be a finite number, got inf"),
         ("max_samples", 0, "max_samples must be at least 1, got 0"),
         ("max_samples", 1.5, "max_samples must be a whole number or null, got 1.5"),
         ("max_time_s", -1.0, "max_time_s must be greater than 0"),
         ("target_accuracy", 88, "target_accuracy must be at most 1, got 88"),
-        ("target_loss", math.nan, "target_loss must be a number, got nan"),
+        ("target_loss", math.nan, "target_loss must be a finite number, got nan"),
     ],
 )
 def test_impossible_condition_is_refused_in_one_sentence(field: str, value: float, message: str) -> None:

@@ -44,6 +44,7 @@ class ThreadsExecutor(Executor):
         super().__init__(tasks)
         keep_freed_memory()
         self._failure: CrossbowError | None = None
+        self._failure_lock = threading.Lock()
         self._events: dict[Task, threading.Event] = {}
         self._last_of_round: dict[int, list[threading.Event]] = {}
         streams = [learner_stream(j) for j in range(tasks.bank.num_learners)] + [AVERAGING_STREAM]
@@ -52,8 +53,13 @@ class ThreadsExecutor(Executor):
             threading.Thread(target=self._serve, args=(entries,), name=f"crossbow {name}", daemon=True)
             for name, entries in self._queues.items()
         ]
+        num_threads, started = torch.get_num_threads(), threading.Barrier(len(streams) + 1)
+        self._started = started
         for thread in self._threads:
             thread.start()
+        started.wait()
+        # Setting one thread in a worker also sets what threads born later start with: put that back.
+        torch.set_num_threads(num_threads)
 
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         index = outcome.plan.index
@@ -74,28 +80,32 @@ class ThreadsExecutor(Executor):
             raise self._failure
 
     def _serve(self, entries: queue.SimpleQueue[_Entry | None]) -> None:
-        torch.set_num_threads(1)  # of this thread alone: OpenMP keeps the setting per thread
+        torch.set_num_threads(1)
+        self._started.wait()
         while (entry := entries.get()) is not None:
             for event in entry.after:
                 event.wait()
-            if self._failure is None:
-                self._run(entry)
-            entry.over.set()
+            try:
+                if self._failure is None:
+                    self.tasks.run(entry.launch.task, entry.outcome)
+            except BaseException as error:  # a user's function may even raise SystemExit
+                self._fail(entry, error)
+            finally:
+                entry.over.set()
             del entry
 
-    def _run(self, entry: _Entry) -> None:
-        try:
-            self.tasks.run(entry.launch.task, entry.outcome)
-        except CrossbowError as error:
-            self._failure = error
-        except Exception as error:
+    def _fail(self, entry: _Entry, error: BaseException) -> None:
+        failure = error if isinstance(error, CrossbowError) else None
+        if failure is None:
             failure = LearnerError(str(entry.launch.task), entry.outcome.plan.index, entry.launch.stream, error)
             failure.__cause__ = error
-            self._failure = failure
+        with self._failure_lock:
+            self._failure = self._failure or failure
 
     def close(self) -> None:
         """Let running tasks end, drop the rest, and join the threads."""
-        self._failure = self._failure or CrossbowError("the executor is closed")
+        with self._failure_lock:
+            self._failure = self._failure or CrossbowError("the executor is closed")
         for entries in self._queues.values():
             entries.put(None)
         for thread in self._threads:
@@ -106,9 +116,11 @@ def keep_freed_memory() -> None:
     """Ask glibc to keep freed blocks instead of returning them to the kernel after every round.
 
     Activations are freed and allocated again each round; by default each time costs page faults (measured on two
-    cores, ResNet-32 b=16: 1.6 × 10⁵ faults in 60 rounds against 4 × 10³). Elsewhere than glibc nothing is done.
+    cores, ResNet-32 b=16: 1.6 × 10⁵ faults in 60 rounds against 4 × 10³). It holds for the whole process, for good.
+    Elsewhere than with glibc nothing is done.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    # Older glibc caps the mmap threshold at 32 MiB. Trimming is touched only when that worked: alone, it would turn
+    # off glibc's own growing threshold and make things worse.
+    if mallopt is not None and (mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_M_MMAP_THRESHOLD, 2**30)

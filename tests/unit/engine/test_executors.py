@@ -115,18 +115,77 @@ def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad):
     bank = tasks.bank
     row, z = bank.weights.shaped(1)["weight"].clone(), bank.z.shaped()["weight"].clone()
     expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
-    original = tasks.loss
-    tasks.loss = lambda output, target: original(output, target) * (bad if output.grad_fn and poisoned() else 1.0)
-
-    def poisoned():
-        return poison.pop() if poison else False
-
-    poison = [True, False]  # learner 0 first, then learner 1, one after another
-    runner = EXECUTORS["serial"](tasks)
-    outcomes = runner.submit(plan(tasks, 2)) + runner.drain()
+    whole = plan(tasks, 2)
+    poison(tasks, whole.starts[1], bad)
+    runner = EXECUTORS[executor](tasks)
+    outcomes = runner.submit(whole) + runner.drain()
+    runner.close()
     assert outcomes[0].non_finite_learners == [1]
     assert torch.equal(bank.weights.shaped(1)["weight"], row)
     torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
+
+
+def poison(tasks, start, value):
+    """Make the batch at one stream position hold `value` and nothing else."""
+    good = tasks.feed.batch
+
+    def batch(position):
+        found = good(position)
+        return found._replace(inputs=torch.full_like(found.inputs, value)) if position == start else found
+
+    tasks.feed.batch = batch
+
+
+def test_threads_learning_overlaps_averaging_and_correction_waits_for_it():
+    tasks = make_tasks()
+    hold, learned, log = threading.Event(), threading.Event(), []
+    average, learn, correct = tasks.average, tasks.learn, tasks.correct
+
+    def slow_average(outcome):
+        if outcome.plan.index == 0:
+            assert hold.wait(10), "nothing was learned while averaging"
+        average(outcome)
+        log.append(("averaging", outcome.plan.index))
+
+    def watched_learn(learner, outcome):
+        learn(learner, outcome)
+        log.append(("learning", outcome.plan.index))
+        if [entry for entry in log if entry == ("learning", 1)] == [("learning", 1)] * 2:
+            learned.set()
+
+    def watched_correct(learner, outcome):
+        log.append(("correction", outcome.plan.index))
+        correct(learner, outcome)
+
+    tasks.average, tasks.learn, tasks.correct = slow_average, watched_learn, watched_correct
+    runner = EXECUTORS["threads"](tasks)
+    submitting = threading.Thread(target=lambda: [runner.submit(plan(tasks, n)) for n in range(2)])
+    # Submit both rounds without waiting: the second is issued behind the first.
+    runner._wait = lambda outcome: None
+    submitting.start()
+    submitting.join()
+    assert learned.wait(10)
+    assert ("correction", 1) not in log
+    hold.set()
+    del runner._wait
+    for events in runner._last_of_round.values():
+        assert all(event.wait(10) for event in events)
+    runner.close()
+    assert log.index(("averaging", 0)) < log.index(("correction", 1))
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_threads_task_that_raises_even_system_exit_does_not_hang(error):
+    def leave(output, target):
+        raise error
+
+    tasks = make_tasks()
+    tasks.loss = leave
+    runner = EXECUTORS["threads"](tasks)
+    with pytest.raises(LearnerError):
+        runner.submit(plan(tasks, 0))
+        runner.drain()
+    runner.close()
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
