@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.collective import Collective
@@ -205,22 +204,13 @@ def build_parts(
     )
 
 
-class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names the operators that draw from torch's global generator."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None:
-            self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
+_DRAWS_OUTSIDE = (
+    "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
+    "runs will not repeat or resume bit for bit."
+)
 
 
-def probe(
-    template: nn.Module, precision: Precision, batch: Batch, loss: Loss, num_classes: int | None
-) -> list[str]:
+def probe(template: nn.Module, precision: Precision, batch: Batch, loss: Loss, num_classes: int | None) -> list[str]:
     """Run one small batch through a copy of the model; refuse what cannot train, and return warnings.
 
     Raises UserError when the model, its output or the loss does not fit the data.
@@ -229,20 +219,22 @@ def probe(
     model = copy.deepcopy(template).train()
     replace_dropout(model, torch.Generator(inputs.device))
     cast_module(model, precision)
-    random_ops = _RandomOps()
     try:
-        with torch.random.fork_rng(), random_ops:
+        with torch.random.fork_rng():
+            before = _generator_state(inputs.device)
             output = model(inputs)
+            draws = not torch.equal(before, _generator_state(inputs.device))
     except Exception as error:
         raise UserError(
             f"the model cannot take inputs of shape {list(inputs.shape[1:])} and dtype {inputs.dtype} "
             f"({_first_line(error)}); choose a model and a data set that fit each other."
         ) from error
     _check_output(output, batch.targets, precision, loss, num_classes)
-    return [
-        f"the model draws random numbers outside nn.Dropout ({', '.join(sorted(random_ops.names))}): "
-        "runs with several learners will not repeat bit for bit."
-    ] if random_ops.names else []
+    return [_DRAWS_OUTSIDE] if draws else []
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
 
 def _check_output(output: Any, targets: Tensor, precision: Precision, loss: Loss, num_classes: int | None) -> None:

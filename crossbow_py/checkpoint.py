@@ -147,9 +147,13 @@ def load_newest(path: Path) -> tuple[dict[str, Any], Path, list[str]]:
 
 
 def differences(saved: Any, current: Any, path: str = "") -> list[str]:
-    """`key: saved → current` for every leaf at which two plain nested values differ."""
+    """`key: saved → current` for every leaf at which two plain nested values differ.
+
+    Where the `name` of something differs, that says it all: settings of different things are not compared.
+    """
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        keys = sorted(set(saved) | set(current))
+        renamed = saved.get("name") != current.get("name")
+        keys = ["name"] if renamed else sorted(set(saved) | set(current))
         nested = (differences(saved.get(k), current.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
         return [line for lines in nested for line in lines]
     return [] if saved == current else [f"{path}: {saved} → {current}"]
@@ -158,10 +162,13 @@ def differences(saved: Any, current: Any, path: str = "") -> list[str]:
 def save_weights(module: nn.Module, path: Path) -> None:
     """Write a model as safetensors, atomically; tied parameters are stored once. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.touch()
+    mode = partial.stat().st_mode  # as the umask says; safetensors would leave a file only its owner can read
     try:
         save_model(module, str(partial))
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    partial.chmod(mode)
     with open(partial, "rb+") as file:
         _sync(file.fileno())
     partial.rename(path)

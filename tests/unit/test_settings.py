@@ -35,7 +35,8 @@ class Oven:
     [
         ("degrees", -1, r"oven.degrees must be at least 0, got -1.0\."),
         ("degrees", 300, r"oven.degrees must be less than 300, got 300.0\."),
-        ("degrees", math.nan, r"oven.degrees must be at least 0, got nan\."),
+        ("degrees", math.nan, r"oven.degrees must be a finite number, got nan\."),
+        ("degrees", math.inf, r"oven.degrees must be a finite number, got inf\."),
         ("degrees", True, r"oven.degrees must be a number, got True\."),
         ("share", 0.0, r"oven.share must be greater than 0, got 0.0\."),
         ("share", 1.5, r"oven.share must be at most 1, got 1.5\."),

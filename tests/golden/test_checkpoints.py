@@ -1,0 +1,41 @@
+"""Checkpoints of every format so far are read, and training goes on from them to where it went then. See README.md."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from crossbow_py.checkpoint import FORMAT_VERSION, checkpoints
+from tests.golden.make import GOLDEN, ROUNDS_AFTER, ROUNDS_BEFORE, trainer
+
+FORMATS = sorted(GOLDEN.glob("format_*"))
+
+
+def test_every_format_so_far_has_its_golden_checkpoint():
+    assert [folder.name for folder in FORMATS] == [f"format_{n}" for n in range(1, FORMAT_VERSION + 1)]
+    for number, folder in enumerate(FORMATS, start=1):
+        (found,) = checkpoints(folder)
+        assert json.loads((found / "manifest.json").read_text())["format_version"] == number
+        assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 20_000
+
+
+@pytest.mark.parametrize("folder", FORMATS, ids=lambda folder: folder.name)
+def test_golden_checkpoint_is_resumed_and_trains_on_to_the_known_model(folder):
+    resumed = trainer(resume=folder)
+    assert resumed.state.round_index == ROUNDS_BEFORE
+    assert resumed.state.samples_seen == ROUNDS_BEFORE * 8
+    assert resumed.state.closed_epochs == 1
+    result = resumed.fit(max_rounds=ROUNDS_AFTER)
+    expected = load_file(folder / "model.safetensors")
+    for name, value in result.model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_golden_model_is_not_where_a_fresh_run_ends():
+    """So that a resume that read nothing would be noticed."""
+    expected = load_file(GOLDEN / "format_1" / "model.safetensors")
+    fresh = trainer(seed=1).fit(max_rounds=ROUNDS_AFTER).model
+    assert not torch.allclose(fresh.state_dict()["0.weight"], expected["0.weight"], rtol=0.1)

@@ -1,0 +1,249 @@
+"""Stopped anywhere and taken up again, a run ends in the very bits of one that was never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import crossbow_py.train
+from crossbow_py import SGD, SMA, AdamW, Augmentation, CheckpointSettings, Independent, MultiStep, Trainer
+from crossbow_py.checkpoint import checkpoints
+from crossbow_py.engine import precision
+from crossbow_py.errors import CheckpointError
+from crossbow_py.telemetry.records import read_metrics, read_summary
+from tests.trainers import Recorder, image_model, images, make_trainer
+
+EXECUTORS = ["serial", "threads"]
+# What a line of metrics.jsonl says besides the time it took.
+MEASURED = (
+    "epoch", "samples_seen", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "learning_rate", "spread",
+)  # fmt: skip
+
+
+def trainer_of(folder: Path, **options: Any) -> Trainer:
+    """BatchNorm, dropout, AdamW, augmented images and a rate that drops: everything a checkpoint must carry."""
+    defaults: dict[str, Any] = {
+        "model": image_model,
+        "train_data": images(50),
+        "test_data": images(20),
+        "augmentation": Augmentation(crop_padding=2, flip=True),
+        "optimizer": AdamW(learning_rate=0.01),
+        "schedule": MultiStep(milestones=(1.0, 2.0), gamma=0.5),
+        "output_dir": folder,
+    }
+    return make_trainer(**{**defaults, **options})
+
+
+def measured(folder: Path) -> list[tuple[Any, ...]]:
+    return [tuple(line[name] for name in MEASURED) for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def weights(folder: Path, name: str = "model.safetensors") -> bytes:
+    return (folder / name).read_bytes()
+
+
+def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM to this process while the batch at that position of the stream is made."""
+    original = trainer.parts.train_feed.batch
+
+    def batch(start: int) -> Any:
+        if start == position:
+            signal.raise_signal(signal.SIGTERM)
+        return original(start)
+
+    monkeypatch.setattr(trainer.parts.train_feed, "batch", batch)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"executor": "serial"},
+        {"executor": "threads"},
+        {"executor": "threads", "precision": "bf16"},
+        {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3, batch_norm="recalibrate")},
+        {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
+    ],
+    ids=["serial", "threads", "bf16", "three learners", "one learner"],
+)
+def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_every_bit(tmp_path, options):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer_of(whole, **options).fit(max_epochs=3)
+    trainer_of(parts, **options).fit(max_samples=70)
+    result = trainer_of(parts, **options, resume=parts).fit(max_epochs=3)
+    assert weights(parts) == weights(whole)
+    lines = measured(parts)
+    assert len({line[1] for line in lines}) == len(lines)
+    assert [line for line in lines if line[0] in (1, 2, 3)] == measured(whole)
+    assert result.summary.resumed_from is not None
+    assert read_summary(parts)["best_test_accuracy"] >= read_summary(whole)["best_test_accuracy"]
+
+
+def test_run_stopped_right_before_a_restart_restarts_when_resumed(tmp_path):
+    whole, parts, recorder = tmp_path / "whole", tmp_path / "parts", Recorder()
+    trainer_of(whole).fit(max_epochs=2)
+    trainer_of(parts).fit(max_samples=56)  # the rate drops at 50, which the round that starts at 56 is the first to see
+    trainer_of(parts, resume=parts, callbacks=[recorder]).fit(max_epochs=2)
+    assert recorder.of("message") == ["The learning rate dropped: learners restart from the average model."]
+    assert weights(parts) == weights(whole)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_run_stopped_by_sigterm_in_mid_epoch_and_resumed_equals_the_uninterrupted_one(tmp_path, monkeypatch, executor):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer_of(whole, executor=executor).fit(max_epochs=3)
+    stopped = trainer_of(parts, executor=executor)
+    terminate_at(stopped, 68, monkeypatch)
+    result = stopped.fit(max_epochs=3, handle_signals=True)
+    assert (result.status, result.stop_reason) == ("terminated", "signal")
+    assert (result.test_accuracy, read_summary(parts)["status"]) == (None, "terminated")
+    assert 68 < result.summary.samples_seen < 100
+    trainer_of(parts, executor=executor, resume=parts).fit(max_epochs=3)
+    assert weights(parts) == weights(whole)
+    assert measured(parts) == measured(whole)
+    assert read_summary(parts)["best_test_accuracy"] == read_summary(whole)["best_test_accuracy"]
+
+
+def test_independent_learners_resumed_equal_the_uninterrupted_ones(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = {"averaging": Independent(), "optimizer": SGD(learning_rate=(0.01, 0.1))}
+    trainer_of(whole, **options).fit(max_epochs=2)
+    trainer_of(parts, **options).fit(max_rounds=17)
+    trainer_of(parts, **options, resume=parts / "checkpoints").fit(max_epochs=2)
+    for name in ("model_0.safetensors", "model_1.safetensors"):
+        assert weights(parts, name) == weights(whole, name)
+
+
+def test_corrupted_checkpoint_is_passed_over_with_a_message_and_the_bits_stay_the_same(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    keep_one = {"checkpoint": CheckpointSettings(every_epochs=1, keep=2)}
+    trainer_of(whole).fit(max_epochs=3)
+    trainer_of(parts, **keep_one).fit(max_epochs=2)
+    newest, older = checkpoints(parts)
+    content = bytearray((newest / "rank-0.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (newest / "rank-0.pt").write_bytes(content)
+    recorder = Recorder()
+    resumed = trainer_of(parts, resume=parts, callbacks=[recorder], **keep_one)
+    assert resumed.resumed_from == str(older)
+    resumed.fit(max_epochs=3)
+    (message,) = (text for text in recorder.of("message") if "corrupted" in text)
+    assert newest.name in message
+    assert "Falling back to the one before" in message
+    assert weights(parts) == weights(whole)
+    assert measured(parts) == measured(whole)
+
+
+def test_resume_into_another_folder_leaves_the_first_one_as_it_was(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    trainer_of(first).fit(max_epochs=1)
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    (checkpoint,) = checkpoints(first)
+    trainer_of(second, resume=checkpoint).fit(max_epochs=2)
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+    assert [line[0] for line in measured(second)] == [2]
+
+
+def other_model() -> nn.Module:
+    model = image_model()
+    model[7] = nn.Linear(32, 4)
+    return model
+
+
+def without_batch_norm_weights() -> nn.Module:
+    model = image_model()
+    model[1] = nn.GroupNorm(1, 8)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"batch_size": 5}, "batch_size: 4 → 5"),
+        ({"num_learners": 3}, "num_learners: 2 → 3"),
+        ({"seed": 1}, "seed: 0 → 1"),
+        ({"channels_last": False}, "channels_last: True → False"),
+        ({"precision": "bf16"}, "precision: fp32 → bf16"),
+        ({"optimizer": AdamW(learning_rate=0.02)}, "optimizer.learning_rate: 0.01 → 0.02"),
+        ({"optimizer": SGD()}, "optimizer.name: adamw → sgd"),
+        ({"schedule": MultiStep(milestones=(1.0, 2.0), gamma=0.1)}, "schedule.gamma: 0.5 → 0.1"),
+        ({"averaging": SMA(averaging_momentum=0.5)}, "averaging.averaging_momentum: 0.9 → 0.5"),
+        ({"averaging": Independent()}, "averaging.name: sma → independent"),
+        ({"augmentation": Augmentation(crop_padding=1, flip=True)}, "data.augmentation.crop_padding: 2 → 1"),
+        ({"mean": (0.5,), "std": (0.2,)}, r"data.mean: \[\] → \[0.5\]"),
+        ({"train_data": images(60)}, "num_train_samples: 50 → 60"),
+        ({"model": other_model}, r"model.7.weight: \[3, 32\] → \[4, 32\]"),
+        ({"model": without_batch_norm_weights}, r"model.1.running_mean: \[8\] → None"),
+    ],
+)
+def test_resume_with_other_settings_or_another_model_is_refused_naming_them(tmp_path, changed, named):
+    trainer_of(tmp_path).fit(max_rounds=1)
+    with pytest.raises(CheckpointError, match=rf"is of another run \(.*{named}.*resuming may change only stops"):
+        trainer_of(tmp_path, **changed, resume=tmp_path)
+
+
+def test_choices_of_auto_are_kept_on_resume_whatever_this_machine_would_choose(tmp_path, monkeypatch):
+    trainer_of(tmp_path, executor="serial", precision="fp32").fit(max_rounds=1)
+    monkeypatch.setattr(precision, "has_fast_bf16", lambda device: True)
+    resumed = trainer_of(tmp_path, executor="auto", precision="auto", resume=tmp_path)
+    assert (resumed.parts.choices.executor, resumed.parts.choices.precision.name) == ("serial", "fp32")
+    fresh = trainer_of(tmp_path, executor="auto", precision="auto")
+    assert (fresh.parts.choices.executor, fresh.parts.choices.precision.name) == ("threads", "bf16")
+
+
+def test_fresh_run_in_a_used_folder_keeps_its_own_checkpoints(tmp_path):
+    trainer_of(tmp_path).fit(max_epochs=3)
+    trainer_of(tmp_path, seed=1).fit(max_epochs=1)
+    resumed = trainer_of(tmp_path, seed=1, resume=tmp_path)
+    assert resumed.state.samples_seen == 56
+
+
+def test_resume_after_a_fall_back_goes_on_from_the_newest_of_its_own_checkpoints(tmp_path):
+    keep = {"checkpoint": CheckpointSettings(every_epochs=1, keep=1)}
+    trainer_of(tmp_path).fit(max_epochs=3)
+    older = checkpoints(tmp_path)[-1]
+    trainer_of(tmp_path, resume=older, **keep).fit(max_rounds=1)
+    assert trainer_of(tmp_path, resume=tmp_path).state.samples_seen == int(older.name.split("-")[1]) + 8
+
+
+COMMAND = [
+    "+experiment=digits", "model.hidden=[32]", "model.dropout=0.2", "device=cpu", "precision=fp32", "max_epochs=6",
+    "checkpoint_every_epochs=null", "checkpoint_every_s=0.03",
+]  # fmt: skip
+SAMPLES_PER_ROUND = 2 * 16
+
+
+@pytest.mark.parametrize("executor", ["threads", pytest.param("serial", marks=pytest.mark.slow)])
+def test_process_killed_in_mid_epoch_and_resumed_equals_the_uninterrupted_run(tmp_path, monkeypatch, executor):
+    monkeypatch.chdir(tmp_path)
+    command = [*COMMAND, f"executor={executor}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(crossbow_py.train.__file__).parents[1])}
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "crossbow_py.train", *command, "output_dir=killed"],
+        env=environment, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not checkpoints(killed) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "summary.json").exists()
+    (samples,) = {int(path.name.split("-")[1]) for path in checkpoints(killed)[:1]}
+    assert samples % SAMPLES_PER_ROUND == 0
+    assert crossbow_py.train.main([*command, "output_dir=whole"]) == 0
+    assert crossbow_py.train.main([*command, "output_dir=killed", "resume=auto"]) == 0
+    assert weights(killed) == weights(tmp_path / "whole")
+    assert measured(killed) == measured(tmp_path / "whole")
+    assert read_summary(killed)["resumed_from"].endswith(f"samples-{samples:012d}")
+    assert torch.get_num_threads() == 1

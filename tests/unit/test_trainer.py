@@ -1,0 +1,309 @@
+"""The Python face: what a trainer takes, what it refuses, and what `fit` and `evaluate` give back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import Dataset
+
+from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
+from crossbow_py.checkpoint import save_weights
+from crossbow_py.errors import CheckpointError
+from crossbow_py.telemetry.records import read_metrics, read_summary
+from tests.support import linear_model
+from tests.trainers import Recorder, blobs, equal_states, image_model, images, make_trainer
+
+
+class MapStyle(Dataset):
+    """The blobs one by one."""
+
+    def __init__(self, num_samples):
+        self.inputs, self.targets = blobs(num_samples)
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        return self.inputs[index], int(self.targets[index])
+
+
+def outputs_right(module: nn.Module, num_samples: int = 30) -> float:
+    inputs, targets = blobs(num_samples)
+    return float((module(inputs).argmax(1) == targets).float().mean())
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_fit_of_two_learners_on_tensors_learns_and_returns_the_average_model(executor):
+    trainer = make_trainer(test_data=blobs(30), executor=executor)
+    before = trainer.evaluate()
+    result = trainer.fit(max_epochs=3)
+    assert before.accuracy < 0.9 < result.test_accuracy
+    assert (result.status, result.stop_reason) == ("finished", "max_epochs")
+    assert result.images_per_s > 0
+    assert result.models == []
+    assert not result.model.training
+    assert outputs_right(result.model) == pytest.approx(result.test_accuracy)
+    z = trainer.parts.bank.z.shaped()
+    assert all(torch.equal(value, z[name]) for name, value in result.model.state_dict().items())
+    assert result.summary.epochs == 3.0
+
+
+def test_fit_on_a_map_style_data_set_equals_fit_on_its_tensors():
+    on_tensors = make_trainer().fit(max_epochs=2).model
+    on_items = make_trainer(train_data=MapStyle(40)).fit(max_epochs=2).model
+    assert equal_states(on_items, on_tensors)
+
+
+def test_fit_of_one_learner_equals_a_plain_torch_loop_with_its_schedule():
+    optimizer = SGD(learning_rate=0.05, momentum=0.9, weight_decay=0.01, nesterov=True, decay_norm_and_bias=True)
+    trainer = make_trainer(num_learners=1, optimizer=optimizer, schedule=MultiStep(milestones=(1.0, 1.5), gamma=0.1))
+    result = trainer.fit(max_epochs=2)
+    model = linear_model()
+    reference = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True)
+    for n in range(20):
+        # 40 samples in batches of 4: the rate drops at samples 40 and 60, which is before rounds 10 and 15.
+        reference.param_groups[0]["lr"] = 0.05 * (1.0 if n < 10 else 0.1 if n < 15 else 0.01)
+        batch = trainer.parts.train_feed.batch(4 * n)
+        reference.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        reference.step()
+    for name, value in result.model.state_dict().items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-6, atol=1e-7)
+
+
+def test_fit_of_two_learners_equals_the_equations_worked_out_by_hand():
+    trainer = make_trainer(optimizer=SGD(learning_rate=0.05, momentum=0.5), averaging=SMA(averaging_momentum=0.9))
+    result = trainer.fit(max_rounds=6)
+    models = [linear_model(), linear_model()]
+    velocity = [[torch.zeros_like(p) for p in model.parameters()] for model in models]
+    z = [p.detach().clone() for p in linear_model().parameters()]
+    z_prev = [p.clone() for p in z]
+    for n in range(6):
+        sums = [torch.zeros_like(p) for p in z]
+        for j, model in enumerate(models):
+            batch = trainer.parts.train_feed.batch((2 * n + j) * 4)
+            parameters = list(model.parameters())
+            loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
+            for i, (w, g) in enumerate(zip(parameters, torch.autograd.grad(loss, parameters), strict=True)):
+                velocity[j][i] = 0.5 * velocity[j][i] + g
+                correction = 0.5 * (w.detach() - z[i])
+                w.data -= 0.05 * velocity[j][i] + correction
+                sums[i] += correction
+        z, z_prev = [a + s + 0.9 * (a - b) for a, b, s in zip(z, z_prev, sums, strict=True)], z
+    for ours, expected in zip(result.model.parameters(), z, strict=True):
+        torch.testing.assert_close(ours.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fit_of_independent_learners_returns_records_and_saves_each(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(
+        averaging=Independent(), optimizer=SGD(learning_rate=(1e-6, 0.1)), test_data=blobs(30), output_dir=tmp_path,
+        callbacks=[recorder],
+    )  # fmt: skip
+    result = trainer.fit(max_epochs=2)
+    (_, record) = recorder.of("epoch")
+    accuracies = [outputs_right(model) for model in result.models]
+    assert record.learner_test_accuracy == pytest.approx(tuple(accuracies))
+    assert accuracies[0] < accuracies[1]
+    assert result.test_accuracy == pytest.approx(sum(accuracies) / 2)
+    assert (record.spread, record.correction_norm, record.samples_seen) == (None, None, 80)
+    for learner, model in enumerate(result.models):
+        saved = load_file(tmp_path / f"model_{learner}.safetensors")
+        assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_second_fit_goes_on_and_ends_where_one_long_fit_does():
+    long = make_trainer(test_data=blobs(30)).fit(max_epochs=3)
+    recorder = Recorder()
+    trainer = make_trainer(test_data=blobs(30), callbacks=[recorder])
+    trainer.fit(max_samples=56)
+    assert [record.epoch for record in recorder.of("epoch")] == [1, 1.4]
+    result = trainer.fit(max_epochs=3)
+    assert equal_states(result.model, long.model)
+    assert [record.epoch for record in recorder.of("epoch")] == [1, 1.4, 2, 3]
+    assert [info.samples_seen for info in recorder.of("start")] == [0, 56]
+
+
+def test_fit_that_has_nothing_left_to_do_still_returns_the_measured_model():
+    trainer = make_trainer(test_data=blobs(30))
+    first, again = trainer.fit(max_epochs=1), trainer.fit(max_epochs=1)
+    assert (again.test_accuracy, again.stop_reason) == (first.test_accuracy, "max_epochs")
+    assert equal_states(first.model, again.model)
+
+
+def test_fit_on_augmented_images_with_batch_norm_and_dropout_learns_in_bf16():
+    trainer = make_trainer(
+        model=image_model, train_data=images(60), test_data=images(60), augmentation=Augmentation(2, flip=True),
+        mean=(0.4,), std=(0.2,), precision="bf16", executor="threads", optimizer=SGD(learning_rate=0.1),
+    )  # fmt: skip
+    assert trainer.fit(max_epochs=14).test_accuracy > 0.9
+
+
+def test_fit_without_output_dir_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_trainer(test_data=blobs(30)).fit(max_epochs=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fit_with_output_dir_leaves_records_checkpoints_and_the_model(tmp_path):
+    folder = tmp_path / "new" / "run"
+    result = make_trainer(test_data=blobs(30), output_dir=folder).fit(max_epochs=2)
+    assert {path.name for path in folder.iterdir()} == {
+        "metrics.jsonl", "summary.json", "tensorboard", "checkpoints", "model.safetensors",
+    }  # fmt: skip
+    assert [line["epoch"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 2]
+    assert read_summary(folder)["test_accuracy"] == result.test_accuracy
+    assert read_summary(folder)["model_path"] == str(folder / "model.safetensors")
+    saved = load_file(folder / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in result.model.state_dict().items())
+
+
+def test_metrics_are_recorded_by_name_and_summed_up():
+    recorder = Recorder()
+    trainer = make_trainer(
+        test_data=blobs(30), metrics={"share of class 0": lambda _, t: (t == 0).float().mean()}, callbacks=[recorder]
+    )
+    result = trainer.fit(max_epochs=1)
+    assert recorder.of("epoch")[0].metrics == {"share of class 0": pytest.approx(1 / 3)}
+    assert result.summary.extra["metrics"] == {"share of class 0": pytest.approx(1 / 3)}
+
+
+def test_own_loss_and_targets_make_a_regression():
+    inputs, _ = blobs(40)
+    targets = inputs.sum(1, keepdim=True)
+    trainer = make_trainer(
+        model=lambda: nn.Linear(4, 1), train_data=(inputs, targets), test_data=(inputs, targets),
+        loss=nn.functional.mse_loss, optimizer=SGD(learning_rate=0.01),
+    )  # fmt: skip
+    before = trainer.evaluate().loss
+    result = trainer.fit(max_epochs=10)
+    assert result.test_accuracy is None
+    assert result.summary.best_test_accuracy is None
+    assert result.summary.test_loss < 0.1 * before
+
+
+def test_evaluate_measures_the_current_model_and_changes_nothing():
+    trainer = make_trainer(test_data=blobs(30))
+    first = trainer.evaluate()
+    model = linear_model()
+    inputs, targets = blobs(30)
+    assert first.loss == pytest.approx(nn.functional.cross_entropy(model(inputs), targets).item(), rel=1e-5)
+    assert first.accuracy == pytest.approx(outputs_right(model))
+    assert trainer.evaluate() == first
+    assert trainer.fit(max_epochs=1).summary.test_loss == trainer.evaluate().loss != first.loss
+
+
+def test_evaluate_with_recalibrated_batch_norm_differs_from_the_mean_of_the_learners():
+    losses = []
+    for kind in ("mean", "recalibrate"):
+        options = {"model": image_model, "train_data": images(60), "test_data": images(60)}
+        trainer = make_trainer(**options, averaging=SMA(batch_norm=kind, recalibration_batches=4))
+        trainer.fit(max_rounds=5)
+        losses.append(trainer.evaluate().loss)
+        assert trainer.evaluate().loss == losses[-1]
+    assert losses[0] != losses[1]
+
+
+def test_init_from_starts_at_the_saved_weights(tmp_path):
+    first = make_trainer(test_data=blobs(30)).fit(max_epochs=3)
+    save_weights(first.model, tmp_path / "model.safetensors")
+    tuned = make_trainer(test_data=blobs(30), init_from=tmp_path / "model.safetensors")
+    assert tuned.evaluate().accuracy == first.test_accuracy
+    for learner in range(2):
+        state = tuned.parts.bank.learner_state(learner)
+        assert all(torch.equal(value, state[name]) for name, value in first.model.state_dict().items())
+    assert tuned.fit(max_epochs=1).summary.test_loss < first.summary.test_loss
+    with pytest.raises(CheckpointError, match="init_from=.* does not fit this model"):
+        make_trainer(model=lambda: nn.Linear(4, 5), init_from=tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_classes": 4}, r"output has shape \[batch, 3\] and the data has 4 classes"),
+        ({"model": nn.Linear(4, 3)}, "model must be a function that returns an nn.Module, got Linear"),
+        ({"model": lambda: nn.Linear(5, 3)}, r"the model cannot take inputs of shape \[4\]"),
+        ({"batch_size": 41}, "batch_size=41 must be between 1 and the size of the data set, which has 40 samples"),
+        ({"train_data": 40}, "the data set must be a pair of tensors"),
+        ({"train_data": (blobs(40)[0], blobs(39)[1])}, "as many inputs as targets"),
+        ({"optimizer": SGD(learning_rate=[0.1, 0.2, 0.3])}, "optimizer.learning_rate lists 3 values for 2 learners"),
+        ({"optimizer": "sgd"}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got 'sgd'"),
+        ({"schedule": 0.1}, r"schedule must be one of crossbow_py's, such as Constant\(\), got 0.1"),
+        ({"averaging": None}, r"averaging must be one of crossbow_py's, such as SMA\(\), got None"),
+        ({"batchsize": 4}, r"unknown key batchsize; did you mean 'batch_size'\?"),
+        ({"batch_size": 4.0}, "batch_size must be a whole number, got 4.0"),
+        ({"seed": "0"}, "seed must be a whole number, got '0'"),
+        ({"max_evaluation_batches": 0}, "max_evaluation_batches must be at least 1 or None, got 0"),
+        ({"on_nonfinite": "reseed", "num_learners": 1}, "averaging=sma with num_learners=1 has none"),
+        ({"on_nonfinite": "reseed", "averaging": Independent()}, "averaging=independent with num_learners=2 has none"),
+        ({"augmentation": Augmentation(2)}, "need uint8 image tensors"),
+        ({"init_from": "nowhere.safetensors"}, "init_from=nowhere.safetensors cannot be read as safetensors"),
+        ({"resume": "nowhere"}, "no checkpoint in nowhere"),
+        ({"executor": "fused"}, "executor must be one of auto, serial, threads, got 'fused'"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_are_refused_before_training_in_one_sentence(options, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_trainer(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_device_cuda_without_cuda_is_refused():
+    with pytest.raises(UserError, match="device=cuda, but no CUDA device is visible here; set device=cpu"):
+        make_trainer(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("stops", "message"),
+    [
+        ({}, "a run needs an end"),
+        ({"max_rounds": 0}, "max_rounds must be at least 1, got 0"),
+        ({"max_epochs": -1}, "max_epochs must be greater than 0"),
+        ({"target_accuracy": 0.9}, "target_accuracy is measured on data, got neither test_data nor validation_data"),
+        ({"target_loss": 0.1, "max_epochs": 1}, "target_loss is measured on data"),
+    ],
+)
+def test_fit_refuses_an_end_that_cannot_come(stops, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer().fit(**stops)
+
+
+def test_evaluate_without_test_data_is_refused():
+    with pytest.raises(UserError, match=r"evaluate\(\) needs test_data, got none"):
+        make_trainer().evaluate()
+
+
+def test_output_dir_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"output_dir .*file/run cannot be written"):
+        make_trainer(output_dir=tmp_path / "file" / "run").fit(max_epochs=1)
+
+
+def test_random_numbers_outside_of_dropout_modules_are_warned_about_once():
+    class Functional(nn.Linear):
+        def forward(self, inputs):
+            return nn.functional.dropout(super().forward(inputs), 0.1, self.training)
+
+    recorder = Recorder()
+    trainer = make_trainer(model=lambda: Functional(4, 3), callbacks=[recorder])
+    for _ in range(2):
+        trainer.fit(max_rounds=1)
+    (message,) = recorder.of("message")
+    assert "random numbers outside nn.Dropout" in message
+
+
+def test_state_dict_holds_only_tensors_and_plain_types(tmp_path):
+    trainer = make_trainer(model=image_model, train_data=images(60))
+    trainer.fit(max_rounds=2)
+    torch.save(trainer.state_dict(), tmp_path / "state.pt")
+    read = torch.load(Path(tmp_path / "state.pt"), weights_only=True)
+    assert read["choices"] == {"precision": "fp32", "executor": "serial"}
+    assert read["state"]["samples_seen"] == 16
+    assert not math.isnan(read["state"]["loss_sum"])

@@ -1,0 +1,333 @@
+"""The timeline of a run: when epochs close, what stops it, who hears of it, and what becomes of sick learners."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError
+from crossbow_py import training_loop as loop_module
+from crossbow_py.checkpoint import checkpoints
+from crossbow_py.data.sampler import epoch_order
+from crossbow_py.errors import LearnerError
+from crossbow_py.telemetry.records import read_summary
+from crossbow_py.telemetry.throughput import ThroughputMeter
+from tests.trainers import Recorder, blobs, equal_states, make_trainer
+
+EXECUTORS = ["serial", "threads"]
+SLOW = SGD(learning_rate=0.01)  # several epochs to a target
+
+
+def run(stops, **options):
+    """(result, what a listener heard, trainer)."""
+    recorder = Recorder()
+    trainer = make_trainer(callbacks=[recorder], **options)
+    return trainer.fit(**stops), recorder, trainer
+
+
+def spy(monkeypatch, owner, name):
+    """Let calls through and keep their first argument."""
+    original, seen = getattr(owner, name), []
+
+    def call(first, *rest):
+        seen.append(first)
+        return original(first, *rest)
+
+    monkeypatch.setattr(owner, name, call)
+    return seen
+
+
+def with_a_nan_at(position):
+    """Blobs of which the sample at a position of the first epoch's stream (seed 0) is NaN."""
+    inputs, targets = blobs(40)
+    inputs[epoch_order(0, 0, 40)[position]] = math.nan
+    return inputs, targets
+
+
+# Epochs
+
+
+def test_epoch_closes_with_the_first_round_at_or_past_its_last_sample_and_batches_cross(monkeypatch):
+    recorder = Recorder()
+    trainer = make_trainer(train_data=blobs(42), callbacks=[recorder])
+    starts = spy(monkeypatch, trainer.parts.train_feed, "batch")
+    result = trainer.fit(max_epochs=3)
+    # Rounds of 8: 42 samples are seen with the 6th, 84 with the 11th, 126 with the 16th.
+    assert [record.samples_seen for record in recorder.of("epoch")] == [48, 88, 128]
+    assert [record.epoch for record in recorder.of("epoch")] == [1, 2, 3]
+    assert starts == list(range(0, 128, 4))
+    assert result.summary.samples_seen == 128
+    assert result.summary.epochs == pytest.approx(128 / 42)
+
+
+def test_round_larger_than_an_epoch_closes_several_at_once():
+    _, recorder, _ = run({"max_epochs": 5}, train_data=blobs(5), num_learners=3)
+    assert [(record.epoch, record.samples_seen) for record in recorder.of("epoch")] == [(2, 12), (4, 24), (7, 36)]
+
+
+def test_independent_learners_see_every_sample_each():
+    result, recorder, _ = run({"max_epochs": 2}, averaging=Independent(), num_learners=3)
+    assert [record.samples_seen for record in recorder.of("epoch")] == [40, 80]
+    assert result.summary.samples_seen == 80
+
+
+def test_epoch_record_has_the_means_of_the_epochs_rounds_alone():
+    # A rate of zero: every epoch's training loss is the mean over all samples.
+    _, recorder, trainer = run({"max_epochs": 2}, optimizer=SGD(learning_rate=0.0), test_data=blobs(40))
+    whole = trainer.evaluate()
+    for record in recorder.of("epoch"):
+        assert record.train_loss == pytest.approx(whole.loss, rel=1e-5)
+        assert record.train_accuracy == pytest.approx(whole.accuracy)
+        assert (record.test_loss, record.test_accuracy) == (pytest.approx(whole.loss), pytest.approx(whole.accuracy))
+        assert (record.spread, record.correction_norm, record.num_learners) == (0.0, 0.0, 2)
+
+
+# Ends
+
+
+@pytest.mark.parametrize(
+    ("stops", "samples_seen", "reason"),
+    [
+        ({"max_samples": 25}, 32, "max_samples"),
+        ({"max_epochs": 0.5}, 24, "max_epochs"),
+        ({"max_rounds": 3, "max_epochs": 9}, 24, "max_samples"),
+        ({"max_rounds": 30, "max_epochs": 1}, 40, "max_epochs"),
+    ],
+)
+def test_limit_ends_the_run_with_the_round_that_reaches_it(stops, samples_seen, reason):
+    result, recorder, _ = run(stops, test_data=blobs(30))
+    assert (result.summary.samples_seen, result.stop_reason, result.status) == (samples_seen, reason, "finished")
+    assert recorder.of("epoch")[-1].samples_seen == samples_seen
+    assert recorder.of("epoch")[-1].test_accuracy == result.test_accuracy
+
+
+def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
+    clock = {"now": 0.0}
+    monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
+    trainer = make_trainer(test_data=blobs(30))
+    learn, evaluate = trainer.parts.train_feed.batch, trainer.parts.evaluator.evaluate
+
+    def slow_batch(start):
+        clock["now"] += 0.5
+        return learn(start)
+
+    def slow_evaluate(state, feed):
+        clock["now"] += 1000.0
+        return evaluate(state, feed)
+
+    monkeypatch.setattr(trainer.parts.train_feed, "batch", slow_batch)
+    monkeypatch.setattr(trainer.parts.evaluator, "evaluate", slow_evaluate)
+    result = trainer.fit(max_time_s=7.0)
+    # Two batches a round, so a second a round.
+    assert (result.stop_reason, result.summary.train_time_s) == ("max_time_s", 7.0)
+    assert result.summary.samples_seen == 7 * 8
+    assert result.images_per_s == pytest.approx(8.0)
+
+
+def test_target_accuracy_stops_at_the_evaluation_that_reaches_it_and_notes_the_time():
+    result, recorder, _ = run({"target_accuracy": 0.9, "max_epochs": 50}, test_data=blobs(30), optimizer=SLOW)
+    accuracies = [record.test_accuracy for record in recorder.of("epoch")]
+    assert (result.status, result.stop_reason) == ("target_reached", "target_accuracy")
+    assert accuracies[-1] >= 0.9
+    assert all(accuracy < 0.9 for accuracy in accuracies[:-1])
+    assert result.summary.time_to_accuracy_s == pytest.approx(recorder.of("epoch")[-1].elapsed_s)
+
+
+def test_target_loss_stops_at_the_evaluation_that_reaches_it():
+    result, recorder, _ = run({"target_loss": 0.1, "max_epochs": 50}, test_data=blobs(30), optimizer=SLOW)
+    assert (result.status, result.stop_reason) == ("target_reached", "target_loss")
+    assert recorder.of("epoch")[-1].test_loss <= 0.1 < recorder.of("epoch")[-2].test_loss
+
+
+def test_validation_data_feeds_targets_and_best_and_test_is_measured_once_at_the_end(monkeypatch):
+    inputs, targets = blobs(30)
+    recorder = Recorder()
+    trainer = make_trainer(
+        validation_data=blobs(30), test_data=(inputs, (targets + 1) % 3), callbacks=[recorder]
+    )  # the test targets are wrong on purpose: accuracy there falls while it rises on the validation data
+    measured = []
+    original = trainer.parts.evaluator.evaluate
+    monkeypatch.setattr(
+        trainer.parts.evaluator, "evaluate", lambda state, feed: measured.append(feed) or original(state, feed)
+    )
+    result = trainer.fit(target_accuracy=0.9, max_epochs=50)
+    records = recorder.of("epoch")
+    assert result.stop_reason == "target_accuracy"
+    assert measured == [trainer.parts.validation_feed] * len(records) + [trainer.parts.test_feed]
+    assert [(record.test_loss, record.test_accuracy) for record in records] == [(None, None)] * len(records)
+    assert result.summary.best_test_accuracy == max(record.validation_accuracy for record in records) >= 0.9
+    assert result.test_accuracy <= 0.1
+
+
+# Listeners and files
+
+
+def test_listeners_hear_of_the_run_in_order(tmp_path):
+    _, recorder, _ = run({"max_epochs": 2}, test_data=blobs(30), output_dir=tmp_path)
+    heard = [name for name, _ in recorder.calls if name != "progress"]
+    assert heard == ["start", "epoch", "checkpoint", "epoch", "checkpoint", "end", "close"]
+    (info,) = recorder.of("start")
+    assert (info.num_learners, info.batch_size, info.planned_samples, info.model) == (2, 4, 80, "linear_model")
+    assert (info.num_parameters, info.num_train_samples, info.num_test_samples) == (15, 40, 30)
+    assert (info.executor, info.precision, info.averaging, info.output_dir) == ("serial", "fp32", "sma", str(tmp_path))
+    assert recorder.of("progress")
+    newest, older = map(str, checkpoints(tmp_path))
+    assert recorder.of("checkpoint") == [(older, 40), (newest, 80)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "written"),
+    [
+        (CheckpointSettings(every_epochs=2), [80, 120]),
+        (CheckpointSettings(every_epochs=None), [120]),
+        (CheckpointSettings(every_epochs=None, every_s=1e-9), [*range(8, 121, 8)]),
+    ],
+)
+def test_checkpoints_are_written_when_due_and_always_at_the_end(tmp_path, settings, written):
+    _, recorder, _ = run({"max_epochs": 3}, output_dir=tmp_path, checkpoint=settings)
+    assert [samples for _, samples in recorder.of("checkpoint")] == written
+    assert len(checkpoints(tmp_path)) == min(2, len(written))
+
+
+def test_checkpoint_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop_module.checkpoint, "save", fail)
+    result, recorder, _ = run({"max_epochs": 2}, output_dir=tmp_path)
+    assert result.status == "finished"
+    assert all("No space left on device" in message for message in recorder.of("message"))
+    assert recorder.of("message")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_failing_task_closes_listeners_and_threads_and_names_the_task(executor):
+    calls = []
+
+    def fail_later(output, target):
+        calls.append(1)
+        if len(calls) > 8:
+            raise ValueError("boom")
+        return nn.functional.cross_entropy(output, target)
+
+    recorder = Recorder()
+    trainer = make_trainer(loss=fail_later, executor=executor, callbacks=[recorder])
+    with pytest.raises(LearnerError, match=r"learning\(\d\) failed in round \d on learner \d: ValueError: boom"):
+        trainer.fit(max_epochs=5)
+    assert [name for name, _ in recorder.calls][-1] == "close"
+    assert recorder.of("end") == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
+
+
+# Restarts
+
+
+def restarts(monkeypatch, **options):
+    """Fit through a drop at epoch 1; what was true right after each restart."""
+    recorder = Recorder()
+    trainer = make_trainer(schedule=MultiStep(milestones=(1.0,), gamma=0.1), callbacks=[recorder], **options)
+    bank, original, seen = trainer.parts.bank, trainer.parts.bank.restart, []
+
+    def restart(momentum):
+        z = bank.z.storage.clone()
+        original(momentum)
+        at_z = all(torch.equal(w, z) for w in bank.weights.stacked(2)["weight"] for z in [bank.z.shaped()["weight"]])
+        zero = not bank.state["momentum"].storage.any()
+        seen.append((trainer.state.samples_seen, at_z and torch.equal(bank.z_prev.storage, z), zero))
+
+    monkeypatch.setattr(bank, "restart", restart)
+    trainer.fit(max_epochs=2)
+    return seen, recorder.of("message")
+
+
+@pytest.mark.parametrize(("momentum", "zero"), [("reset", True), ("keep", False), ("average", False)])
+def test_drop_of_the_rate_restarts_learners_from_z_once_and_says_so(monkeypatch, momentum, zero):
+    seen, messages = restarts(monkeypatch, averaging=SMA(restart_momentum=momentum))
+    assert seen == [(40, True, zero)]
+    assert messages == ["The learning rate dropped: learners restart from the average model."]
+
+
+@pytest.mark.parametrize(
+    "options", [{"averaging": SMA(restart_on_drop=False)}, {"averaging": Independent()}, {"num_learners": 1}]
+)
+def test_drop_of_the_rate_without_restarts_or_company_changes_and_says_nothing(monkeypatch, options):
+    assert restarts(monkeypatch, **options) == ([], [])
+
+
+def test_learning_rate_of_a_record_is_that_of_its_last_round():
+    _, recorder, _ = run({"max_epochs": 2}, schedule=MultiStep(milestones=(1.0,), gamma=0.1))
+    assert [record.learning_rate for record in recorder.of("epoch")] == [0.1, pytest.approx(0.01)]
+
+
+# Learners that are not finite
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_non_finite_learner_stops_the_run_with_learner_round_and_last_checkpoint(tmp_path, executor):
+    trainer = make_trainer(
+        train_data=with_a_nan_at(22), executor=executor, output_dir=tmp_path,
+        checkpoint=CheckpointSettings(every_s=1e-9), callbacks=[recorder := Recorder()],
+    )  # fmt: skip
+    # Position 22 is in batch 5 of the stream: round 2, learner 1.
+    with pytest.raises(NonFiniteError, match="learner 1 went non-finite in round 2; ") as caught:
+        trainer.fit(max_epochs=2)
+    last = recorder.of("checkpoint")[-1]
+    assert (caught.value.last_checkpoint, last[1]) == (last[0], 16)
+    assert last[0] in str(caught.value)
+    assert (recorder.of("end")[0].status, recorder.of("end")[0].stop_reason) == ("failed", "non_finite")
+    assert recorder.calls[-1][0] == "close"
+    assert read_summary(tmp_path)["status"] == "failed"
+
+
+def test_non_finite_learner_without_a_checkpoint_says_that_there_is_none():
+    with pytest.raises(NonFiniteError, match="there is no checkpoint yet"):
+        make_trainer(train_data=with_a_nan_at(22)).fit(max_epochs=1)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_reseed_clones_the_sick_learner_from_z_counts_it_and_leaves_the_others_bit_untouched(monkeypatch, executor):
+    recorder = Recorder()
+    trainer = make_trainer(
+        train_data=with_a_nan_at(22), num_learners=3, executor=executor, on_nonfinite="reseed",
+        callbacks=[recorder],
+    )  # fmt: skip
+    bank, original, checked = trainer.parts.bank, trainer.parts.bank.reseed, []
+
+    def reseed(learner, healthy):
+        everything = (bank.weights, *bank.state.values())
+        before = [[view.clone() for rows in everything for view in rows.flat(other)] for other in healthy]
+        original(learner, healthy)
+        after = [[view for rows in everything for view in rows.flat(other)] for other in healthy]
+        same = all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
+        at_z = all(torch.equal(a, b) for a, b in zip(bank.weights.flat(learner), bank.z.flat(), strict=True))
+        checked.append((learner, healthy, same, at_z, bool(bank.state["momentum"].flat(learner)[0].any())))
+
+    monkeypatch.setattr(bank, "reseed", reseed)
+    result = trainer.fit(max_rounds=3)
+    # Position 22 is in batch 5 of the stream: round 1, learner 2.
+    assert checked == [(2, [0, 1], True, True, False)]
+    assert result.summary.num_reseeded == 1
+    assert recorder.of("message") == ["Learner 2 went non-finite in round 1: reseeded from z."]
+    assert all(value.isfinite().all() for value in result.model.state_dict().values())
+
+
+def test_reseed_acts_at_the_same_round_whatever_the_executor():
+    options = {"train_data": with_a_nan_at(22), "num_learners": 3, "on_nonfinite": "reseed"}
+    serial, threads = (make_trainer(executor=name, **options).fit(max_epochs=2) for name in EXECUTORS)
+    assert serial.summary.num_reseeded == threads.summary.num_reseeded == 2
+    for ours, reference in zip(threads.model.parameters(), serial.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_reseed_with_every_learner_sick_stops():
+    with pytest.raises(NonFiniteError, match="learner 0 went non-finite in round 0"):
+        make_trainer(train_data=with_a_nan_at(slice(None)), on_nonfinite="reseed").fit(max_epochs=1)
+
+
+def test_reseed_of_a_learner_that_stays_healthy_changes_nothing():
+    stop, reseed = (make_trainer(on_nonfinite=policy).fit(max_epochs=1) for policy in ("stop", "reseed"))
+    assert equal_states(stop.model, reseed.model)
