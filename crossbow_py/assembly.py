@@ -1,96 +1,45 @@
-"""Builds the parts of a run from a trainer's settings, and refuses what cannot work before anything is trained."""
+"""Builds the parts of a run: feeds, bank, evaluator; tries them on small batches before anything is trained."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.checkpoint import load_weights
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Data
-from crossbow_py.data.feed import Batch, Feed, make_feed
-from crossbow_py.engine.dropout import replace_dropout
+from crossbow_py.data.datasets import Data, as_pair
+from crossbow_py.data.feed import Feed, make_feed
+from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors import Executor, choose_executor
 from crossbow_py.engine.optimizers import Optimizer, for_learner
-from crossbow_py.engine.precision import Precision, PrecisionName, cast_module, choose_device, choose_precision
+from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.errors import UserError
-from crossbow_py.evaluation import Evaluator, Metric
-from crossbow_py.settings import check, setting
+from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, mean_evaluation
+from crossbow_py.probe import probe, probe_evaluation
+from crossbow_py.run_settings import Choices, RunSettings
+
+MakeModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """The top-level keys that shape a run, checked alike from Python and the command line."""
+class DataSets:
+    """What is trained on and measured on, and how images are prepared."""
 
-    GROUP: ClassVar[str] = ""
-
-    batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
-    num_learners: int = setting(2, "learners (replicas trained side by side) per device", minimum=1)
-    executor: Literal["auto", "serial", "threads"] = setting("auto", "how learners run: auto, serial or threads")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
-    precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
-    channels_last: bool = setting(True, "channels-last memory format for images and 4-D weights")
-    seed: int = setting(0, "seed of initialisation, sample order, augmentation and dropout", minimum=0)
-    on_nonfinite: Literal["stop", "reseed"] = setting(
-        "stop", "a learner whose loss is not finite: stop the run, or reseed it from the average model"
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What `auto` became: kept in checkpoints, so that a resume takes the same."""
-
-    device: torch.device
-    precision: Precision
-    executor: str
-
-
-def choose(settings: RunSettings, saved: Mapping[str, str] | None) -> Choices:
-    """Resolve `auto`: as a checkpoint says when there is one, else for this machine.
-
-    Raises UserError for what this machine cannot do.
-    """
-    saved = saved or {}
-    device = choose_device(settings.device)
-    precision = saved.get("precision", "auto") if settings.precision == "auto" else settings.precision
-    executor = saved.get("executor", "auto") if settings.executor == "auto" else settings.executor
-    chosen = choose_executor(executor, device, settings.num_learners)
-    return Choices(device, choose_precision(precision, device), chosen.NAME)  # type: ignore[arg-type]
-
-
-def seeded_model(make_model: Callable[[], nn.Module], seed: int, init_from: str | None) -> Callable[[], nn.Module]:
-    """A factory whose initialisation follows from the seed alone and leaves torch's generators as they were."""
-    if isinstance(make_model, nn.Module) or not callable(make_model):
-        raise UserError(
-            f"model must be a function that returns an nn.Module, got {type(make_model).__name__}; "
-            "give the class itself or a lambda."
-        )
-
-    def make() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            module = make_model()
-        if not isinstance(module, nn.Module):
-            raise UserError(f"model must be a function that returns an nn.Module, got {type(module).__name__}.")
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
-        if init_from is not None:
-            load_weights(module, init_from)
-        return module
-
-    return make
+    train: Data
+    test: Data | None = None
+    validation: Data | None = None
+    num_classes: int | None = None
+    augmentation: Augmentation | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,22 +81,53 @@ class Parts:
             averaging=self.rule.linear_round(index, self.bank.num_learners * self.collective.num_devices),
         )
 
+    def final_states(self, cursor: int, excluded: Sequence[int] = ()) -> list[State]:
+        """State dicts of what a run produces: the average model, or every independent learner.
 
-@dataclass(frozen=True)
-class DataSets:
-    """What is trained on and measured on, and how images are prepared."""
+        Args:
+            cursor: where recalibration takes its training batches from in the sample stream.
+            excluded: learners whose BatchNorm statistics are not to be used.
+        """
+        if not self.rule.has_central_model:
+            return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
+        state = self.bank.central_state(excluded)
+        if self.rule.batch_norm == "recalibrate":
+            starts = (cursor + i * self.train_feed.batch_size for i in range(self.rule.recalibration_batches))
+            state = self.evaluator.recalibrate(state, (self.train_feed.batch(start).inputs for start in starts))
+        return [state]
 
-    train: Data
-    test: Data | None = None
-    validation: Data | None = None
-    num_classes: int | None = None
-    augmentation: Augmentation | None = None
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
+    def evaluate(
+        self, feed: Feed, cursor: int, excluded: Sequence[int] = ()
+    ) -> tuple[Evaluation, tuple[Evaluation, ...]]:
+        """What stops look at, and each learner's evaluation when they are independent (the first is their mean)."""
+        each = tuple(self.evaluator.evaluate(state, feed) for state in self.final_states(cursor, excluded))
+        return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
+
+
+def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.Module:
+    """A model whose initialisation follows from the seed alone; torch's generators stay as they were.
+
+    Raises UserError when what it makes is no module with something to train.
+    """
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise UserError(
+            f"model must be a function that returns an nn.Module, got {type(make_model).__name__}; "
+            "give the class itself or a lambda."
+        )
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.manual_seed(seed)
+        module = make_model()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"model must be a function that returns an nn.Module, got {type(module).__name__}.")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
+    if init_from is not None:
+        load_weights(module, init_from)
+    return module
 
 
 def build_parts(
-    make_model: Callable[[], nn.Module],
+    make_model: MakeModel,
     data: DataSets,
     settings: RunSettings,
     choices: Choices,
@@ -159,105 +139,102 @@ def build_parts(
     init_from: str | None,
     max_evaluation_batches: int | None,
 ) -> Parts:
-    """Build feeds, bank and evaluator, after one small batch went through the model. Raises UserError."""
-    precision = choices.precision
-
-    def feed(source: Data, batch_size: int, augmentation: Augmentation | None) -> Feed:
-        return make_feed(
-            source, batch_size, settings.seed, choices.device, augmentation, data.mean, data.std,
-            settings.channels_last, precision.compute,
-        )  # fmt: skip
-
-    train_feed = feed(data.train, settings.batch_size, data.augmentation)
+    """Build a run's parts, once small batches of every data set went through the model. Raises UserError."""
+    template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
+    choices, train_feed, warnings = _train_feed(template, data, settings, choices, loss)
+    validation_feed, test_feed = (
+        _evaluation_feed(what, template, source, data, settings, choices, loss)
+        for what, source in (("validation", data.validation), ("test", data.test))
+    )
     bank = ReplicaBank(
-        seeded_model(make_model, settings.seed, init_from),
+        template,
         settings.num_learners,
         device=choices.device,
-        precision=precision,
+        precision=choices.precision,
         state_names=optimizer.STATE,
         channels_last=settings.channels_last,
     )
-    classes = data.num_classes if loss is nn.functional.cross_entropy else None
-    # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
-    batch = next(train_feed.evaluation_batches(min(2, settings.batch_size)))
-    warnings = probe(bank.template, precision, batch, loss, classes)
+    if not rule.has_central_model:
+        # Learners that share every batch and never meet must at least begin apart.
+        for learner in range(1, settings.num_learners):
+            own_seed = counter_seed(settings.seed, "initialisation", 0, learner)
+            bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))
     evaluator = Evaluator(
-        bank.template,
-        precision=precision,
+        template,
+        precision=choices.precision,
         loss=loss,
         metrics=metrics,
         max_batches=max_evaluation_batches,
         channels_last=settings.channels_last,
     )
     return Parts(
-        choices=choices,
-        bank=bank,
-        rule=rule,
-        optimizer=optimizer,
-        loss=loss,
-        evaluator=evaluator,
-        train_feed=train_feed,
-        validation_feed=None if data.validation is None else feed(data.validation, 1, None),
-        test_feed=None if data.test is None else feed(data.test, 1, None),
-        collective=Collective(),
-        warnings=warnings,
+        choices, bank, rule, optimizer, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings
     )
 
 
-_DRAWS_OUTSIDE = (
-    "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
-    "runs will not repeat or resume bit for bit."
-)
-
-
-def probe(template: nn.Module, precision: Precision, batch: Batch, loss: Loss, num_classes: int | None) -> list[str]:
-    """Run one small batch through a copy of the model; refuse what cannot train, and return warnings.
-
-    Raises UserError when the model, its output or the loss does not fit the data.
-    """
-    inputs = batch.inputs
-    model = copy.deepcopy(template).train()
-    replace_dropout(model, torch.Generator(inputs.device))
-    cast_module(model, precision)
+def _train_feed(
+    template: nn.Module, data: DataSets, settings: RunSettings, choices: Choices, loss: Loss
+) -> tuple[Choices, Feed, list[str]]:
+    """The feed of training batches, tried; where `auto` took bf16 and the model cannot, it becomes fp32."""
+    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
+    # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
+    batch = next(feed.evaluation_batches(min(2, settings.batch_size)))
+    classes = _num_classes(data, loss)
     try:
-        with torch.random.fork_rng():
-            before = _generator_state(inputs.device)
-            output = model(inputs)
-            draws = not torch.equal(before, _generator_state(inputs.device))
-    except Exception as error:
-        raise UserError(
-            f"the model cannot take inputs of shape {list(inputs.shape[1:])} and dtype {inputs.dtype} "
-            f"({_first_line(error)}); choose a model and a data set that fit each other."
-        ) from error
-    _check_output(output, batch.targets, precision, loss, num_classes)
-    return [_DRAWS_OUTSIDE] if draws else []
+        return choices, feed, probe(template, choices.precision, batch, loss, *classes)
+    except UserError as error:
+        if settings.precision != "auto" or choices.precision == FP32:
+            raise
+        reason = str(error)
+    choices = dataclasses.replace(choices, precision=FP32)
+    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
+    batch = next(feed.evaluation_batches(min(2, settings.batch_size)))
+    warnings = probe(template, FP32, batch, loss, *classes)
+    return choices, feed, [f"precision is fp32, because in bf16 {reason}", *warnings]
 
 
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
+def _evaluation_feed(
+    what: str,
+    template: nn.Module,
+    source: Data | None,
+    data: DataSets,
+    settings: RunSettings,
+    choices: Choices,
+    loss: Loss,
+) -> Feed | None:
+    if source is None:
+        return None
+    feed = _feed(source, 1, None, data, settings, choices)
+    probe_evaluation(template, choices.precision, next(feed.evaluation_batches(2)), loss, what)
+    return feed
 
 
-def _check_output(output: Any, targets: Tensor, precision: Precision, loss: Loss, num_classes: int | None) -> None:
-    if not isinstance(output, Tensor):
-        raise UserError(f"the model must return one tensor, got {type(output).__name__}; wrap it so that it does.")
-    if num_classes is not None and (output.ndim != 2 or output.shape[1] != num_classes):
-        raise UserError(
-            f"the model's output has shape [batch, {', '.join(map(str, output.shape[1:]))}] and the data has "
-            f"{num_classes} classes; its last layer must return [batch, {num_classes}]."
-        )
-    try:
-        value = loss(output.to(precision.master), targets)
-    except Exception as error:
-        raise UserError(
-            f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)} "
-            f"({_first_line(error)}); give a loss that fits them."
-        ) from error
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"the loss must return one number, a batch mean, as a tensor, got {shape}; average it.")
-    if not value.requires_grad:
-        raise UserError("the loss does not depend on the parameters; detach nothing on the way to it.")
+def _feed(
+    source: Data,
+    batch_size: int,
+    augmentation: Augmentation | None,
+    data: DataSets,
+    settings: RunSettings,
+    choices: Choices,
+) -> Feed:
+    return make_feed(
+        source,
+        batch_size,
+        settings.seed,
+        choices.device,
+        augmentation,
+        data.mean,
+        data.std,
+        settings.channels_last,
+        choices.precision.compute,
+    )
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+def _num_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:
+    """As given, exactly; else at least one more than the largest target of training tensors. None: none to count."""
+    if loss is not nn.functional.cross_entropy:
+        return None, False
+    pair = as_pair(data.train)
+    if data.num_classes is not None or pair is None or pair[1].ndim != 1 or pair[1].is_floating_point():
+        return data.num_classes, True
+    return int(pair[1].max()) + 1, False

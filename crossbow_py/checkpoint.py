@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from crossbow_py.errors import CheckpointError
 from crossbow_py.settings import check, setting
+from crossbow_py.targets import one_line
+from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
 FORMAT_VERSION = 1
 FOLDER = "checkpoints"
@@ -62,7 +64,7 @@ def save(run_folder: Path, state: Mapping[str, Any], samples_seen: int, keep: in
     except OSError:
         _drop_hidden(parent)  # a full disk needs the room
         raise
-    if final.exists():
+    if final.exists():  # of another run, or corrupted: `save` is not asked twice for one state
         final.rename(parent / f".{final.name}.replaced")
     partial.rename(final)
     _sync_folder(parent)
@@ -92,6 +94,7 @@ def _write(folder: Path, state: Mapping[str, Any], samples_seen: int) -> None:
         json.dump(manifest, text, indent=2)
         text.flush()
         _sync(text.fileno())
+    _sync_folder(folder)
 
 
 def _drop_hidden(parent: Path) -> None:
@@ -106,6 +109,13 @@ def checkpoints(run_folder: Path) -> list[Path]:
     return sorted((path for path in found if path.is_dir()), key=lambda path: path.name, reverse=True)
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether there is anything in `folder` that a fresh run would spoil."""
+    metrics = folder / METRICS_FILE
+    recorded = metrics.exists() and metrics.stat().st_size > 0
+    return recorded or (folder / SUMMARY_FILE).exists() or bool(checkpoints(folder))
+
+
 def load(folder: Path) -> dict[str, Any]:
     """Read and verify one checkpoint folder. Raises CheckpointError saying what is wrong with it."""
     try:
@@ -118,10 +128,15 @@ def load(folder: Path) -> dict[str, Any]:
             f"checkpoint {folder} has format {version}, and this version reads up to {FORMAT_VERSION}; "
             "update crossbow_py."
         )
-    for name, expected in hashes.items():
-        if not (folder / name).is_file() or _sha256(folder / name) != expected:
-            raise CheckpointError(f"checkpoint {folder} is corrupted: {name} is missing or its hash differs.")
-    state: dict[str, Any] = torch.load(folder / "rank-0.pt", map_location="cpu", weights_only=True)
+    try:
+        for name, expected in {"rank-0.pt": None, **hashes}.items():
+            if _sha256(folder / name) != expected:
+                raise CheckpointError(f"checkpoint {folder} is corrupted: the hash of {name} differs.")
+        state: dict[str, Any] = torch.load(folder / "rank-0.pt", map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch.load answers bad bytes with many kinds of exception
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({one_line(error)}).") from error
     return state
 
 

@@ -23,12 +23,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from crossbow_py.assembly import RunSettings
 from crossbow_py.averaging import RULES
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.optimizers import OPTIMIZERS
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
+from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES
 from crossbow_py.settings import from_mapping, setting, suggestion, to_mapping
 from crossbow_py.stopping import StopConditions
@@ -56,7 +56,6 @@ class TrainConfig(RunSettings, StopConditions):
 
     experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
     max_epochs: float | None = setting(10.0, "stop after that many passes over the training set", above=0)
-    max_rounds: int | None = setting(None, "stop after that many rounds (one batch per learner each)", minimum=1)
     max_evaluation_batches: int | None = setting(None, "evaluate on at most that many batches; null is all", minimum=1)
     resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")

@@ -27,7 +27,8 @@ class NonFiniteError(CrossbowError):
         good = f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
         super().__init__(
             f"learner {learner} went non-finite in round {round_index}; {good}. "
-            "Lower optimizer.learning_rate, set optimizer.clip_norm, or set on_nonfinite=reseed."
+            "Resume it with on_nonfinite=reseed, or start anew with a lower optimizer.learning_rate or with "
+            "optimizer.clip_norm."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss, count_correct
 
 Metric = Callable[[Tensor, Tensor], Tensor | float]
+State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Evaluator:
         self.loss, self.metrics = loss, dict(metrics)
         self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
 
-    def module(self, state: Mapping[str, Tensor]) -> nn.Module:
+    def module(self, state: State) -> nn.Module:
         """A module with this state in master precision, evaluation mode."""
         module = copy.deepcopy(self.template).to(self.precision.master)
         with torch.no_grad():
@@ -77,33 +79,32 @@ class Evaluator:
         return module.eval()
 
     @torch.no_grad()
-    def evaluate(self, state: Mapping[str, Tensor], feed: Feed) -> Evaluation:
+    def evaluate(self, state: State, feed: Feed) -> Evaluation:
         """Evaluate one state over every sample of the feed."""
         module = self._runnable(state)
         count, sums = 0, dict.fromkeys(["loss", "correct", *self.metrics], 0.0)
-        is_classification = True
         for batch in itertools.islice(feed.evaluation_batches(self.batch_size), self.max_batches):
             output = module(batch.inputs).to(self.precision.master)
             size = len(batch.targets)
             sums["loss"] += float(self.loss(output, batch.targets)) * size
-            sums["correct"] += count_correct(output, batch.targets)
-            is_classification = output.ndim == 2 and batch.targets.ndim == 1 and not batch.targets.is_floating_point()
+            correct = count_correct(output, batch.targets)
+            sums["correct"] += math.nan if correct is None else correct
             for name, metric in self.metrics.items():
                 sums[name] += float(metric(output, batch.targets)) * size
             count += size
         return Evaluation(
             loss=sums["loss"] / count,
-            accuracy=sums["correct"] / count if is_classification else None,
+            accuracy=None if math.isnan(sums["correct"]) else sums["correct"] / count,
             num_samples=count,
             metrics={name: sums[name] / count for name in self.metrics},
         )
 
-    def _runnable(self, state: Mapping[str, Tensor]) -> nn.Module:
+    def _runnable(self, state: State) -> nn.Module:
         module = cast_module(self.module(state), self.precision)
         return module.to(memory_format=torch.channels_last) if self.channels_last else module  # type: ignore[call-overload]
 
     @torch.no_grad()
-    def recalibrate(self, state: Mapping[str, Tensor], inputs: Iterable[Tensor]) -> dict[str, Tensor]:
+    def recalibrate(self, state: State, inputs: Iterable[Tensor]) -> dict[str, Tensor]:
         """The state with BatchNorm statistics measured anew, as plain means over training batches `inputs`."""
         module = self._runnable(state)
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]

@@ -6,83 +6,106 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 import crossbow_py.version
-from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluation
+from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import EpochRecord, Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
 
 _PROGRESS_EVERY_S = 0.2
 
+# What a data set came to: the evaluation stops look at, and each learner's when they are independent.
+Measured = tuple[Evaluation, tuple[Evaluation, ...]]
+
 
 class Reporter:
-    """Fans out to listeners. Called from the training loop's thread, with the executor drained where it reads rows."""
+    """Fans out to listeners. Called from the training loop's thread.
+
+    A listener whose file cannot be written any more is dropped with one message: a full disk ends records, not the
+    run.
+    """
 
     def __init__(
         self, listeners: Sequence[Listener], meter: ThroughputMeter, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.listeners, self.meter, self._clock = listeners, meter, clock
-        self.info: RunInfo
+        self.meter, self._clock = meter, clock
+        self.started = False
+        self._listeners, self._dropped = list(listeners), list[Listener]()
         self._next_progress_s = -math.inf
         self._started_s = clock()
         self._closed = False
 
+    def _tell(self, call: Callable[[Listener], None]) -> None:
+        failed: list[tuple[Listener, OSError]] = []
+        for listener in self._listeners:
+            try:
+                call(listener)
+            except OSError as error:
+                failed.append((listener, error))
+        for listener, _ in failed:
+            self._listeners.remove(listener)
+            self._dropped.append(listener)
+        for listener, reason in failed:
+            self.message(f"{type(listener).__name__} stops recording ({reason}); training goes on.")
+
     def start(self, info: RunInfo) -> None:
         """Announce the run."""
-        self.info = info
-        for listener in self.listeners:
-            listener.on_start(info)
+        self.info, self.started = info, True
+        self._tell(lambda listener: listener.on_start(info))
 
     def message(self, text: str) -> None:
         """Tell the user a decision."""
-        for listener in self.listeners:
-            listener.on_message(text)
+        self._tell(lambda listener: listener.on_message(text))
 
     def checkpoint(self, path: str, samples_seen: int) -> None:
         """A checkpoint is on disk."""
-        for listener in self.listeners:
-            listener.on_checkpoint(path, samples_seen)
+        self._tell(lambda listener: listener.on_checkpoint(path, samples_seen))
 
-    def progress(self, state: RunState, learning_rate: float, num_learners: int) -> None:
+    def epoch(self, record: EpochRecord) -> None:
+        """An epoch is evaluated."""
+        self._tell(lambda listener: listener.on_epoch(record))
+
+    def progress(
+        self, state: RunState, learning_rate: float, planned_samples: int | None, samples_per_round: int
+    ) -> None:
         """A few times a second, nothing in between."""
         now = self._clock()
         if now < self._next_progress_s or not state.num_losses:
             return
         self._next_progress_s = now + _PROGRESS_EVERY_S
+        rate = self.meter.recent_images_per_s
+        # Independent learners train K images for every sample the cursor moves on.
+        cursor_rate = rate * samples_per_round / (self.info.batch_size * self.info.num_learners)
+        remaining = None if planned_samples is None else max(0, planned_samples - state.samples_seen)
         progress = Progress(
             samples_seen=state.samples_seen,
             epoch=state.samples_seen / self.info.num_train_samples,
             train_loss=state.train_loss,
-            images_per_s=self.meter.recent_images_per_s,
+            images_per_s=rate,
             learning_rate=learning_rate,
-            num_learners=num_learners,
+            num_learners=self.info.num_learners,
             elapsed_s=self.meter.elapsed_s,
+            remaining_s=remaining / cursor_rate if remaining is not None and cursor_rate > 0 else None,
         )
-        for listener in self.listeners:
-            listener.on_progress(progress)
-
-    def epoch(self, record: EpochRecord) -> None:
-        """An epoch is evaluated."""
-        for listener in self.listeners:
-            listener.on_epoch(record)
+        self._tell(lambda listener: listener.on_progress(progress))
 
     def summarize(
-        self,
-        state: RunState,
-        status: str,
-        stop_reason: str,
-        final: Evaluation | None,
-        model_path: str | None,
-        extra: dict[str, Any],
+        self, state: RunState, status: str, stop_reason: str, final: Measured | None, model_path: str | None
     ) -> Summary:
         """Build the summary and announce the end."""
-        info = self.info
-        summary = Summary(
+        summary = self._summary(state, status, stop_reason, final, model_path)
+        self._tell(lambda listener: listener.on_end(summary))
+        return summary
+
+    def _summary(
+        self, state: RunState, status: str, stop_reason: str, final: Measured | None, model_path: str | None
+    ) -> Summary:
+        info, (test, each) = self.info, final or (None, ())
+        return Summary(
             experiment=info.experiment,
             status=status,
             stop_reason=stop_reason,
@@ -97,9 +120,12 @@ class Reporter:
             batch_size=info.batch_size,
             epochs=state.samples_seen / info.num_train_samples,
             samples_seen=state.samples_seen,
-            test_accuracy=final.accuracy if final else None,
-            test_loss=final.loss if final else None,
-            best_test_accuracy=state.best_accuracy,
+            test_accuracy=test.accuracy if test else None,
+            test_loss=test.loss if test else None,
+            best_test_accuracy=None if info.validates else state.best_accuracy,
+            best_validation_accuracy=state.best_accuracy if info.validates else None,
+            learner_test_accuracy=tuple(one.accuracy for one in each) or None,
+            metrics=test.metrics if test else {},
             time_to_accuracy_s=state.time_to_accuracy_s,
             train_time_s=self.meter.elapsed_s,
             wall_time_s=self._clock() - self._started_s,
@@ -110,36 +136,74 @@ class Reporter:
             output_dir=info.output_dir,
             model_path=model_path,
             versions=versions(),
-            extra=extra,
         )
-        for listener in self.listeners:
-            listener.on_end(summary)
-        return summary
 
     def close(self) -> None:
         """Close every listener, once."""
         if not self._closed:
             self._closed = True
-            for listener in self.listeners:
+            for listener in [*self._listeners, *self._dropped]:
                 listener.close()
 
 
-def replica_spread(bank: ReplicaBank) -> float | None:
-    """Root mean square over learners of |w_j − z| / |z|: how far the replicas stand from the average model."""
-    if bank.num_learners == 1:
-        return None
-    squares = torch.zeros((), dtype=torch.float64)
-    z = bank.trained(bank.z)
-    for learner in range(bank.num_learners):
-        distances = torch._foreach_norm(torch._foreach_sub(bank.trained(bank.weights, learner), z))
-        squares += torch.stack(distances).double().square().sum().cpu()
-    norm = torch.linalg.vector_norm(bank.z.storage).double().cpu()
-    return float((squares / bank.num_learners).sqrt() / norm)
+def run_info(run: Run, planned_samples: int | None) -> RunInfo:
+    """What is fixed when training starts."""
+    parts, settings = run.parts, run.settings
+    return RunInfo(
+        experiment=run.experiment,
+        model=run.names["model"],
+        num_parameters=parts.bank.layout.num_values,
+        data=run.names["data"],
+        num_train_samples=run.num_samples,
+        num_test_samples=parts.test_feed.num_samples if parts.test_feed else 0,
+        device=str(parts.choices.device),
+        executor=parts.choices.executor,
+        precision=parts.choices.precision.name,
+        averaging=parts.rule.NAME,
+        num_learners=settings.num_learners,
+        num_devices=parts.collective.num_devices,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        validates=parts.validation_feed is not None,
+        samples_seen=run.state.samples_seen,
+        planned_samples=planned_samples,
+        output_dir=str(run.output_dir) if run.output_dir else None,
+        resumed_from=run.resumed_from,
+    )
 
 
-def correction_norm(bank: ReplicaBank) -> float | None:
-    """|Σ_j c_j| of the last round that averaged."""
-    return None if bank.num_learners == 1 else float(torch.linalg.vector_norm(bank.total.storage))
+def epoch_record(
+    run: Run, images_per_s: float, learning_rate: float, measured: Measured | None, which: str
+) -> EpochRecord:
+    """The record of an epoch that closes now, or of where a run stopped inside one. Reads the bank: drain before.
+
+    Args:
+        which: the data `measured` is of, `test` or `validation`.
+    """
+    state, parts = run.state, run.parts
+    evaluation, each = measured or (None, ())
+    loss, accuracy = (evaluation.loss, evaluation.accuracy) if evaluation else (None, None)
+    central, validates = parts.rule.has_central_model, which == "validation"
+    epochs = state.samples_seen / run.num_samples
+    return EpochRecord(
+        epoch=int(epochs) if epochs >= state.closed_epochs + 1 else round(epochs, 4),
+        samples_seen=state.samples_seen,
+        train_loss=state.train_loss,
+        train_accuracy=state.train_accuracy(run.settings.batch_size),
+        test_loss=None if validates else loss,
+        test_accuracy=None if validates else accuracy,
+        validation_loss=loss if validates else None,
+        validation_accuracy=accuracy if validates else None,
+        learner_accuracy=tuple(one.accuracy for one in each) or None,
+        images_per_s=images_per_s,
+        images_per_s_per_device=images_per_s / parts.collective.num_devices,
+        num_learners=run.settings.num_learners,
+        learning_rate=learning_rate,
+        elapsed_s=state.elapsed_s,
+        spread=parts.bank.spread() if central else None,
+        correction_norm=parts.bank.correction_norm() if central else None,
+        metrics=evaluation.metrics if evaluation else {},
+    )
 
 
 def versions() -> dict[str, str]:

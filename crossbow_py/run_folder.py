@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
-from crossbow_py.checkpoint import checkpoints, differences
+from crossbow_py.checkpoint import checkpoints, differences, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
@@ -28,7 +28,7 @@ DONE = ("finished", "target_reached")
 MAY_CHANGE = frozenset(
     {"max_epochs", "max_samples", "max_rounds", "max_time_s", "target_accuracy", "target_loss"}
     | {"checkpoint_every_epochs", "checkpoint_every_s", "keep_checkpoints"}
-    | {"resume", "output_dir", "data.root"}
+    | {"resume", "output_dir", "data.root", "on_nonfinite"}
 )
 
 
@@ -61,6 +61,9 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
             raise UserError(
                 f"output_dir {path} already holds a run; continue it with resume=auto or choose another folder."
             )
+        if resume is None:  # a run killed before its first checkpoint starts afresh
+            for name in (METRICS_FILE, SUMMARY_FILE):
+                (path / name).unlink(missing_ok=True)
         _write_config(path, plain)
         try:
             yield RunFolder(path, resume)
@@ -68,13 +71,6 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
             if made and not holds_run(path):
                 shutil.rmtree(path, ignore_errors=True)
             raise
-
-
-def holds_run(path: Path) -> bool:
-    """Whether there is anything in `path` that a fresh run would spoil."""
-    metrics = path / METRICS_FILE
-    recorded = metrics.exists() and metrics.stat().st_size > 0
-    return recorded or (path / SUMMARY_FILE).exists() or bool(checkpoints(path))
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from crossbow_py.engine.rounds import RoundOutcome
@@ -14,46 +14,55 @@ class RunState:
     """Counters of a run.
 
     `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
-    The epoch sums cover the rounds absorbed since the last epoch closed.
+    The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
+    classification. `best_accuracy` and `last_*` are of the data that stops look at: validation, where there is some.
+    `sick_learners` were gated and wait to be reseeded.
     """
 
     round_index: int = 0
     samples_seen: int = 0
     last_round_start: int = 0
     last_recorded: int = -1
+    last_accuracy: float | None = None
+    last_loss: float | None = None
     closed_epochs: int = 0
     loss_sum: float = 0.0
     num_losses: int = 0
-    num_correct: float = 0.0
+    num_correct: float | None = 0.0
     elapsed_s: float = 0.0
     best_accuracy: float | None = None
     time_to_accuracy_s: float | None = None
     num_reseeded: int = 0
+    sick_learners: list[int] = field(default_factory=list)
 
     def absorb(self, outcome: RoundOutcome) -> None:
-        """Add a round's losses to the epoch; gated learners do not count."""
+        """Add a round's losses to the epoch; gated learners do not count and are noted."""
+        self.sick_learners = sorted({*self.sick_learners, *outcome.non_finite_learners})
         for loss, correct, finite in zip(outcome.losses, outcome.num_correct, outcome.finite, strict=True):
             if finite:
                 self.loss_sum += loss
                 self.num_losses += 1
-                self.num_correct += correct
+                self.num_correct = None if correct is None or self.num_correct is None else self.num_correct + correct
 
     @property
     def train_loss(self) -> float:
         """Mean loss of the epoch so far; NaN before its first round."""
         return self.loss_sum / self.num_losses if self.num_losses else math.nan
 
-    def train_accuracy(self, batch_size: int) -> float:
-        """Share of the epoch's training samples predicted right, as they were when trained on."""
-        return self.num_correct / (self.num_losses * batch_size) if self.num_losses else math.nan
+    def train_accuracy(self, batch_size: int) -> float | None:
+        """Share of the epoch's training samples predicted right, as they were when trained on; None without classes."""
+        if self.num_correct is None or not self.num_losses:
+            return None
+        return self.num_correct / (self.num_losses * batch_size)
 
-    def note_accuracy(self, accuracy: float | None, target: float | None, elapsed_s: float) -> None:
-        """Keep the best accuracy, and the training time at which the target was first reached."""
+    def note_evaluation(self, accuracy: float | None, loss: float, target: float | None) -> None:
+        """Keep the last and the best, and the training time at which the target accuracy was first reached."""
+        self.last_accuracy, self.last_loss = accuracy, loss
         if accuracy is None:
             return
         self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)
         if target is not None and accuracy >= target and self.time_to_accuracy_s is None:
-            self.time_to_accuracy_s = elapsed_s
+            self.time_to_accuracy_s = self.elapsed_s
 
     def close_epoch(self, samples_per_epoch: int) -> None:
         """Start the next epoch's sums."""

@@ -16,8 +16,9 @@ class StopConditions:
     """
 
     max_epochs: float | None = setting(None, "stop after that many epochs", above=0)
-    max_samples: int | None = setting(None, "stop after that many samples over all learners", minimum=1)
+    max_samples: int | None = setting(None, "stop after that many samples", minimum=1)
     max_time_s: float | None = setting(None, "stop after that much training time, evaluation left out", above=0)
+    max_rounds: int | None = setting(None, "stop after that many rounds (one batch per learner each)", minimum=1)
     target_accuracy: float | None = setting(None, "stop at that accuracy, between 0 and 1", above=0, maximum=1)
     target_loss: float | None = setting(None, "stop at that loss or below", minimum=0)
 
@@ -27,14 +28,23 @@ class StopConditions:
         if all(value is None for value in values.values()):
             raise UserError(f"a run needs an end, got none; set one of {', '.join(values)}.")
 
-    def after_round(self, samples_seen: int, samples_per_epoch: int, train_time_s: float) -> str | None:
-        """Why to stop after a round: `max_epochs`, `max_samples`, `max_time_s` or None."""
+    @property
+    def needs_evaluation(self) -> bool:
+        """Whether there is a target."""
+        return self.target_accuracy is not None or self.target_loss is not None
+
+    def after_round(
+        self, samples_seen: int, samples_per_epoch: int, train_time_s: float, num_rounds: int = 0
+    ) -> str | None:
+        """Why to stop after a round: `max_epochs`, `max_samples`, `max_time_s`, `max_rounds` or None."""
         if self.max_epochs is not None and samples_seen >= self._epoch_samples(self.max_epochs, samples_per_epoch):
             return "max_epochs"
         if self.max_samples is not None and samples_seen >= self.max_samples:
             return "max_samples"
         if self.max_time_s is not None and train_time_s >= self.max_time_s:
             return "max_time_s"
+        if self.max_rounds is not None and num_rounds >= self.max_rounds:
+            return "max_rounds"
         return None
 
     def after_evaluation(self, accuracy: float | None, loss: float | None) -> str | None:

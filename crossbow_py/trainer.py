@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from crossbow_py.assembly import DataSets, RunSettings, build_parts, choose
+from crossbow_py.assembly import DataSets, MakeModel, build_parts
 from crossbow_py.averaging import SMA, AveragingRule
-from crossbow_py.checkpoint import CheckpointSettings, differences, load_newest
+from crossbow_py.checkpoint import CheckpointSettings, holds_run, load_newest
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.engine.optimizers import SGD, Optimizer
+from crossbow_py.engine.precision import PrecisionName
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CheckpointError, UserError
+from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Metric
+from crossbow_py.run import Run
+from crossbow_py.run_settings import RunSettings, choose
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
-from crossbow_py.settings import from_mapping, to_mapping
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.records import file_listeners
-from crossbow_py.training_loop import Result, TrainingLoop, evaluate_parts
+from crossbow_py.training_loop import Result, TrainingLoop
 
 
 class Trainer:
@@ -45,7 +47,10 @@ class Trainer:
         callbacks: listeners, called from the training loop's thread.
         names: how the model and the data are called in records.
         max_evaluation_batches: look at no more than that many batches in an evaluation.
-        settings: batch_size, num_learners, executor, device, precision, channels_last, seed, on_nonfinite.
+        batch_size: samples a learner takes per round.
+        num_learners: K, replicas trained side by side.
+        executor, device, precision, channels_last, seed, on_nonfinite: see `RunSettings`. On CPU with several learners
+            the process is told to keep freed memory (`engine.executors.threads.keep_freed_memory`).
 
     Raises:
         UserError: settings, data and model do not fit each other.
@@ -54,7 +59,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: Callable[[], nn.Module],
+        model: MakeModel,
         train_data: Data,
         test_data: Data | None = None,
         validation_data: Data | None = None,
@@ -75,50 +80,40 @@ class Trainer:
         experiment: str = "custom",
         names: Mapping[str, str] | None = None,
         max_evaluation_batches: int | None = None,
-        **settings: Any,
+        batch_size: int = 16,
+        num_learners: int = 2,
+        executor: Literal["auto", "serial", "threads"] = "auto",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        precision: PrecisionName = "auto",
+        channels_last: bool = True,
+        seed: int = 0,
+        on_nonfinite: Literal["stop", "reseed"] = "stop",
     ) -> None:
-        self.settings = from_mapping(RunSettings, settings)
-        self.optimizer, self.schedule, self.rule = optimizer, schedule, averaging
-        self.data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
-        self.checkpoint_settings, self.experiment, self.callbacks = checkpoint, experiment, callbacks
-        self.output_dir = None if output_dir is None else Path(output_dir)
-        self.names = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
-        self._check_policies(max_evaluation_batches)
-        saved, self.resumed_from, self._messages = _saved_run(resume)
-        self.parts = build_parts(
-            model,
-            self.data,
-            self.settings,
-            choose(self.settings, saved["choices"] if saved else None),
-            optimizer=optimizer,
-            rule=averaging,
-            loss=loss,
-            metrics=metrics or {},
+        settings = RunSettings(
+            batch_size, num_learners, executor, device, precision, channels_last, seed, on_nonfinite
+        )
+        _check_groups(optimizer, schedule, averaging)
+        _check_policies(settings, optimizer, averaging, max_evaluation_batches)
+        self.callbacks = callbacks
+        saved, resumed_from, self._messages = _saved_run(resume)
+        data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
+        choices = choose(settings, saved["choices"] if saved else None)
+        parts = build_parts(
+            model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
             init_from=None if init_from is None or saved else str(init_from),
             max_evaluation_batches=max_evaluation_batches,
-        )
-        self._messages += self.parts.warnings
-        self.state = RunState()
+        )  # fmt: skip
+        self._messages += parts.warnings
+        named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
+        folder = None if output_dir is None else Path(output_dir)
+        self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, named, resumed_from)
         if saved:
-            self._restore(saved)
+            self.run.restore(saved)
 
-    def _check_policies(self, max_evaluation_batches: int | None) -> None:
-        for name, value, base, example in (
-            ("optimizer", self.optimizer, Optimizer, "SGD()"),
-            ("schedule", self.schedule, Schedule, "Constant()"),
-            ("averaging", self.rule, AveragingRule, "SMA()"),
-        ):
-            if not isinstance(value, base):
-                raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {value!r}.")
-        self.optimizer.check_learners(self.settings.num_learners)
-        if max_evaluation_batches is not None and max_evaluation_batches < 1:
-            raise UserError(f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}.")
-        together = self.rule.has_central_model and self.settings.num_learners > 1
-        if self.settings.on_nonfinite == "reseed" and not together:
-            raise UserError(
-                f"on_nonfinite=reseed clones the average model, and averaging={self.rule.NAME} with "
-                f"num_learners={self.settings.num_learners} has none; set on_nonfinite=stop."
-            )
+    @property
+    def state(self) -> RunState:
+        """Where training stands."""
+        return self.run.state
 
     def fit(
         self,
@@ -142,82 +137,63 @@ class Trainer:
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
             LearnerError: a task failed.
         """
-        if max_rounds is not None:
-            if max_rounds < 1:
-                raise UserError(f"max_rounds must be at least 1, got {max_rounds}.")
-            limit = self.state.samples_seen + max_rounds * self.samples_per_round
-            max_samples = limit if max_samples is None else min(max_samples, limit)
-        stops = StopConditions(max_epochs, max_samples, max_time_s, target_accuracy, target_loss)
-        resumed_samples = self.state.samples_seen if self.state.round_index else None
-        files = _file_listeners(self.output_dir, resumed_samples) if self.output_dir else []
-        with TrainingLoop(self, stops, [*files, *self.callbacks]) as loop, StopSignal(handle_signals) as signals:
-            self._messages = loop.start(self._messages)
+        if max_rounds is not None and max_rounds > 0:
+            max_rounds += self.state.round_index
+        stops = StopConditions(max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss)
+        listeners = [*self._file_listeners(), *self.callbacks]
+        with TrainingLoop(self.run, stops, listeners) as loop, StopSignal(handle_signals) as signals:
+            loop.start(self._messages)
+            self._messages = []
             status, reason = loop.run(signals)
             return loop.finish(status, reason)
 
     def evaluate(self) -> Evaluation:
         """Measure the current model (independent learners: their mean) on the test data. Raises UserError without."""
-        if self.parts.test_feed is None:
+        measured = self.run.evaluate("test")
+        if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
-        return evaluate_parts(self.parts, self.parts.test_feed, self.state.samples_seen)[0]
+        return measured[0]
 
-    @property
-    def samples_per_round(self) -> int:
-        """How far a round moves the cursor in the sample stream: independent learners all take the same batch."""
-        return self.settings.batch_size * (self.settings.num_learners if self.rule.has_central_model else 1)
+    def restart(self) -> None:
+        """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`."""
+        self.run.parts.bank.restart(self.run.parts.rule.restart_momentum)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a checkpoint holds: tensors and plain types."""
-        choices = self.parts.choices
-        return {
-            "choices": {"precision": choices.precision.name, "executor": choices.executor},
-            "identity": self._identity(),
-            "state": self.state.to_plain(),
-            "bank": self.parts.bank.state_dict(),
-        }
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on: everything but stops, logging and paths."""
-        settings = to_mapping(self.settings)
-        for changeable in ("device", "executor", "precision", "on_nonfinite"):
-            settings.pop(changeable)
-        return {
-            **settings,
-            "precision": self.parts.choices.precision.name,
-            "optimizer": {"name": self.optimizer.NAME, **to_mapping(self.optimizer)},
-            "schedule": {"name": self.schedule.NAME, **to_mapping(self.schedule)},
-            "averaging": {"name": self.rule.NAME, **to_mapping(self.rule)},
-            "data": {
-                "augmentation": to_mapping(self.data.augmentation or Augmentation()),
-                "mean": list(self.data.mean or ()),
-                "std": list(self.data.std or ()),
-            },
-            "model": {
-                block.name: list(block.shape)
-                for layout in (self.parts.bank.layout, self.parts.bank.buffer_layout)
-                for block in layout.blocks
-            },
-            "num_train_samples": self.parts.train_feed.num_samples,
-        }
-
-    def _restore(self, saved: Mapping[str, Any]) -> None:
-        changed = differences(saved["identity"], self._identity())
-        if changed:
-            shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
-            raise CheckpointError(
-                f"checkpoint {self.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
-                "and paths: use the same settings, or start afresh without resume."
+    def _file_listeners(self) -> list[Listener]:
+        folder, begun = self.run.output_dir, self.state.round_index > 0
+        if folder is None:
+            return []
+        if not begun and holds_run(folder):
+            raise UserError(
+                f"output_dir {folder} already holds a run; give resume={folder} to continue it, or another folder."
             )
-        self.parts.bank.load_state_dict(saved["bank"])
-        self.state = RunState.from_plain(saved["state"])
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return file_listeners(folder, self.state.samples_seen if begun else None)
+        except OSError as error:
+            raise UserError(f"output_dir {folder} cannot be written ({error}); choose another folder.") from error
 
 
-def _file_listeners(output_dir: Path, resumed_samples: int | None) -> list[Listener]:
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        return file_listeners(output_dir, resumed_samples)
-    except OSError as error:
-        raise UserError(f"output_dir {output_dir} cannot be written ({error}); choose another folder.") from error
+def _check_groups(optimizer: Any, schedule: Any, averaging: Any) -> None:
+    for name, value, base, example in (
+        ("optimizer", optimizer, Optimizer, "SGD()"),
+        ("schedule", schedule, Schedule, "Constant()"),
+        ("averaging", averaging, AveragingRule, "SMA()"),
+    ):
+        if not isinstance(value, base):
+            raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {value!r}.")
+
+
+def _check_policies(
+    settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, max_evaluation_batches: int | None
+) -> None:
+    optimizer.check_learners(settings.num_learners)
+    if max_evaluation_batches is not None and max_evaluation_batches < 1:
+        raise UserError(f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}.")
+    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and settings.num_learners > 1):
+        raise UserError(
+            f"on_nonfinite=reseed clones the average model, and averaging={rule.NAME} with "
+            f"num_learners={settings.num_learners} has none; set on_nonfinite=stop."
+        )
 
 
 def _saved_run(resume: str | Path | None) -> tuple[dict[str, Any] | None, str | None, list[str]]:

@@ -63,7 +63,7 @@ def make_tasks(
     seed: int = 0,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU."""
-    bank = ReplicaBank(make_model, num_learners, device=CPU, precision=precision, state_names=optimizer.STATE)
+    bank = ReplicaBank(make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE)
     feed = make_feed(data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute)
     return RoundTasks(
         bank,

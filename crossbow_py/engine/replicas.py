@@ -7,7 +7,8 @@ Nothing here synchronises; executors order the accesses.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class ReplicaBank:
     """K replicas of one architecture in one allocation.
 
     Args:
-        make_model: `() -> nn.Module`; called once, all replicas start as copies of it.
+        template: the architecture and the initial weights of z and of every replica; copied, never changed.
         num_learners: K.
         device, precision: where rows live; master dtype of rows, and compute dtype of the modules.
         state_names: optimizer state rows to keep (`Optimizer.STATE`).
@@ -37,7 +38,7 @@ class ReplicaBank:
 
     def __init__(
         self,
-        make_model: Callable[[], nn.Module],
+        template: nn.Module,
         num_learners: int,
         *,
         device: torch.device,
@@ -47,7 +48,7 @@ class ReplicaBank:
         channels_last: bool = True,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
-        self.template = make_model().to(device)
+        self.template = template
         self.layout = parameter_layout(self.template, channels_last)
         self.buffer_layout = buffer_layout(self.template)
         self.num_decayed = self.layout.count("decayed")
@@ -76,10 +77,8 @@ class ReplicaBank:
         self.generators = [torch.Generator(self.device) for _ in range(capacity)]
         self._modules = [self._bind(learner) for learner in range(capacity)]
         # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
-        self._trained = [
-            [dict(module.named_parameters())[name] for name in self.layout.names[: self.num_trained]]
-            for module in self._modules
-        ]
+        named = [dict(module.named_parameters()) for module in self._modules]
+        self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
         self._gradient_views = [
             list(self.gradients.shaped(learner).values())[: self.num_trained] for learner in range(capacity)
         ]
@@ -130,6 +129,12 @@ class ReplicaBank:
     def stacked(self) -> dict[str, Tensor]:
         """Active weights `{name: [K, *shape]}`, contiguous along K."""
         return self.weights.stacked(self.num_learners)
+
+    def load_learner(self, learner: int, module: nn.Module) -> None:
+        """Start a learner from another module's weights and buffers than z's."""
+        self.weights.load(learner, dict(module.named_parameters()))
+        self.buffers.load(learner, dict(module.named_buffers()))
+        self.refresh_shadow(learner)
 
     def reset_learner(self, learner: int) -> None:
         """w_j ← z with zero optimizer state: what a new learner starts from."""
@@ -196,16 +201,33 @@ class ReplicaBank:
         stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
         means = {name: rows.mean(0) for name, rows in stacked.items()}
         for name, rows in stacked.items():
-            if name.endswith("running_var"):
-                of_means = stacked[name.removesuffix("running_var") + "running_mean"]
+            of_means = stacked.get(name.removesuffix("running_var") + "running_mean")
+            if name.endswith("running_var") and of_means is not None:
                 means[name] = rows.mean(0) + of_means.var(0, correction=0)
         return means
 
-    def central_state(self) -> dict[str, Tensor]:
-        """The average model as a module state dict (tied parameters once); with K = 1 it is the learner."""
+    def central_state(self, excluded: Sequence[int] = ()) -> dict[str, Tensor]:
+        """The average model as a module state dict (tied parameters once); with K = 1 it is the learner.
+
+        The buffers of `excluded` learners do not count.
+        """
         if self.num_learners == 1:
             return self.learner_state(0)
-        return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers()}
+        counted = [learner for learner in range(self.num_learners) if learner not in excluded]
+        return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers(counted)}
+
+    def spread(self) -> float | None:
+        """Root mean square over learners of |w_j − z| / |z|, trained blocks alone; None with one learner."""
+        if self.num_learners == 1:
+            return None
+        z = self.trained(self.z)
+        rows = (self.trained(self.weights, learner) for learner in range(self.num_learners))
+        distances = [_norm(torch._foreach_sub(row, z)) for row in rows]
+        return math.sqrt(sum(distance**2 for distance in distances) / self.num_learners) / _norm(z)
+
+    def correction_norm(self) -> float | None:
+        """|Σ_j c_j| of the last round that averaged; None with one learner."""
+        return None if self.num_learners == 1 else _norm(self.trained(self.total))
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""
@@ -252,6 +274,11 @@ class ReplicaBank:
                 buffer.copy_(saved["integer_buffers"][row][name])
             self.step_counts[row] = saved["step_counts"][row]
             self.refresh_shadow(row)
+
+
+def _norm(views: Sequence[Tensor]) -> float:
+    """Of all values together, summed in float64."""
+    return float(torch.stack(torch._foreach_norm(list(views))).double().square().sum().sqrt())
 
 
 def _clone(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

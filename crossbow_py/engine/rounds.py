@@ -43,16 +43,19 @@ class Round:
 
 @dataclass
 class RoundOutcome:
-    """What a round's tasks leave behind, one entry a learner. Whole once the round's last task is over."""
+    """What a round's tasks leave behind, one entry a learner. Whole once the round's last task is over.
+
+    `num_correct` is None where the task is not classification.
+    """
 
     plan: Round
     losses: list[float] = field(default_factory=list)
-    num_correct: list[float] = field(default_factory=list)
+    num_correct: list[float | None] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         learners = len(self.plan.starts)
-        self.losses, self.num_correct = [math.nan] * learners, [0.0] * learners
+        self.losses, self.num_correct = [math.nan] * learners, [None] * learners
         self.finite = [True] * learners
 
     @property
@@ -151,8 +154,8 @@ class RoundTasks:
         self.rule.average(bank.z.storage, bank.z_prev.storage, bank.total.storage, plan.averaging)
 
 
-def count_correct(output: Tensor, targets: Tensor) -> float:
-    """Right predictions of a batch of class scores `[B, classes]`; 0 where the task is not classification."""
+def count_correct(output: Tensor, targets: Tensor) -> float | None:
+    """Right predictions of a batch of class scores `[B, classes]`; None where the task is not classification."""
     if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
-        return 0.0
+        return None
     return float((output.argmax(1) == targets).sum().item())  # host–device synchronisation on CUDA

@@ -64,7 +64,7 @@ class ConsoleListener(Listener):
 
     def on_progress(self, progress: Progress) -> None:
         """Redraw the live line, or, without a terminal, a plain line every ten seconds."""
-        text = progress_line(progress, self._planned_epochs, self._planned_samples)
+        text = progress_line(progress, self._planned_epochs)
         if self._live is not None:
             live, shown = self._live, self._with_bar(text, progress.samples_seen)
             self._guard(lambda: live.update(shown, refresh=True))
@@ -94,9 +94,12 @@ class ConsoleListener(Listener):
             self._log = None
 
     def _say(self, line: str) -> None:
-        if self._log is not None:
-            self._log.write(line + "\n")
-            self._log.flush()
+        try:
+            if self._log is not None:
+                self._log.write(line + "\n")
+                self._log.flush()
+        except OSError:  # a full disk ends the log, not the run
+            self._log = None
         if self._terminal.is_terminal:
             self._guard(lambda: self._terminal.print(line, soft_wrap=True))
         else:
@@ -141,7 +144,7 @@ def header_lines(info: RunInfo) -> list[str]:
     return lines
 
 
-def progress_line(progress: Progress, planned_epochs: str, planned_samples: int | None) -> str:
+def progress_line(progress: Progress, planned_epochs: str) -> str:
     """Where training stands, on one line."""
     parts = [
         f"epoch {progress.epoch:.2f}/{planned_epochs}",
@@ -151,9 +154,8 @@ def progress_line(progress: Progress, planned_epochs: str, planned_samples: int 
         f"lr {progress.learning_rate:.4g}",
         _count(progress.num_learners, "learner"),
     ]
-    if planned_samples is not None and progress.images_per_s > 0:
-        remaining_s = max(0, planned_samples - progress.samples_seen) / progress.images_per_s
-        parts.append(f"{clock_time(remaining_s)} left")
+    if progress.remaining_s is not None:
+        parts.append(f"{clock_time(progress.remaining_s)} left")
     return " · ".join(parts)
 
 
@@ -163,8 +165,9 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     for data, accuracy in (("validation", record.validation_accuracy), ("test", record.test_accuracy)):
         if accuracy is not None:
             parts.append(f"{data} accuracy {accuracy:.4f}")
-    if record.learner_test_accuracy:
-        parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in record.learner_test_accuracy))
+    known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None]
+    if known:
+        parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
     parts += [f"{record.images_per_s:,.0f} images/s", f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
     return " · ".join(parts)
 
@@ -175,6 +178,8 @@ def final_lines(summary: Summary) -> list[str]:
     if summary.test_accuracy is not None:
         best = f" (best {summary.best_test_accuracy:.4f})" if summary.best_test_accuracy is not None else ""
         lines.append(f"  test accuracy  {summary.test_accuracy:.4f}{best}")
+    if summary.best_validation_accuracy is not None:
+        lines.append(f"  validation     {summary.best_validation_accuracy:.4f} at best")
     if summary.time_to_accuracy_s is not None:
         lines.append(f"  to the target  {summary.time_to_accuracy_s:.1f} s of training")
     lines.append(f"  time           {summary.train_time_s:.1f} s training, {summary.wall_time_s:.1f} s in all")

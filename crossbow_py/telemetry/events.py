@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class RunInfo:
     num_devices: int
     batch_size: int
     seed: int
+    validates: bool = False
     samples_seen: int = 0
     planned_samples: int | None = None
     output_dir: str | None = None
@@ -32,7 +32,10 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training stands, a few times a second. `train_loss` is the running mean of the epoch."""
+    """Where training stands, a few times a second. `train_loss` is the running mean of the epoch.
+
+    `remaining_s` is None when nothing planned ends the run.
+    """
 
     samples_seen: int
     epoch: float
@@ -41,6 +44,7 @@ class Progress:
     learning_rate: float
     num_learners: int
     elapsed_s: float
+    remaining_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class EpochRecord:
     epoch: float
     samples_seen: int
     train_loss: float
-    train_accuracy: float
+    train_accuracy: float | None
     test_loss: float | None
     test_accuracy: float | None
     images_per_s: float
@@ -59,7 +63,7 @@ class EpochRecord:
     elapsed_s: float
     spread: float | None = None
     correction_norm: float | None = None
-    learner_test_accuracy: tuple[float, ...] | None = None
+    learner_accuracy: tuple[float | None, ...] | None = None
     validation_loss: float | None = None
     validation_accuracy: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -87,6 +91,7 @@ class Summary:
     test_accuracy: float | None
     test_loss: float | None
     best_test_accuracy: float | None
+    best_validation_accuracy: float | None
     time_to_accuracy_s: float | None
     train_time_s: float
     wall_time_s: float
@@ -96,8 +101,9 @@ class Summary:
     resumed_from: str | None
     output_dir: str | None
     model_path: str | None
+    learner_test_accuracy: tuple[float | None, ...] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Listener:

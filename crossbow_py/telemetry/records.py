@@ -70,9 +70,8 @@ class RunRecords(Listener):
             file.write(line + "\n")
 
     def on_end(self, summary: Summary) -> None:
-        """The summary; its `extra` values stand beside the named ones."""
-        values = dataclasses.asdict(summary)
-        ordered = _ordered({**values.pop("extra"), **values}, _LEADING_SUMMARY)
+        """The summary."""
+        ordered = _ordered(dataclasses.asdict(summary), _LEADING_SUMMARY)
         write_atomically(self._summary, json.dumps(ordered, indent=2) + "\n")
 
 

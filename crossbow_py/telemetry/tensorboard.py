@@ -64,14 +64,15 @@ class TensorBoardScalars(Listener):
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Everything known once the epoch is closed; without a central model, each learner's own accuracy too."""
-        learners = enumerate(record.learner_test_accuracy or ())
+        learners = enumerate(record.learner_accuracy or ())
+        measured = "validation" if record.validation_loss is not None else "test"
         evaluated = {
             "loss/test": record.test_loss,
             "loss/validation": record.validation_loss,
             "accuracy/train": record.train_accuracy,
             "accuracy/test": record.test_accuracy,
             "accuracy/validation": record.validation_accuracy,
-            **{f"accuracy/test_learner_{index}": accuracy for index, accuracy in learners},
+            **{f"accuracy/{measured}_learner_{index}": accuracy for index, accuracy in learners},
             **{f"metrics/{name}": value for name, value in record.metrics.items()},
             "averaging/spread": record.spread,
             "averaging/correction_norm": record.correction_norm,

@@ -53,14 +53,14 @@ def weights(folder: Path, name: str = "model.safetensors") -> bytes:
 
 def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM to this process while the batch at that position of the stream is made."""
-    original = trainer.parts.train_feed.batch
+    original = trainer.run.parts.train_feed.batch
 
     def batch(start: int) -> Any:
         if start == position:
             signal.raise_signal(signal.SIGTERM)
         return original(start)
 
-    monkeypatch.setattr(trainer.parts.train_feed, "batch", batch)
+    monkeypatch.setattr(trainer.run.parts.train_feed, "batch", batch)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_corrupted_checkpoint_is_passed_over_with_a_message_and_the_bits_stay_th
     (newest / "rank-0.pt").write_bytes(content)
     recorder = Recorder()
     resumed = trainer_of(parts, resume=parts, callbacks=[recorder], **keep_one)
-    assert resumed.resumed_from == str(older)
+    assert resumed.run.resumed_from == str(older)
     resumed.fit(max_epochs=3)
     (message,) = (text for text in recorder.of("message") if "corrupted" in text)
     assert newest.name in message
@@ -194,16 +194,9 @@ def test_choices_of_auto_are_kept_on_resume_whatever_this_machine_would_choose(t
     trainer_of(tmp_path, executor="serial", precision="fp32").fit(max_rounds=1)
     monkeypatch.setattr(precision, "has_fast_bf16", lambda device: True)
     resumed = trainer_of(tmp_path, executor="auto", precision="auto", resume=tmp_path)
-    assert (resumed.parts.choices.executor, resumed.parts.choices.precision.name) == ("serial", "fp32")
+    assert (resumed.run.parts.choices.executor, resumed.run.parts.choices.precision.name) == ("serial", "fp32")
     fresh = trainer_of(tmp_path, executor="auto", precision="auto")
-    assert (fresh.parts.choices.executor, fresh.parts.choices.precision.name) == ("threads", "bf16")
-
-
-def test_fresh_run_in_a_used_folder_keeps_its_own_checkpoints(tmp_path):
-    trainer_of(tmp_path).fit(max_epochs=3)
-    trainer_of(tmp_path, seed=1).fit(max_epochs=1)
-    resumed = trainer_of(tmp_path, seed=1, resume=tmp_path)
-    assert resumed.state.samples_seen == 56
+    assert (fresh.run.parts.choices.executor, fresh.run.parts.choices.precision.name) == ("threads", "bf16")
 
 
 def test_resume_after_a_fall_back_goes_on_from_the_newest_of_its_own_checkpoints(tmp_path):

@@ -74,7 +74,7 @@ def test_command_without_output_dir_writes_under_runs() -> None:
 
 def test_command_with_independent_learners_ends_well() -> None:
     assert train("averaging=independent", "max_epochs=1", "output_dir=run") == 0
-    assert len(read_metrics(Path("run/metrics.jsonl"))[0]["learner_test_accuracy"]) == 2
+    assert len(read_metrics(Path("run/metrics.jsonl"))[0]["learner_accuracy"]) == 2
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "--list"])

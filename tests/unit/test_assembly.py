@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, Independent
-from crossbow_py.assembly import RunSettings, choose, probe, seeded_model
+from crossbow_py.assembly import seeded_model
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.errors import UserError
+from crossbow_py.probe import probe
+from crossbow_py.run_settings import RunSettings, choose
 from tests.support import CPU, features
 from tests.trainers import image_model, images, make_trainer
 
@@ -64,11 +66,11 @@ def test_seeded_model_follows_from_the_seed_and_leaves_torchs_generator_alone():
 
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
-    one = seeded_model(make, 0, None)()
+    one = seeded_model(make, 0, None)
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(2)
-    assert torch.equal(seeded_model(make, 0, None)().weight, one.weight)
-    assert not torch.equal(seeded_model(make, 1, None)().weight, one.weight)
+    assert torch.equal(seeded_model(make, 0, None).weight, one.weight)
+    assert not torch.equal(seeded_model(make, 1, None).weight, one.weight)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +84,13 @@ def test_seeded_model_follows_from_the_seed_and_leaves_torchs_generator_alone():
 )
 def test_model_that_is_no_function_of_a_trainable_module_is_refused(model, message):
     with pytest.raises(UserError, match=message):
-        seeded_model(model, 0, None)()
+        seeded_model(model, 0, None)
 
 
 @pytest.mark.parametrize(
     ("model", "loss", "message"),
     [
-        (nn.Linear(5, 3), cross_entropy, r"cannot take inputs of shape \[4\] and dtype torch.float32 \(RuntimeError"),
+        (nn.Linear(5, 3), cross_entropy, r"inputs of shape \[4\] and dtype torch.float32 \(RuntimeError"),
         (nn.GRU(4, 3), cross_entropy, "the model must return one tensor, got tuple"),
         (nn.Linear(4, 2), cross_entropy, r"output has shape \[batch, 2\] and the data has 3 classes; its last layer"),
         (nn.Unflatten(1, (2, 2)), cross_entropy, r"output has shape \[batch, 2, 2\] and the data has 3 classes"),
@@ -123,6 +125,6 @@ def test_probe_warns_about_random_numbers_outside_of_dropout_modules():
 @pytest.mark.parametrize(("rule", "starts"), [(SMA(), (40, 44, 48)), (Independent(), (40, 40, 40))])
 def test_plan_shares_the_stream_out_under_sma_and_gives_independent_learners_the_same_batch(rule, starts):
     trainer = make_trainer(num_learners=3, averaging=rule, optimizer=SGD(learning_rate=(0.1, 0.2, 0.4)))
-    plan = trainer.parts.plan(7, 40, 0.5)
+    plan = trainer.run.parts.plan(7, 40, 0.5)
     assert (plan.index, plan.starts, plan.learning_rates) == (7, starts, (0.05, 0.1, 0.2))
     assert (plan.averaging is None) == (not rule.has_central_model)

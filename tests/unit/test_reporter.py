@@ -9,7 +9,7 @@ from torch import nn
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluation
-from crossbow_py.reporter import Reporter, correction_norm, replica_spread, versions
+from crossbow_py.reporter import Reporter, versions
 from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
@@ -43,7 +43,7 @@ def make_reporter(num_listeners=1):
 def two_learners():
     """w = (3, 4) and (0, 0) around z = (3, 0)."""
     bank = ReplicaBank(
-        lambda: nn.Linear(2, 1, bias=False), 2, device=CPU, precision=FP64, state_names=(), channels_last=False
+        nn.Linear(2, 1, bias=False), 2, device=CPU, precision=FP64, state_names=(), channels_last=False
     )
     for rows, row, values in [(bank.weights, 0, [3, 4]), (bank.weights, 1, [0, 0]), (bank.z, 0, [3, 0])]:
         rows.flat(row)[0].copy_(torch.tensor(values))
@@ -65,13 +65,13 @@ def test_every_listener_is_told_everything_in_order():
 def test_progress_comes_a_few_times_a_second_and_not_before_the_first_loss():
     reporter, (listener,), clock = make_reporter()
     state = RunState(samples_seen=8)
-    reporter.progress(state, 0.1, 2)
+    reporter.progress(state, 0.1, 100, 8)
     assert listener.of("progress") == []
     state.loss_sum, state.num_losses = 3.0, 2
     for _ in range(100):  # two seconds
         clock.now += 0.02
         reporter.meter.update(8)
-        reporter.progress(state, 0.1, 2)
+        reporter.progress(state, 0.1, 100, 8)
     shown = listener.of("progress")
     assert 9 <= len(shown) <= 11
     first = shown[0]
@@ -87,13 +87,13 @@ def test_summary_takes_training_time_from_the_meter_and_wall_time_from_the_clock
     reporter.meter.pause()
     clock.now += 3.0
     state = RunState(samples_seen=60, best_accuracy=0.9, time_to_accuracy_s=1.5, num_reseeded=1)
-    summary = reporter.summarize(state, "finished", "max_epochs", Evaluation(0.3, 0.8, 10), "model", {"a": 1})
+    summary = reporter.summarize(state, "finished", "max_epochs", (Evaluation(0.3, 0.8, 10, {"a": 1.0}), ()), "model")
     assert listener.of("end") == [summary]
     assert (summary.train_time_s, summary.wall_time_s, summary.images_per_s) == (2.0, 5.0, 50.0)
     assert (summary.epochs, summary.samples_seen, summary.num_reseeded) == (1.5, 60, 1)
     assert (summary.test_accuracy, summary.test_loss, summary.best_test_accuracy) == (0.8, 0.3, 0.9)
     assert (summary.status, summary.stop_reason, summary.time_to_accuracy_s) == ("finished", "max_epochs", 1.5)
-    assert (summary.model_path, summary.extra, summary.versions) == ("model", {"a": 1}, versions())
+    assert (summary.model_path, summary.metrics, summary.versions) == ("model", {"a": 1.0}, versions())
 
 
 def test_close_closes_every_listener_once():
@@ -105,14 +105,14 @@ def test_close_closes_every_listener_once():
 
 def test_spread_is_the_root_mean_square_distance_over_the_norm_of_z():
     # Distances 4 and 3: sqrt((16 + 9) / 2) / 3.
-    assert replica_spread(two_learners()) == pytest.approx((12.5**0.5) / 3)
+    assert two_learners().spread() == pytest.approx((12.5**0.5) / 3)
 
 
 def test_correction_norm_is_the_length_of_the_sum():
-    assert correction_norm(two_learners()) == pytest.approx(1.0)
+    assert two_learners().correction_norm() == pytest.approx(1.0)
 
 
 def test_one_learner_has_neither_spread_nor_correction():
     bank = two_learners()
     bank.resize(1)
-    assert (replica_spread(bank), correction_norm(bank)) == (None, None)
+    assert (bank.spread(), bank.correction_norm()) == (None, None)

@@ -26,20 +26,35 @@ def test_absorb_averages_losses_over_learners_and_rounds_and_leaves_gated_ones_o
 
 def test_epoch_without_a_loss_has_no_mean():
     assert math.isnan(RunState().train_loss)
-    assert math.isnan(RunState().train_accuracy(4))
+    assert RunState().train_accuracy(4) is None
 
 
-def test_note_accuracy_keeps_the_best_and_the_first_time_at_the_target():
+def test_note_evaluation_keeps_the_last_the_best_and_the_first_time_at_the_target():
     state = RunState()
-    for accuracy, elapsed_s in [(None, 0.5), (0.7, 1.0), (0.9, 2.0), (0.8, 3.0), (0.95, 4.0)]:
-        state.note_accuracy(accuracy, 0.9, elapsed_s)
+    for accuracy, elapsed_s in [(None, 0.5), (0.7, 1.0), (0.9, 2.0), (0.95, 3.0), (0.8, 4.0)]:
+        state.elapsed_s = elapsed_s
+        state.note_evaluation(accuracy, 2 * elapsed_s, 0.9)
     assert (state.best_accuracy, state.time_to_accuracy_s) == (0.95, 2.0)
+    assert (state.last_accuracy, state.last_loss) == (0.8, 8.0)
 
 
-def test_note_accuracy_without_a_target_takes_no_time():
+def test_note_evaluation_without_a_target_takes_no_time():
     state = RunState()
-    state.note_accuracy(1.0, None, 1.0)
+    state.note_evaluation(1.0, 0.1, None)
     assert (state.best_accuracy, state.time_to_accuracy_s) == (1.0, None)
+
+
+def test_absorb_of_a_task_without_classes_has_no_accuracy():
+    state = RunState()
+    state.absorb(outcome([1.0, 3.0], [None, None], [True, True]))
+    assert (state.train_loss, state.train_accuracy(4)) == (2.0, None)
+
+
+def test_absorb_notes_gated_learners_once_until_they_are_reseeded():
+    state = RunState()
+    state.absorb(outcome([1.0, math.nan], [1, 0], [True, False]))
+    state.absorb(outcome([math.nan, math.nan], [0, 0], [False, False]))
+    assert state.sick_learners == [0, 1]
 
 
 @pytest.mark.parametrize(("samples_seen", "closed"), [(10, 1), (13, 1), (32, 3)])

@@ -48,7 +48,7 @@ def test_fit_of_two_learners_on_tensors_learns_and_returns_the_average_model(exe
     assert result.models == []
     assert not result.model.training
     assert outputs_right(result.model) == pytest.approx(result.test_accuracy)
-    z = trainer.parts.bank.z.shaped()
+    z = trainer.run.parts.bank.z.shaped()
     assert all(torch.equal(value, z[name]) for name, value in result.model.state_dict().items())
     assert result.summary.epochs == 3.0
 
@@ -68,7 +68,7 @@ def test_fit_of_one_learner_equals_a_plain_torch_loop_with_its_schedule():
     for n in range(20):
         # 40 samples in batches of 4: the rate drops at samples 40 and 60, which is before rounds 10 and 15.
         reference.param_groups[0]["lr"] = 0.05 * (1.0 if n < 10 else 0.1 if n < 15 else 0.01)
-        batch = trainer.parts.train_feed.batch(4 * n)
+        batch = trainer.run.parts.train_feed.batch(4 * n)
         reference.zero_grad()
         nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
         reference.step()
@@ -86,7 +86,7 @@ def test_fit_of_two_learners_equals_the_equations_worked_out_by_hand():
     for n in range(6):
         sums = [torch.zeros_like(p) for p in z]
         for j, model in enumerate(models):
-            batch = trainer.parts.train_feed.batch((2 * n + j) * 4)
+            batch = trainer.run.parts.train_feed.batch((2 * n + j) * 4)
             parameters = list(model.parameters())
             loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
             for i, (w, g) in enumerate(zip(parameters, torch.autograd.grad(loss, parameters), strict=True)):
@@ -108,7 +108,7 @@ def test_fit_of_independent_learners_returns_records_and_saves_each(tmp_path):
     result = trainer.fit(max_epochs=2)
     (_, record) = recorder.of("epoch")
     accuracies = [outputs_right(model) for model in result.models]
-    assert record.learner_test_accuracy == pytest.approx(tuple(accuracies))
+    assert record.learner_accuracy == pytest.approx(tuple(accuracies))
     assert accuracies[0] < accuracies[1]
     assert result.test_accuracy == pytest.approx(sum(accuracies) / 2)
     assert (record.spread, record.correction_norm, record.samples_seen) == (None, None, 80)
@@ -171,7 +171,7 @@ def test_metrics_are_recorded_by_name_and_summed_up():
     )
     result = trainer.fit(max_epochs=1)
     assert recorder.of("epoch")[0].metrics == {"share of class 0": pytest.approx(1 / 3)}
-    assert result.summary.extra["metrics"] == {"share of class 0": pytest.approx(1 / 3)}
+    assert result.summary.metrics == {"share of class 0": pytest.approx(1 / 3)}
 
 
 def test_own_loss_and_targets_make_a_regression():
@@ -216,7 +216,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
     tuned = make_trainer(test_data=blobs(30), init_from=tmp_path / "model.safetensors")
     assert tuned.evaluate().accuracy == first.test_accuracy
     for learner in range(2):
-        state = tuned.parts.bank.learner_state(learner)
+        state = tuned.run.parts.bank.learner_state(learner)
         assert all(torch.equal(value, state[name]) for name, value in first.model.state_dict().items())
     assert tuned.fit(max_epochs=1).summary.test_loss < first.summary.test_loss
     with pytest.raises(CheckpointError, match="init_from=.* does not fit this model"):
@@ -228,7 +228,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
     [
         ({"num_classes": 4}, r"output has shape \[batch, 3\] and the data has 4 classes"),
         ({"model": nn.Linear(4, 3)}, "model must be a function that returns an nn.Module, got Linear"),
-        ({"model": lambda: nn.Linear(5, 3)}, r"the model cannot take inputs of shape \[4\]"),
+        ({"model": lambda: nn.Linear(5, 3)}, r"the model cannot take the training data, inputs of shape \[4\]"),
         ({"batch_size": 41}, "batch_size=41 must be between 1 and the size of the data set, which has 40 samples"),
         ({"train_data": 40}, "the data set must be a pair of tensors"),
         ({"train_data": (blobs(40)[0], blobs(39)[1])}, "as many inputs as targets"),
@@ -236,7 +236,6 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
         ({"optimizer": "sgd"}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got 'sgd'"),
         ({"schedule": 0.1}, r"schedule must be one of crossbow_py's, such as Constant\(\), got 0.1"),
         ({"averaging": None}, r"averaging must be one of crossbow_py's, such as SMA\(\), got None"),
-        ({"batchsize": 4}, r"unknown key batchsize; did you mean 'batch_size'\?"),
         ({"batch_size": 4.0}, "batch_size must be a whole number, got 4.0"),
         ({"seed": "0"}, "seed must be a whole number, got '0'"),
         ({"max_evaluation_batches": 0}, "max_evaluation_batches must be at least 1 or None, got 0"),
@@ -266,8 +265,8 @@ def test_device_cuda_without_cuda_is_refused():
         ({}, "a run needs an end"),
         ({"max_rounds": 0}, "max_rounds must be at least 1, got 0"),
         ({"max_epochs": -1}, "max_epochs must be greater than 0"),
-        ({"target_accuracy": 0.9}, "target_accuracy is measured on data, got neither test_data nor validation_data"),
-        ({"target_loss": 0.1, "max_epochs": 1}, "target_loss is measured on data"),
+        ({"target_accuracy": 0.9}, "are measured on data, got neither test_data nor validation_data"),
+        ({"target_loss": 0.1, "max_epochs": 1}, "target_loss are measured on data"),
     ],
 )
 def test_fit_refuses_an_end_that_cannot_come(stops, message):
@@ -302,8 +301,72 @@ def test_random_numbers_outside_of_dropout_modules_are_warned_about_once():
 def test_state_dict_holds_only_tensors_and_plain_types(tmp_path):
     trainer = make_trainer(model=image_model, train_data=images(60))
     trainer.fit(max_rounds=2)
-    torch.save(trainer.state_dict(), tmp_path / "state.pt")
+    torch.save(trainer.run.state_dict(), tmp_path / "state.pt")
     read = torch.load(Path(tmp_path / "state.pt"), weights_only=True)
-    assert read["choices"] == {"precision": "fp32", "executor": "serial"}
+    assert read["choices"] == {"device": "cpu", "precision": "fp32", "executor": "serial"}
     assert read["state"]["samples_seen"] == 16
     assert not math.isnan(read["state"]["loss_sum"])
+
+
+def test_fresh_fit_into_a_folder_that_holds_a_run_is_refused_and_spoils_nothing(tmp_path):
+    make_trainer(output_dir=tmp_path).fit(max_epochs=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="already holds a run; give resume="):
+        make_trainer(output_dir=tmp_path).fit(max_epochs=1)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_independent_learners_begin_apart_and_the_first_as_a_single_model_does():
+    alone = make_trainer(model=lambda: nn.Linear(4, 3), num_learners=1)
+    trainer = make_trainer(model=lambda: nn.Linear(4, 3), averaging=Independent())
+    first, second = (trainer.run.parts.bank.learner_state(learner)["weight"] for learner in range(2))
+    assert torch.equal(first, alone.run.parts.bank.learner_state(0)["weight"])
+    assert not torch.equal(first, second)
+
+
+def test_class_the_model_has_no_output_for_is_refused_without_being_told_the_number_of_classes():
+    with pytest.raises(UserError, match="the data has 5 classes; its last layer must return"):
+        make_trainer(train_data=(blobs(40)[0], torch.arange(40) % 5))
+
+
+@pytest.mark.parametrize("what", ["test", "validation"])
+def test_data_of_another_shape_than_the_training_data_is_refused_before_training(what):
+    with pytest.raises(UserError, match=f"the model cannot take the {what} data, inputs of shape"):
+        make_trainer(**{f"{what}_data": (torch.zeros(8, 5), torch.zeros(8, dtype=torch.int64))})
+
+
+def test_auto_precision_falls_back_to_fp32_where_the_model_cannot_compute_in_bf16(monkeypatch):
+    class Single(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) @ torch.eye(3)  # a float32 constant
+
+    monkeypatch.setattr("crossbow_py.engine.precision.has_fast_bf16", lambda device: True)
+    recorder = Recorder()
+    trainer = make_trainer(model=lambda: Single(4, 3), precision="auto", callbacks=[recorder])
+    assert trainer.fit(max_rounds=1).summary.precision == "fp32"
+    assert "precision is fp32, because in bf16" in recorder.of("message")[0]
+    with pytest.raises(UserError, match="or precision=fp32"):
+        make_trainer(model=lambda: Single(4, 3), precision="bf16")
+
+
+def test_model_that_replaces_a_buffer_is_refused():
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, inputs):
+            self.seen = self.seen + 1
+            return super().forward(inputs)
+
+    with pytest.raises(UserError, match=r"replaces its buffer seen in forward.*copy_\(\)"):
+        make_trainer(model=Counting)
+
+
+def test_restart_on_demand_takes_every_learner_to_the_average_model():
+    trainer = make_trainer()
+    trainer.fit(max_rounds=3)
+    bank = trainer.run.parts.bank
+    assert bank.spread() > 0
+    trainer.restart()
+    assert bank.spread() == 0

@@ -54,7 +54,7 @@ def with_a_nan_at(position):
 def test_epoch_closes_with_the_first_round_at_or_past_its_last_sample_and_batches_cross(monkeypatch):
     recorder = Recorder()
     trainer = make_trainer(train_data=blobs(42), callbacks=[recorder])
-    starts = spy(monkeypatch, trainer.parts.train_feed, "batch")
+    starts = spy(monkeypatch, trainer.run.parts.train_feed, "batch")
     result = trainer.fit(max_epochs=3)
     # Rounds of 8: 42 samples are seen with the 6th, 84 with the 11th, 126 with the 16th.
     assert [record.samples_seen for record in recorder.of("epoch")] == [48, 88, 128]
@@ -94,7 +94,7 @@ def test_epoch_record_has_the_means_of_the_epochs_rounds_alone():
     [
         ({"max_samples": 25}, 32, "max_samples"),
         ({"max_epochs": 0.5}, 24, "max_epochs"),
-        ({"max_rounds": 3, "max_epochs": 9}, 24, "max_samples"),
+        ({"max_rounds": 3, "max_epochs": 9}, 24, "max_rounds"),
         ({"max_rounds": 30, "max_epochs": 1}, 40, "max_epochs"),
     ],
 )
@@ -109,7 +109,7 @@ def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
     trainer = make_trainer(test_data=blobs(30))
-    learn, evaluate = trainer.parts.train_feed.batch, trainer.parts.evaluator.evaluate
+    learn, evaluate = trainer.run.parts.train_feed.batch, trainer.run.parts.evaluator.evaluate
 
     def slow_batch(start):
         clock["now"] += 0.5
@@ -119,8 +119,8 @@ def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
         clock["now"] += 1000.0
         return evaluate(state, feed)
 
-    monkeypatch.setattr(trainer.parts.train_feed, "batch", slow_batch)
-    monkeypatch.setattr(trainer.parts.evaluator, "evaluate", slow_evaluate)
+    monkeypatch.setattr(trainer.run.parts.train_feed, "batch", slow_batch)
+    monkeypatch.setattr(trainer.run.parts.evaluator, "evaluate", slow_evaluate)
     result = trainer.fit(max_time_s=7.0)
     # Two batches a round, so a second a round.
     assert (result.stop_reason, result.summary.train_time_s) == ("max_time_s", 7.0)
@@ -150,16 +150,16 @@ def test_validation_data_feeds_targets_and_best_and_test_is_measured_once_at_the
         validation_data=blobs(30), test_data=(inputs, (targets + 1) % 3), callbacks=[recorder]
     )  # the test targets are wrong on purpose: accuracy there falls while it rises on the validation data
     measured = []
-    original = trainer.parts.evaluator.evaluate
+    original = trainer.run.parts.evaluator.evaluate
     monkeypatch.setattr(
-        trainer.parts.evaluator, "evaluate", lambda state, feed: measured.append(feed) or original(state, feed)
+        trainer.run.parts.evaluator, "evaluate", lambda state, feed: measured.append(feed) or original(state, feed)
     )
     result = trainer.fit(target_accuracy=0.9, max_epochs=50)
     records = recorder.of("epoch")
     assert result.stop_reason == "target_accuracy"
-    assert measured == [trainer.parts.validation_feed] * len(records) + [trainer.parts.test_feed]
+    assert measured == [trainer.run.parts.validation_feed] * len(records) + [trainer.run.parts.test_feed]
     assert [(record.test_loss, record.test_accuracy) for record in records] == [(None, None)] * len(records)
-    assert result.summary.best_test_accuracy == max(record.validation_accuracy for record in records) >= 0.9
+    assert result.summary.best_validation_accuracy == max(record.validation_accuracy for record in records) >= 0.9
     assert result.test_accuracy <= 0.1
 
 
@@ -219,7 +219,7 @@ def test_failing_task_closes_listeners_and_threads_and_names_the_task(executor):
     with pytest.raises(LearnerError, match=r"learning\(\d\) failed in round \d on learner \d: ValueError: boom"):
         trainer.fit(max_epochs=5)
     assert [name for name, _ in recorder.calls][-1] == "close"
-    assert recorder.of("end") == []
+    assert (recorder.of("end")[0].status, recorder.of("end")[0].stop_reason) == ("failed", "LearnerError")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
 
 
@@ -230,7 +230,7 @@ def restarts(monkeypatch, **options):
     """Fit through a drop at epoch 1; what was true right after each restart."""
     recorder = Recorder()
     trainer = make_trainer(schedule=MultiStep(milestones=(1.0,), gamma=0.1), callbacks=[recorder], **options)
-    bank, original, seen = trainer.parts.bank, trainer.parts.bank.restart, []
+    bank, original, seen = trainer.run.parts.bank, trainer.run.parts.bank.restart, []
 
     def restart(momentum):
         z = bank.z.storage.clone()
@@ -295,7 +295,7 @@ def test_reseed_clones_the_sick_learner_from_z_counts_it_and_leaves_the_others_b
         train_data=with_a_nan_at(22), num_learners=3, executor=executor, on_nonfinite="reseed",
         callbacks=[recorder],
     )  # fmt: skip
-    bank, original, checked = trainer.parts.bank, trainer.parts.bank.reseed, []
+    bank, original, checked = trainer.run.parts.bank, trainer.run.parts.bank.reseed, []
 
     def reseed(learner, healthy):
         everything = (bank.weights, *bank.state.values())
@@ -311,7 +311,7 @@ def test_reseed_clones_the_sick_learner_from_z_counts_it_and_leaves_the_others_b
     # Position 22 is in batch 5 of the stream: round 1, learner 2.
     assert checked == [(2, [0, 1], True, True, False)]
     assert result.summary.num_reseeded == 1
-    assert recorder.of("message") == ["Learner 2 went non-finite in round 1: reseeded from z."]
+    assert recorder.of("message") == ["Learner 2 went non-finite and was reseeded from the average model."]
     assert all(value.isfinite().all() for value in result.model.state_dict().values())
 
 
@@ -331,3 +331,28 @@ def test_reseed_with_every_learner_sick_stops():
 def test_reseed_of_a_learner_that_stays_healthy_changes_nothing():
     stop, reseed = (make_trainer(on_nonfinite=policy).fit(max_epochs=1) for policy in ("stop", "reseed"))
     assert equal_states(stop.model, reseed.model)
+
+
+def test_reseed_acts_at_the_same_round_wherever_checkpoints_lie(tmp_path):
+    options = {"train_data": with_a_nan_at(22), "num_learners": 3, "on_nonfinite": "reseed"}
+    often = make_trainer(output_dir=tmp_path, checkpoint=CheckpointSettings(every_s=1e-9), **options)
+    assert equal_states(often.fit(max_epochs=2).model, make_trainer(**options).fit(max_epochs=2).model)
+
+
+def test_target_already_reached_is_not_trained_past():
+    trainer = make_trainer(test_data=blobs(30))
+    trainer.fit(target_accuracy=0.5, max_epochs=9)
+    seen = trainer.state.samples_seen
+    again = trainer.fit(target_accuracy=0.5, max_epochs=9)
+    assert (again.status, trainer.state.samples_seen) == ("target_reached", seen)
+
+
+def test_listener_whose_file_fails_is_dropped_with_a_message_and_training_goes_on():
+    class Full(Recorder):
+        def on_epoch(self, record):
+            raise OSError(28, "No space left on device")
+
+    full, other = Full(), Recorder()
+    assert make_trainer(callbacks=[full, other]).fit(max_epochs=2).status == "finished"
+    assert other.of("message") == ["Full stops recording ([Errno 28] No space left on device); training goes on."]
+    assert (len(other.of("epoch")), full.calls[-1][0]) == (2, "close")

@@ -15,7 +15,7 @@ from tests.support import CPU, linear_model, norm_model
 
 def make_bank(make_model=norm_model, num_learners=3, precision=FP32, **options):
     return ReplicaBank(
-        make_model, num_learners, device=CPU, precision=precision, state_names=("momentum",), **options
+        make_model(), num_learners, device=CPU, precision=precision, state_names=("momentum",), **options
     )
 
 

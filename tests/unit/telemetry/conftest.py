@@ -45,7 +45,8 @@ class Events:
             "experiment": "digits", "status": "finished", "stop_reason": "max_epochs", "device": "cpu",
             "executor": "threads", "precision": "fp32", "averaging": "sma", "model": "mlp", "data": "digits",
             "num_learners": 2, "num_devices": 1, "batch_size": 16, "epochs": 4.0, "samples_seen": 4000,
-            "test_accuracy": 0.75, "test_loss": 0.5, "best_test_accuracy": 0.8, "time_to_accuracy_s": None,
+            "test_accuracy": 0.75, "test_loss": 0.5, "best_test_accuracy": 0.8, "best_validation_accuracy": None,
+            "time_to_accuracy_s": None,
             "train_time_s": 16.0, "wall_time_s": 17.5, "images_per_s": 250.0, "seed": 0, "num_reseeded": 0,
             "resumed_from": None, "output_dir": "runs/x", "model_path": "runs/x/model.safetensors",
         }  # fmt: skip

@@ -69,7 +69,7 @@ def test_plain_progress_is_one_line_in_ten_seconds_and_every_epoch(events: Any) 
     header = len(stream.getvalue().splitlines())
     for second in range(25):
         now[0] = float(second)
-        console.on_progress(events.progress(second * 100))
+        console.on_progress(events.progress(second * 100, remaining_s=9.0))
         console.on_epoch(events.epoch_record(second))
     lines = stream.getvalue().splitlines()[header:]
     assert sum("left" in line for line in lines) == 2
@@ -109,13 +109,13 @@ def test_log_of_a_second_start_is_appended(tmp_path: Path, events: Any) -> None:
 
 
 def test_progress_line_with_and_without_a_planned_end(events: Any) -> None:
-    planned = progress_line(events.progress(1500), "4", 4000)
+    planned = progress_line(events.progress(1500, remaining_s=10.0), "4")
     assert planned == "epoch 1.50/4 · 1,500 samples · loss 0.5000 · 250 images/s · lr 0.1 · 2 learners · 0:10 left"
-    assert "left" not in progress_line(events.progress(1500), "–", None)
+    assert "left" not in progress_line(events.progress(1500), "–")
 
 
 def test_epoch_line_of_independent_learners_names_each(events: Any) -> None:
-    assert "learners 0.5000 0.7500" in epoch_line(events.epoch_record(1, learner_test_accuracy=(0.5, 0.75)), "4")
+    assert "learners 0.5000 0.7500" in epoch_line(events.epoch_record(1, learner_accuracy=(0.5, 0.75)), "4")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")])

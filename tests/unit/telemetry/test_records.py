@@ -55,16 +55,16 @@ def test_metrics_of_a_fresh_run_in_a_used_folder_start_empty(tmp_path: Path, eve
 def test_numbers_that_are_not_finite_are_written_as_null(tmp_path: Path, events: Any) -> None:
     records = RunRecords(tmp_path, None)
     records.on_epoch(
-        events.epoch_record(1, train_loss=math.nan, test_loss=math.inf, learner_test_accuracy=(0.5, -math.inf))
+        events.epoch_record(1, train_loss=math.nan, test_loss=math.inf, learner_accuracy=(0.5, -math.inf))
     )
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda word: f"not JSON: {word}")
     assert line["train_loss"] is None
     assert line["test_loss"] is None
-    assert line["learner_test_accuracy"] == [0.5, None]
+    assert line["learner_accuracy"] == [0.5, None]
 
 
 def test_summary_at_the_end_has_the_documented_keys_and_the_extras(tmp_path: Path, events: Any) -> None:
-    RunRecords(tmp_path, None).on_end(events.summary(versions={"torch": "2"}, extra={"learner_test_accuracy": [0.5]}))
+    RunRecords(tmp_path, None).on_end(events.summary(versions={"torch": "2"}, learner_test_accuracy=(0.5,)))
     values = read_summary(tmp_path)
     assert set(values) >= {
         "experiment", "status", "device", "executor", "precision", "num_learners", "num_devices", "batch_size",

@@ -41,7 +41,7 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
 def test_scalars_without_a_central_model_show_each_learner(tmp_path: Path, events: Any) -> None:
     scalars = TensorBoardScalars(tmp_path, None)
     scalars.on_start(events.run_info())
-    scalars.on_epoch(events.epoch_record(1, spread=None, correction_norm=None, learner_test_accuracy=(0.5, 0.75)))
+    scalars.on_epoch(events.epoch_record(1, spread=None, correction_norm=None, learner_accuracy=(0.5, 0.75)))
     scalars.close()
     assert _points(tmp_path, "accuracy/test_learner_1") == [(1000, 0.75)]
     assert "averaging/spread" not in _read(tmp_path).Tags()["scalars"]

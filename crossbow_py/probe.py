@@ -1,0 +1,116 @@
+"""Small batches through the model before anything is trained: refuses what cannot work, in one sentence each."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.data.feed import Batch
+from crossbow_py.engine.dropout import replace_dropout
+from crossbow_py.engine.precision import Precision, cast_module
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.errors import UserError
+from crossbow_py.targets import one_line
+
+_DRAWS_OUTSIDE = (
+    "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
+    "runs will not repeat or resume bit for bit."
+)
+
+
+def probe(
+    template: nn.Module, precision: Precision, batch: Batch, loss: Loss, num_classes: int | None, exact: bool = True
+) -> list[str]:
+    """Run one small training batch through a copy of the model; returns warnings.
+
+    Args:
+        num_classes: the width the output must have; None when the data does not say.
+        exact: whether more outputs than classes are refused too.
+
+    Raises:
+        UserError: the model, its output or the loss does not fit the data.
+    """
+    model = _runnable(template, precision).train()
+    replace_dropout(model, torch.Generator(batch.inputs.device))
+    buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng():
+            before = _generator_state(batch.inputs.device)
+            output = model(batch.inputs)
+            draws = not torch.equal(before, _generator_state(batch.inputs.device))
+    except Exception as error:
+        raise _unfit("training", batch.inputs, error) from error
+    _check_output(output, num_classes, exact)
+    _check_loss(output, batch.targets, precision, loss)
+    moved = [name for name, buffer in model.named_buffers() if buffers.get(name) != buffer.data_ptr()]
+    if moved:
+        raise UserError(
+            f"the model replaces its buffer {moved[0]} in forward, and a learner's buffers live in one place; "
+            "write into it instead, with copy_()."
+        )
+    return [_DRAWS_OUTSIDE] if draws else []
+
+
+@torch.no_grad()
+def probe_evaluation(template: nn.Module, precision: Precision, batch: Batch, loss: Loss, what: str) -> None:
+    """Run one small batch of the `what` ("test", "validation") data; training data is known to fit.
+
+    Raises UserError when it does not fit the model.
+    """
+    try:
+        output = _runnable(template, precision).eval()(batch.inputs)
+        loss(output.to(precision.master), batch.targets)
+    except Exception as error:
+        raise _unfit(what, batch.inputs, error) from error
+
+
+def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
+    try:
+        return cast_module(copy.deepcopy(template), precision)
+    except Exception as error:
+        raise UserError(
+            f"the model cannot be copied ({one_line(error)}), and every learner needs a copy; initialise lazy modules "
+            "in the function that makes it, and keep open files and locks out of it."
+        ) from error
+
+
+def _unfit(what: str, inputs: Tensor, error: Exception) -> UserError:
+    return UserError(
+        f"the model cannot take the {what} data, inputs of shape {list(inputs.shape[1:])} and dtype {inputs.dtype} "
+        f"({one_line(error)}); choose a model, data and a batch size that fit each other, or precision=fp32."
+    )
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
+
+
+def _check_output(output: Any, num_classes: int | None, exact: bool) -> None:
+    if not isinstance(output, Tensor):
+        raise UserError(f"the model must return one tensor, got {type(output).__name__}; wrap it so that it does.")
+    if num_classes is None:
+        return
+    width = output.shape[1] if output.ndim == 2 else 0
+    if width < num_classes or (exact and width > num_classes):
+        raise UserError(
+            f"the model's output has shape [batch, {', '.join(map(str, output.shape[1:]))}] and the data has "
+            f"{num_classes} classes; its last layer must return [batch, {num_classes}]."
+        )
+
+
+def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> None:
+    try:
+        value: Any = loss(output.to(precision.master), targets)
+    except Exception as error:
+        raise UserError(
+            f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)} "
+            f"({one_line(error)}); give a loss that fits them."
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(f"the loss must return one number, a batch mean, as a tensor, got {shape}; average it.")
+    if not value.requires_grad:
+        raise UserError("the loss does not depend on the parameters; detach nothing on the way to it.")

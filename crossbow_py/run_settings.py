@@ -1,0 +1,62 @@
+"""The top-level keys that shape a run, and what `auto` becomes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from crossbow_py.engine.executors import choose_executor
+from crossbow_py.engine.precision import Precision, PrecisionName, choose_device, choose_precision
+from crossbow_py.settings import check, setting
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Checked alike from Python and the command line."""
+
+    GROUP: ClassVar[str] = ""
+
+    batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
+    num_learners: int = setting(2, "learners (replicas trained side by side) per device", minimum=1)
+    executor: Literal["auto", "serial", "threads"] = setting("auto", "how learners run: auto, serial or threads")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
+    precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
+    channels_last: bool = setting(True, "channels-last memory format for images and 4-D weights")
+    seed: int = setting(
+        0, "seed of initialisation, sample order, augmentation and dropout", minimum=0, maximum=2**63 - 1
+    )
+    on_nonfinite: Literal["stop", "reseed"] = setting(
+        "stop", "a learner whose loss is not finite: stop the run, or reseed it from the average model"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What `auto` became: kept in checkpoints, so that a resume takes the same."""
+
+    device: torch.device
+    precision: Precision
+    executor: str
+
+    def to_plain(self) -> dict[str, str]:
+        """Plain values for a checkpoint."""
+        return {"device": self.device.type, "precision": self.precision.name, "executor": self.executor}
+
+
+def choose(settings: RunSettings, saved: Mapping[str, Any] | None) -> Choices:
+    """Resolve `auto`: as a checkpoint says when there is one, else for this machine.
+
+    Raises UserError for what this machine cannot do.
+    """
+    saved = saved or {}
+    device = choose_device(saved.get("device", "auto") if settings.device == "auto" else settings.device)
+    precision = saved.get("precision", "auto") if settings.precision == "auto" else settings.precision
+    executor = saved.get("executor", "auto") if settings.executor == "auto" else settings.executor
+    chosen = choose_executor(executor, device, settings.num_learners)
+    return Choices(device, choose_precision(precision, device), chosen.NAME)

@@ -1,0 +1,29 @@
+"""Results files: one JSON object each, in the `results` folder beside the script that wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.telemetry.records import write_atomically
+from experiments.common.machine import ROOT
+
+EXPERIMENTS = ROOT / "experiments"
+
+
+def results_folder(experiment: str) -> Path:
+    """Where an experiment's results files lie."""
+    return EXPERIMENTS / experiment / "results"
+
+
+def read_results(experiment: str) -> dict[str, dict[str, Any]]:
+    """All results of an experiment by the name of their file, in the order of names."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(results_folder(experiment).glob("*.json"))}
+
+
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write one results file, whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,92 @@
+"""Rebuilds the tables of README.md and experiments/*/README.md from the results files.
+
+    python experiments/tables.py            # write what has changed
+    python experiments/tables.py --check    # only say what is out of date (exit code 1)
+
+A page says where a table goes by `<!-- table:NAME -->` and, on a later line, `<!-- end -->`; what is between them is
+replaced. NAME is EXPERIMENT for all of its results (nothing while there are none), or EXPERIMENT/RESULT/TABLE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout is enough, installed or not
+
+from experiments.common.machine import ROOT, machine_line
+from experiments.common.markdown import replace_blocks
+from experiments.common.results import EXPERIMENTS, read_results
+from experiments.resnet32_cifar10.report import summary_table
+from experiments.throughput.report import result_text, rounds_table, sides_table
+
+Table = Callable[[Mapping[str, Any]], str]
+Results = Mapping[str, Mapping[str, Any]]
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    return machine_line(result["machine"])
+
+
+# The tables of each experiment; the first is what a page about all of its results shows.
+TABLES: dict[str, dict[str, Table]] = {
+    "throughput": {"all": result_text, "sides": sides_table, "rounds": rounds_table, "machine": _machine},
+    "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Bring the pages up to date, or check that they are; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a page is out of date")
+    check = parser.parse_args(argv).check
+    try:
+        changed = [(path, text) for path in pages() if (text := rebuilt(path.read_text())) != path.read_text()]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for path, text in changed:
+        print(f"{path.relative_to(ROOT)} {'is out of date' if check else 'rebuilt'}")
+        if not check:
+            path.write_text(text)
+    return int(check and bool(changed))
+
+
+def pages() -> list[Path]:
+    """The pages that may hold tables."""
+    return [path for path in [ROOT / "README.md", *sorted(EXPERIMENTS.glob("*/README.md"))] if path.exists()]
+
+
+def rebuilt(page: str) -> str:
+    """A page with every table built anew. Raises ValueError for a table that cannot be built."""
+    return replace_blocks(page, lambda name: build(name, read_results(name.split("/")[0])))
+
+
+def build(name: str, results: Results) -> str:
+    """What belongs into the block NAME, given its experiment's results. Raises ValueError for an unknown name."""
+    experiment, *rest = name.split("/")
+    if experiment not in TABLES:
+        raise ValueError(f"table:{name} is of no known experiment; known: {', '.join(TABLES)}.")
+    if not rest:
+        return "\n\n".join(_section(experiment, result, results[result]) for result in results)
+    result, table = (*rest, "")[:2]
+    if result not in results or table not in TABLES[experiment]:
+        raise ValueError(
+            f"table:{name} must be EXPERIMENT/RESULT/TABLE with a result of {', '.join(results) or 'none yet'} and a "
+            f"table of {', '.join(TABLES[experiment])}."
+        )
+    return TABLES[experiment][table](results[result])
+
+
+def _section(experiment: str, name: str, result: Mapping[str, Any]) -> str:
+    """One result with its command and machine."""
+    main_table = next(iter(TABLES[experiment].values()))
+    facts = result["machine"]
+    return f"### {name}\n\n    {facts['command']}\n\n{main_table(result)}\n\n{machine_line(facts)}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""From windows to numbers: interleaving, what is dropped, medians, and ratios paired by repetition."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from crossbow_py.engine.precision import PrecisionName
+from experiments.throughput.gate import Ready, Window
+from experiments.throughput.sides import EXECUTOR_SIDES, SINGLE_SIDES, Side
+
+ATTEMPTS = 3
+_ORDER_SEED = 0
+
+
+@dataclass
+class Measurement:
+    """A side and its clean windows: images/s by repetition, None where every attempt had to be dropped."""
+
+    side: Side
+    ready: Ready
+    windows: list[float | None] = field(default_factory=list)
+    dropped: int = 0
+
+    @property
+    def kept(self) -> list[float]:
+        """Images/s of the clean windows."""
+        return [rate for rate in self.windows if rate is not None]
+
+    @property
+    def images_per_s(self) -> float | None:
+        """Median over the clean windows; None without any."""
+        return median(self.kept) if self.kept else None
+
+
+def measure(
+    measurements: Sequence[Measurement],
+    take_window: Callable[[Side], Window],
+    repetitions: int,
+    max_foreign_share: float,
+    before_retry: Callable[[], None],
+) -> None:
+    """Add `repetitions` windows to every measurement, all sides taking turns in a new random order each time.
+
+    A window during which others took more than `max_foreign_share` of the cores is dropped and tried again, up to
+    ATTEMPTS times in all; `before_retry` is where to wait for the others to be gone.
+    """
+    order, draw = list(measurements), random.Random(_ORDER_SEED)
+    for _ in range(repetitions):
+        draw.shuffle(order)
+        for measurement in order:
+            measurement.windows.append(_clean_window(measurement, take_window, max_foreign_share, before_retry))
+
+
+def _clean_window(
+    measurement: Measurement,
+    take_window: Callable[[Side], Window],
+    max_foreign_share: float,
+    before_retry: Callable[[], None],
+) -> float | None:
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            before_retry()
+        window = take_window(measurement.side)
+        if window.foreign_share is None or window.foreign_share <= max_foreign_share:
+            return window.images_per_s
+        measurement.dropped += 1
+    return None
+
+
+def to_row(measurement: Measurement, model: str, batch_size: int) -> dict[str, Any]:
+    """A row of the results file."""
+    rate = measurement.images_per_s
+    return {
+        "model": model,
+        "batch_size": batch_size,
+        **asdict(measurement.side),
+        "images_per_s": None if rate is None else round(rate, 1),
+        "n": len(measurement.kept),
+        "dropped": measurement.dropped,
+        "threads": measurement.ready.threads,
+        "detail": measurement.ready.detail,
+        "images_per_s_windows": [None if value is None else round(value, 1) for value in measurement.windows],
+    }
+
+
+def paired_ratios(numerator: Sequence[float | None], denominator: Sequence[float | None]) -> list[float]:
+    """Ratio within every repetition in which both sides have a clean window."""
+    pairs = zip(numerator, denominator, strict=True)
+    return [upper / lower for upper, lower in pairs if upper is not None and lower is not None]
+
+
+def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """What the comparison is for; every entry is the median of the ratios within repetitions.
+
+    Kinds: `throughput`, of a side to `default_loop`, and to `tuned_single` of its precision; and `round_time`, of
+    rounds with SMA to rounds of as many learners without averaging.
+    """
+    windows = {measurement.side: measurement.windows for measurement in measurements}
+    entries = []
+    for side, own in windows.items():
+        bases = [base for base in windows if _is_base(base, side)]
+        entries += [_ratio("throughput", side, base, paired_ratios(own, windows[base])) for base in bases]
+        without = Side(side.side, side.num_learners, "none", side.precision)
+        if side.averaging == "sma" and without in windows:
+            # As many images a round on both sides, so the ratio of times is that of throughputs upside down.
+            entries.append(_ratio("round_time", side, without, paired_ratios(windows[without], own)))
+    return [entry for entry in entries if entry["n"]]
+
+
+def _is_base(base: Side, side: Side) -> bool:
+    if base.side == "tuned_single":
+        return side.side in EXECUTOR_SIDES and base.precision == side.precision
+    return base.side == "default_loop" and side.side != "default_loop"
+
+
+def _ratio(kind: str, side: Side, base: Side, values: Sequence[float]) -> dict[str, Any]:
+    """Of `side` to `base`; `values` are the ratios within repetitions."""
+    return {
+        "kind": kind,
+        **asdict(side),
+        "to": asdict(base),
+        "ratio": round(median(values), 4) if values else None,
+        "minimum": round(min(values), 4) if values else None,
+        "maximum": round(max(values), 4) if values else None,
+        "n": len(values),
+    }
+
+
+def plan_sides(
+    names: Sequence[str],
+    num_learners: Sequence[int],
+    precisions: Sequence[PrecisionName],
+    *,
+    serial_learners: Sequence[int],
+) -> list[Side]:
+    """Every side to measure. `default_loop` is float32 alone; an executor runs with and without averaging."""
+    sides = [Side("default_loop", 1, "none", "fp32")] if "default_loop" in names else []
+    for precision in precisions:
+        if "tuned_single" in names:
+            sides.append(Side("tuned_single", 1, "none", precision))
+        for name in EXECUTOR_SIDES:
+            counts = serial_learners if name == "serial" else num_learners
+            if name in names:
+                sides += [Side(name, k, rule, precision) for k in counts for rule in ("sma", "none")]
+    return sides
+
+
+ALL_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES)

@@ -1,0 +1,176 @@
+"""`tuned_single`: one model, as fast as a good engineer gets it without a compiler.
+
+Channels last, the data resident and augmented as for `Trainer.fit`, gradients set to None, no `.item()` in the loop,
+freed memory kept by the allocator. The rest is found by measuring: how many intra-op threads, torch's foreach or fused
+SGD, and where bfloat16 is fast which of its two usual forms, autocast or bfloat16 weights with float32 masters and
+float32 BatchNorm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.data.feed import Feed, make_feed
+from crossbow_py.engine.executors.threads import keep_freed_memory
+from crossbow_py.engine.precision import cast_module, choose_precision
+from experiments.common.machine import usable_cores
+from experiments.throughput.gate import Gate
+from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Workload
+
+_TUNING_ROUNDS, _TUNING_S, _WARM_STEPS = 3, 0.4, 3
+_ALL_COUNTS_UP_TO = 8
+_SEED = 0
+
+Step = Callable[[], None]
+
+
+class Form(NamedTuple):
+    """What a step is made of. `arithmetic` is fp32, autocast or bf16 weights; `sgd` is foreach or fused."""
+
+    arithmetic: str
+    sgd: str
+
+
+def forms(precision: str) -> list[Form]:
+    """All that are tried for fp32 or bf16."""
+    arithmetics = ("fp32",) if precision == "fp32" else ("autocast", "bf16 weights")
+    return [Form(*parts) for parts in itertools.product(arithmetics, ("foreach", "fused"))]
+
+
+def tuned_single(precision: str, workload: Workload, gate: Gate) -> None:
+    """Find the fastest form and thread count, then train with them for ever."""
+    keep_freed_memory()
+    torch.backends.cudnn.benchmark = True
+    steps = {form: make_step(form, workload) for form in forms(precision)}
+    counts = thread_counts(usable_cores()) if workload.device == "cpu" else [torch.get_num_threads()]
+    form, threads = fastest(steps, counts)
+    torch.set_num_threads(threads)
+    step = steps[form]
+    del steps
+    gate.ready(threads, " ".join(form))
+    while True:
+        step()
+        gate.tick(workload.batch_size)
+
+
+def thread_counts(cores: int) -> list[int]:
+    """Intra-op thread counts worth a try: every one of the first few, then powers of two, and all cores."""
+    powers = (2**exponent for exponent in range(4, cores.bit_length()))
+    return sorted({*range(1, min(cores, _ALL_COUNTS_UP_TO) + 1), *(power for power in powers if power <= cores), cores})
+
+
+def fastest(steps: dict[Form, Step], counts: list[int]) -> tuple[Form, int]:
+    """The (form, threads) with the highest rate in any of a few interleaved short windows.
+
+    The best window counts and not the median, because load from elsewhere only ever makes one slower.
+    """
+    rates = dict.fromkeys(itertools.product(steps, counts), 0.0)
+    for _ in range(_TUNING_ROUNDS):
+        for form, threads in rates:
+            torch.set_num_threads(threads)
+            rates[form, threads] = max(rates[form, threads], _steps_per_s(steps[form]))
+    return max(rates, key=lambda choice: rates[choice])
+
+
+def _steps_per_s(step: Step) -> float:
+    for _ in range(_WARM_STEPS):
+        step()
+    _synchronize()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < _TUNING_S:
+        step()
+        count += 1
+    _synchronize()
+    return count / (time.perf_counter() - start)
+
+
+def make_step(form: Form, workload: Workload) -> Step:
+    """One training step of a fresh model."""
+    device = torch.device(workload.device)
+    model = workload.make_model().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    feed = make_feed(
+        workload.tensors(), workload.batch_size, _SEED, device, workload.augmentation, workload.mean, workload.std,
+        channels_last=True, dtype=torch.float32 if form.arithmetic == "fp32" else torch.bfloat16,
+    )  # fmt: skip
+    make_update = _mixed_update if form.arithmetic == "bf16 weights" else _plain_update
+    update = make_update(model, form.sgd)
+    batches = _Batches(feed)
+
+    def step() -> None:
+        inputs, labels = batches.next()
+        with torch.autocast(device.type, torch.bfloat16, enabled=form.arithmetic == "autocast"):
+            output = model(inputs)
+        nn.functional.cross_entropy(output.float(), labels).backward()  # type: ignore[no-untyped-call]
+        update()
+
+    return step
+
+
+class _Batches:
+    """The feed's batches one after another, epoch after epoch."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed, self._start = feed, 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        batch = self._feed.batch(self._start)
+        self._start += self._feed.batch_size
+        return batch.inputs, batch.targets
+
+
+def _plain_update(model: nn.Module, sgd: str) -> Callable[[], None]:
+    optimizer = _optimizer(list(model.parameters()), sgd)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def _mixed_update(model: nn.Module, sgd: str) -> Callable[[], None]:
+    """Casts the model to bfloat16 (BatchNorm stays) and steps float32 masters, which are copied back."""
+    parameters: list[Tensor] = list(model.parameters())
+    masters = [parameter.detach().clone() for parameter in parameters]
+    gradients = [torch.zeros_like(master) for master in masters]
+    cast_module(model, choose_precision("bf16", masters[0].device))
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
+    optimizer = _optimizer(masters, sgd)
+
+    @torch.no_grad()
+    def update() -> None:
+        torch._foreach_copy_(gradients, [_gradient(parameter) for parameter in parameters])
+        optimizer.step()
+        torch._foreach_copy_(parameters, masters)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return update
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter takes part in the loss"
+    return parameter.grad
+
+
+def _optimizer(parameters: list[Tensor], sgd: str) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        parameters,
+        LEARNING_RATE,
+        momentum=MOMENTUM,
+        weight_decay=WEIGHT_DECAY,
+        foreach=sgd == "foreach",
+        fused=sgd == "fused",
+    )
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,104 @@
+"""From windows to rows, ratios and tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.throughput import comparison, report
+from experiments.throughput.comparison import ATTEMPTS, measure, paired_ratios, plan_sides, ratios, to_row
+from experiments.throughput.gate import Window
+from experiments.throughput.sides import Side
+from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT, measurement, throughput_result
+
+
+def test_measure_gives_every_side_one_window_a_repetition_in_changing_order() -> None:
+    asked: list[Side] = []
+
+    def take(side: Side) -> Window:
+        asked.append(side)
+        return Window(10, 2.0, 0.0)
+
+    measurements = [measurement(side) for side in (DEFAULT, TUNED, WITH, WITHOUT)]
+    measure(measurements, take, 6, 0.15, before_retry=pytest.fail)
+    rounds = [asked[start : start + 4] for start in range(0, 24, 4)]
+    assert all(set(turn) == {DEFAULT, TUNED, WITH, WITHOUT} for turn in rounds)
+    assert len({tuple(turn) for turn in rounds}) > 1
+    assert [entry.windows for entry in measurements] == [[5.0] * 6] * 4
+
+
+def test_measure_drops_windows_under_foreign_load_and_tries_again() -> None:
+    shares = iter([0.2, 0.1, None, *[0.5] * ATTEMPTS, 0.15])
+    waits: list[None] = []
+    entry = measurement(WITH)
+    measure([entry], lambda _: Window(10, 1.0, next(shares)), 4, 0.15, lambda: waits.append(None))
+    assert entry.windows == [10.0, 10.0, None, 10.0]
+    assert (entry.dropped, len(entry.kept), len(waits)) == (1 + ATTEMPTS, 3, 1 + ATTEMPTS - 1)
+
+
+def test_row_has_the_median_of_clean_windows_and_the_fields_of_the_file() -> None:
+    row = to_row(measurement(WITH, 100.0, None, 300.0, 110.0), "lenet", 16)
+    assert row["images_per_s"] == 110.0
+    assert row["n"] == 3
+    assert row["images_per_s_windows"] == [100.0, None, 300.0, 110.0]
+    assert {"model", "batch_size", "side", "num_learners", "averaging", "precision", "images_per_s", "n"} <= set(row)
+
+
+def test_row_without_a_clean_window_has_no_number() -> None:
+    row = to_row(measurement(WITH, None, None), "lenet", 16)
+    assert (row["images_per_s"], row["n"]) == (None, 0)
+
+
+def test_paired_ratios_leave_out_repetitions_in_which_one_side_has_none() -> None:
+    assert paired_ratios([2.0, None, 9.0, 8.0], [1.0, 5.0, None, 2.0]) == [2.0, 4.0]
+
+
+def test_ratios_are_medians_within_repetitions() -> None:
+    measurements = [
+        measurement(DEFAULT, 10.0, 20.0, 10.0),
+        measurement(TUNED, 20.0, 40.0, 40.0),
+        measurement(WITH, 40.0, 60.0, 80.0),
+        measurement(WITHOUT, 44.0, 60.0, 84.0),
+    ]
+    found = {(e["kind"], e["side"], e["averaging"], e["to"]["side"]): e["ratio"] for e in ratios(measurements)}
+    assert found == {
+        ("throughput", "tuned_single", "none", "default_loop"): 2.0,  # 2, 2, 4
+        ("throughput", "threads", "sma", "default_loop"): 4.0,  # 4, 3, 8
+        ("throughput", "threads", "sma", "tuned_single"): 2.0,  # 2, 1.5, 2
+        ("throughput", "threads", "none", "default_loop"): 4.4,  # 4.4, 3, 8.4
+        ("throughput", "threads", "none", "tuned_single"): 2.1,  # 2.2, 1.5, 2.1
+        ("round_time", "threads", "sma", "threads"): 1.05,  # 1.1, 1, 1.05
+    }
+
+
+def test_ratios_to_tuned_single_are_at_equal_precision() -> None:
+    tuned_bf16, ours_bf16 = Side("tuned_single", 1, "none", "bf16"), Side("threads", 2, "sma", "bf16")
+    found = ratios([measurement(side, 1.0) for side in (TUNED, tuned_bf16, WITH, ours_bf16)])
+    assert [(entry["precision"], entry["to"]["precision"]) for entry in found] == [("fp32", "fp32"), ("bf16", "bf16")]
+
+
+def test_plan_sides_with_two_precisions_has_one_default_loop() -> None:
+    planned = plan_sides(comparison.ALL_SIDES, [1, 2], ["bf16", "fp32"], serial_learners=[1])
+    assert planned[0] == DEFAULT
+    assert [side.side for side in planned].count("default_loop") == 1
+    for_one_precision = [side for side in planned if side.precision == "bf16"]
+    assert [(side.side, side.num_learners, side.averaging) for side in for_one_precision] == [
+        ("tuned_single", 1, "none"),
+        ("serial", 1, "sma"),
+        ("serial", 1, "none"),
+        ("threads", 1, "sma"),
+        ("threads", 1, "none"),
+        ("threads", 2, "sma"),
+        ("threads", 2, "none"),
+    ]
+
+
+def test_throughput_text_has_ratios_choices_and_what_is_missing() -> None:
+    text = report.result_text(throughput_result())
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert ["threads", "2", "sma", "fp32", "1", "38", "3.80", "1.90", "1", "0"] in lines
+    assert ["tuned_single", "1", "–", "fp32", "2", "20", "2.00", "1", "1", "0"] in lines
+    assert ["serial", "1", "sma", "fp32", "1", "–", "–", "–", "0", "0"] in lines
+    assert ["threads", "2", "fp32", "1.026", "1.026", "1.026", "1"] in lines
+    assert "tuned_single fp32 chose fp32 fused, threads: 2." in text
+    assert "serial K=1 with SMA fp32: no window was clean" in text
+    assert "more than 15 % of the cores were dropped" in text

@@ -1,0 +1,168 @@
+"""The sides do the work they are timed for, and count it right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.trainer import Trainer
+from experiments.common.results import EXPERIMENTS
+from experiments.throughput import run, sides, tuned, workloads
+from experiments.throughput.gate import FinishedError, Ready
+from experiments.throughput.sides import Side
+from experiments.throughput.tuned import Form
+from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Workload
+from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT
+
+BATCH = 8
+
+
+@pytest.fixture
+def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workload]:
+    """LeNet on a few synthetic images; torch's global settings, which sides change in their own process, are kept."""
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
+    monkeypatch.setattr(tuned, "_TUNING_S", 0.0)
+    for module in (sides, tuned):
+        monkeypatch.setattr(module, "usable_cores", lambda: 1)
+    monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield workloads.prepare("lenet", BATCH, "cpu", tmp_path)
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def quick(workload: Workload) -> Workload:
+    return replace(workload, model="mlp")
+
+
+class CountingGate:
+    """Ends the loop after a number of images."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.images, self.prepared = limit, 0, Ready(0, "")
+
+    def ready(self, threads: int, detail: str = "") -> None:
+        self.prepared = Ready(threads, detail)
+
+    def tick(self, images: int) -> None:
+        self.images += images
+        if self.images >= self.limit:
+            raise FinishedError
+
+
+@pytest.mark.parametrize("side", [DEFAULT, TUNED, Side("tuned_single", 1, "none", "bf16")])
+def test_single_side_ticks_once_a_batch(side: Side, workload: Workload) -> None:
+    gate = CountingGate(10 * BATCH)
+    with pytest.raises(FinishedError):
+        sides.run_side(side, quick(workload), gate)  # type: ignore[arg-type]
+    assert gate.images == 10 * BATCH
+    assert gate.prepared.threads >= 1
+
+
+@pytest.mark.parametrize("side", [Side("serial", 1, "sma", "fp32"), WITH, WITHOUT])
+def test_executor_side_counts_the_batches_of_all_learners(
+    side: Side, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Trainer] = []
+
+    class Recorded(Trainer):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            built.append(self)
+
+    monkeypatch.setattr(sides, "Trainer", Recorded)
+    gate = CountingGate(20 * BATCH)
+    with pytest.raises(FinishedError):
+        sides.run_side(side, quick(workload), gate)  # type: ignore[arg-type]
+    assert gate.images == built[0].state.round_index * BATCH * side.num_learners
+    assert gate.prepared.threads == 1
+
+
+@pytest.mark.parametrize(("sgd", "arithmetic", "tolerance"), [
+    ("foreach", "fp32", 1e-5), ("fused", "fp32", 1e-5), ("fused", "autocast", 0.3), ("foreach", "bf16 weights", 0.3),
+])  # fmt: skip
+def test_tuned_step_moves_weights_as_a_plain_sgd_loop_does(
+    sgd: str, arithmetic: str, tolerance: float, workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    start, trained, reference = (workload.make_model() for _ in range(3))
+    for model in (trained, reference):
+        model.load_state_dict(start.state_dict())
+    monkeypatch.setattr(Workload, "make_model", lambda _: trained)
+    step = tuned.make_step(Form(arithmetic, sgd), workload)
+    feed = tuned.make_feed(workload.tensors(), BATCH, 0, "cpu", Augmentation(), workload.mean, workload.std)
+    optimizer = torch.optim.SGD(reference.parameters(), LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    for number in range(5):
+        step()
+        optimizer.zero_grad()
+        batch = feed.batch(number * BATCH)
+        nn.functional.cross_entropy(reference(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    expected, got = (_moved(model, start) for model in (reference, trained))
+    assert torch.linalg.vector_norm(got - expected) < tolerance * torch.linalg.vector_norm(expected)
+
+
+def _moved(model: nn.Module, start: nn.Module) -> torch.Tensor:
+    pairs = zip(model.parameters(), start.parameters(), strict=True)
+    return torch.cat([(after.float() - before).flatten() for after, before in pairs]).detach()
+
+
+@pytest.mark.parametrize(
+    ("cores", "counts"), [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 5, 6, 7, 8, 12]), (64, [*range(1, 9), 16, 32, 64])]
+)
+def test_thread_counts_cover_few_cores_all_and_many_by_doubling(cores: int, counts: list[int]) -> None:
+    assert tuned.thread_counts(cores) == counts
+
+
+def test_fastest_takes_the_choice_with_the_best_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = Form("fp32", "foreach"), Form("fp32", "fused")
+    rates = iter([5.0, 6.0, 7.0, 1.0, 5.0, 6.0, 7.0, 9.0, 5.0, 6.0, 7.0, 1.0])
+    monkeypatch.setattr(tuned, "_steps_per_s", lambda _: next(rates))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert tuned.fastest({slow: print, fast: print}, [1, 2]) == (fast, 2)
+
+
+def test_workload_without_the_data_set_is_synthetic_of_its_shape(workload: Workload) -> None:
+    images, labels = workload.tensors()
+    assert (workload.data, tuple(images.shape), images.dtype) == ("synthetic", (64, 1, 28, 28), torch.uint8)
+    assert len(labels) == 64
+
+
+def test_throughput_command_line_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--num-learners", "0"], ["--seconds", "-1"], ["--model", "nothing"]):
+        with pytest.raises(SystemExit) as ended:
+            run.main(arguments)
+        assert ended.value.code == 2
+        assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_throughput_run_from_the_command_line_writes_rows_and_ratios(tmp_path: Path) -> None:
+    written = tmp_path / "result.json"
+    script = str(EXPERIMENTS / "throughput" / "run.py")
+    options = ["--model", "mlp", "--num-learners", "2", "--sides", "default_loop", "threads", "--precision", "fp32",
+               "--seconds", "0.2", "--repetitions", "2", "--max-foreign-share", "2", "--device", "cpu"]  # fmt: skip
+    environment = {"PATH": "/usr/bin:/bin", "CROSSBOW_DATA_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, script, *options, "--json", str(written)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(written.read_text())
+    assert [(row["side"], row["num_learners"], row["averaging"], row["n"]) for row in result["rows"]] == [
+        ("default_loop", 1, "none", 2), ("threads", 2, "sma", 2), ("threads", 2, "none", 2),
+    ]  # fmt: skip
+    assert all(row["images_per_s"] > 0 for row in result["rows"])
+    assert {entry["kind"] for entry in result["ratios"]} == {"throughput", "round_time"}
+    assert "round with SMA ÷ without" in done.stdout
