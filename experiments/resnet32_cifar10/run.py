@@ -1,6 +1,6 @@
 """Trains ResNet-32 on CIFAR-10 by the command line's experiment, one run a seed, and writes results/NAME.json.
 
-    python experiments/resnet32_cifar10/run.py [--name NAME] [--seeds 0,1,...] [key=value ...]
+    python experiments/resnet32_cifar10/run.py [--experiment NAME] [--name NAME] [--seeds 0,1,...] [key=value ...]
 
 Keys are those of `python -m crossbow_py.train`. A run that was stopped (Ctrl-C, SIGTERM, kill -9) goes on where its
 newest checkpoint stands when the same command is given again; the results file is written when all runs are over.
@@ -30,16 +30,16 @@ _LEFT_OUT = ("output_dir", "model_path", "resumed_from", "images_per_s", "wall_t
 def main(argv: Sequence[str] | None = None) -> int:
     """Train (or go on training) every seed, then write the result; returns the exit code of the first that failed."""
     options = _parser().parse_args(argv)
-    facts, runs = machine(), []
+    facts, runs, name = machine(), [], options.name or options.experiment
     for seed in options.seeds:
-        folder = options.runs / EXPERIMENT / options.name / f"seed-{seed}"
-        fixed = ["+experiment=resnet32", f"seed={seed}", f"output_dir='{folder}'", "resume=auto"]
+        folder = options.runs / EXPERIMENT / name / f"seed-{seed}"
+        fixed = [f"+experiment={options.experiment}", f"seed={seed}", f"output_dir='{folder}'", "resume=auto"]
         code = train([*fixed, *options.overrides])
         if code:
             print(f"seed {seed} is not done; give the same command again to go on from its newest checkpoint.")
             return code
         runs.append(collect(folder))
-    path = options.results / f"{options.name}.json"
+    path = options.results / f"{name}.json"
     write_result(path, {"machine": facts, "n": len(runs), "runs": runs})
     print(f"written to {path}")
     return 0
@@ -70,7 +70,8 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--name", default="resnet32", help="name of the results file (default %(default)s)")
+    add("--experiment", default="resnet32_short", help="of the command line (default %(default)s)")
+    add("--name", help="name of the results file (default: the experiment's)")
     add("--seeds", type=_seeds, default=(0,), metavar="0,1,...", help="one run each (default 0)")
     add("--runs", type=Path, default=ROOT / "runs", help="where run folders lie (default runs/ in the checkout)")
     add("--results", type=Path, default=results_folder(EXPERIMENT), help="default: results/ beside this script")
