@@ -83,13 +83,18 @@ def config_dir() -> Path:
 
 
 def group_options(group: str) -> dict[str, str]:
-    """Option names of a config group, each with the first comment line of its file."""
-    return {path.stem: _first_comment(path) for path in sorted((config_dir() / group).glob("*.yaml"))}
+    """Option names of a config group, each with the first comment line of its file.
+
+    What is registered without a file of its own is an option too, with its default settings.
+    """
+    files = {path.stem: _first_comment(path) for path in (config_dir() / group).glob("*.yaml")}
+    return dict(sorted({**dict.fromkeys(REGISTRIES.get(group, {}), ""), **files}.items()))
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """The plain values in an option's file."""
-    return read_yaml(config_dir() / group / f"{option}.yaml")
+    """The plain values in an option's file, or those of an option without one."""
+    path = config_dir() / group / f"{option}.yaml"
+    return read_yaml(path) if path.exists() else {"name": option}
 
 
 def compose(overrides: Sequence[str]) -> TrainConfig:
@@ -98,7 +103,7 @@ def compose(overrides: Sequence[str]) -> TrainConfig:
     for override in parsed:
         _check_override(override)
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
-    return config_from_mapping(_compose_plain([_settled(override) for override in parsed]))
+    return config_from_mapping(_compose_plain([text for override in parsed for text in _settled(override)]))
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
@@ -187,12 +192,16 @@ def _check_override(override: Override) -> None:
         raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
 
 
-def _settled(override: Override) -> str:
+def _settled(override: Override) -> list[str]:
     """A value is set whether or not the option file spells its key out: the dataclasses judge the key, not the file."""
-    text = str(override.input_line)
-    if override.is_delete() or _is_group(override.key_or_group):
-        return text
-    return "++" + text.lstrip("+")
+    text, key = str(override.input_line), override.key_or_group
+    if override.is_delete():
+        return [text]
+    if not _is_group(key):
+        return ["++" + text.lstrip("+")]
+    if (config_dir() / key / f"{override.value()}.yaml").exists():
+        return [text]
+    return [f"~{key}", f"++{key}.name={override.value()}"]
 
 
 def _compose_plain(overrides: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feed import make_feed
 from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.layout import Order
 from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import FP64, Precision
 from crossbow_py.engine.replicas import ReplicaBank
@@ -61,9 +62,12 @@ def make_tasks(
     batch_size: int = 4,
     precision: Precision = FP64,
     seed: int = 0,
+    order: Order | None = None,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU."""
-    bank = ReplicaBank(make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE)
+    bank = ReplicaBank(
+        make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order
+    )
     feed = make_feed(data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute)
     return RoundTasks(
         bank,

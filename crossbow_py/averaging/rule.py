@@ -44,13 +44,17 @@ class AveragingRule(ABC):
         """Coefficients for this round, or None when nothing is averaged in it."""
 
     def corrections(self, out: list[Tensor], weights: list[Tensor], z: list[Tensor], coefficients: LinearRound) -> None:
-        """Write c_j = correction · (w_j − z) of one learner into `out`; all are flat views, one a parameter."""
+        """Write c_j = correction · (w_j − z) of one learner into `out`; all are lists of vectors, side by side."""
         torch._foreach_copy_(out, weights)
         torch._foreach_sub_(out, z)
         torch._foreach_mul_(out, coefficients.correction)
 
-    def average(self, z: Tensor, z_prev: Tensor, total: Tensor, coefficients: LinearRound) -> None:
-        """Move z by the all-reduced sum of corrections `total` [P], in place; afterwards z_prev is the old z."""
-        step = (z - z_prev).mul_(coefficients.momentum).add_(total)
-        z_prev.copy_(z)
-        z.add_(step)
+    def average(
+        self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], coefficients: LinearRound
+    ) -> None:
+        """Move z by the all-reduced sum of corrections `total`, in place; afterwards z_prev is the old z."""
+        step = list(torch._foreach_sub(z, z_prev))
+        torch._foreach_mul_(step, coefficients.momentum)
+        torch._foreach_add_(step, total)
+        torch._foreach_copy_(z_prev, z)
+        torch._foreach_add_(z, step)

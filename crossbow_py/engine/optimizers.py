@@ -105,8 +105,9 @@ class SGD(Optimizer):
     ) -> None:
         """See the class equation; `state["momentum"]` is u."""
         momentum, decay = for_learner(self.momentum, learner), for_learner(self.weight_decay, learner)
-        if decay:
-            torch._foreach_add_(self._decayed(gradients, num_decayed), self._decayed(weights, num_decayed), alpha=decay)
+        decayed = self._decayed(weights, num_decayed)
+        if decay and decayed:
+            torch._foreach_add_(self._decayed(gradients, num_decayed), decayed, alpha=decay)
         if momentum:
             velocity = state["momentum"]
             torch._foreach_mul_(velocity, momentum)
@@ -151,8 +152,9 @@ class AdamW(Optimizer):
         """See the class equation; `state` holds a and v."""
         beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
         decay = for_learner(self.weight_decay, learner)
-        if decay:
-            torch._foreach_mul_(self._decayed(weights, num_decayed), 1 - learning_rate * decay)
+        decayed = self._decayed(weights, num_decayed)
+        if decay and decayed:
+            torch._foreach_mul_(decayed, 1 - learning_rate * decay)
         first, second = state["exp_avg"], state["exp_avg_sq"]
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)

@@ -9,14 +9,28 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.dropout import replace_dropout
-from crossbow_py.engine.layout import Rows, buffer_layout, parameter_layout
+from crossbow_py.engine.layout import Order, Rows, buffer_layout, parameter_layout
 from crossbow_py.engine.precision import Precision, full_precision_parameters
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Vectors of one learner that are updated together, list beside list; `num_decayed` of them take weight decay."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    corrections: list[Tensor]
+    state: dict[str, list[Tensor]]
+    z: list[Tensor]
+    shadow: list[Tensor]
+    num_decayed: int
 
 
 class ReplicaBank:
@@ -29,6 +43,7 @@ class ReplicaBank:
         state_names: optimizer state rows to keep (`Optimizer.STATE`).
         capacity: rows allocated, at least K (default K).
         channels_last: store 4-D weights channels-last.
+        order: of the rows in memory, see `engine.layout`; default `rows` on CPU and `blocks` elsewhere.
 
     Attributes:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
@@ -46,16 +61,17 @@ class ReplicaBank:
         state_names: tuple[str, ...],
         capacity: int | None = None,
         channels_last: bool = True,
+        order: Order | None = None,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self.template = template
         self.layout = parameter_layout(self.template, channels_last)
         self.buffer_layout = buffer_layout(self.template)
-        self.num_decayed = self.layout.count("decayed")
+        self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         self.num_trained = self.layout.count("decayed", "undecayed")
         self.num_learners = num_learners
-        self._allocate(max(capacity or num_learners, num_learners))
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3))
+        self._allocate(max(capacity or num_learners, num_learners))
         self.z.load(0, dict(self.template.named_parameters()))
         self.z_prev.copy_row(0, self.z)
         for learner in range(num_learners):
@@ -63,7 +79,7 @@ class ReplicaBank:
             self.buffers.load(learner, dict(self.template.named_buffers()))
 
     def _rows(self, rows: int) -> Rows:
-        return Rows(self.layout, rows, self.precision.master, self.device)
+        return Rows(self.layout, rows, self.precision.master, self.device, self.order)
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
@@ -72,7 +88,7 @@ class ReplicaBank:
         self.buffers = Rows(self.buffer_layout, capacity, self.precision.master, self.device)
         self.shadow = self.weights
         if self.precision.has_shadow:
-            self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device)
+            self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
         self.step_counts = [0] * capacity
         self.generators = [torch.Generator(self.device) for _ in range(capacity)]
         self._modules = [self._bind(learner) for learner in range(capacity)]
@@ -81,6 +97,21 @@ class ReplicaBank:
         self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
         self._gradient_views = [
             list(self.gradients.shaped(learner).values())[: self.num_trained] for learner in range(capacity)
+        ]
+        self._tiles = [self._cut(learner) for learner in range(capacity)]
+
+    def _cut(self, learner: int) -> list[Tile]:
+        return [
+            Tile(
+                weights=self.weights.tiles(learner)[index],
+                gradients=self.gradients.tiles(learner)[index],
+                corrections=self.corrections.tiles(learner)[index],
+                state={name: rows.tiles(learner)[index] for name, rows in self.state.items()},
+                z=self.z.tiles()[index],
+                shadow=self.shadow.tiles(learner)[index],
+                num_decayed=self.weights.num_decayed(index),
+            )
+            for index in range(len(self.weights.tiles(learner)))
         ]
 
     def _bind(self, learner: int) -> nn.Module:
@@ -117,9 +148,9 @@ class ReplicaBank:
             if gradient is None:
                 view.zero_()
 
-    def trained(self, rows: Rows, row: int = 0) -> list[Tensor]:
-        """Flat views of the trained (decayed and undecayed) blocks of a row."""
-        return rows.flat(row)[: self.num_trained]
+    def tiles(self, learner: int) -> list[Tile]:
+        """The trained part of a learner's row, cut so that a tile stays in cache while it is updated."""
+        return self._tiles[learner]
 
     def refresh_shadow(self, learner: int) -> None:
         """Write the compute-precision copy of a row after its weights moved. Nothing to do in one precision."""
@@ -220,14 +251,20 @@ class ReplicaBank:
         """Root mean square over learners of |w_j − z| / |z|, trained blocks alone; None with one learner."""
         if self.num_learners == 1:
             return None
-        z = self.trained(self.z)
-        rows = (self.trained(self.weights, learner) for learner in range(self.num_learners))
-        distances = [_norm(torch._foreach_sub(row, z)) for row in rows]
+        z = self.z.tiles()
+        rows = (self.weights.tiles(learner) for learner in range(self.num_learners))
+        distances = [
+            _norm([torch._foreach_sub(ours, center) for ours, center in zip(row, z, strict=True)]) for row in rows
+        ]
         return math.sqrt(sum(distance**2 for distance in distances) / self.num_learners) / _norm(z)
 
     def correction_norm(self) -> float | None:
         """|Σ_j c_j| of the last round that averaged; None with one learner."""
-        return None if self.num_learners == 1 else _norm(self.trained(self.total))
+        return None if self.num_learners == 1 else _norm(self.total.tiles())
+
+    def gradient_norm(self, learner: int) -> float:
+        """Of the learner's whole gradient. A host–device synchronisation on CUDA."""
+        return _norm(self.gradients.tiles(learner))
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""
@@ -276,9 +313,10 @@ class ReplicaBank:
             self.refresh_shadow(row)
 
 
-def _norm(views: Sequence[Tensor]) -> float:
-    """Of all values together, summed in float64."""
-    return float(torch.stack(torch._foreach_norm(list(views))).double().square().sum().sqrt())
+def _norm(tiles: Sequence[Sequence[Tensor]]) -> float:
+    """Of all values together, summed in float64 over vectors."""
+    norms = torch._foreach_norm([vector for tile in tiles for vector in tile])
+    return float(torch.stack(norms).double().square().sum().sqrt())
 
 
 def _clone(values: Mapping[str, Tensor]) -> dict[str, Tensor]:

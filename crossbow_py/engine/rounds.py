@@ -18,7 +18,7 @@ from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.replicas import ReplicaBank, Tile
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -108,50 +108,47 @@ class RoundTasks:
         The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum.
         """
         bank, plan = self.bank, outcome.plan
-        gradients = bank.trained(bank.gradients, learner)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).item()  # synchronises on CUDA
+        norm = bank.gradient_norm(learner)
         outcome.finite[learner] = math.isfinite(norm) and math.isfinite(outcome.losses[learner])
         if not outcome.finite[learner]:
             bank.corrections.zero_row(learner)
             return
-        self._clip(gradients, norm)
-        weights = bank.trained(bank.weights, learner)
-        corrections = bank.trained(bank.corrections, learner)
-        if plan.averaging:
-            self.rule.corrections(corrections, weights, bank.trained(bank.z), plan.averaging)
-        self._step(learner, weights, gradients, plan.learning_rates[learner])
-        if plan.averaging:
-            torch._foreach_sub_(weights, corrections)
-        bank.refresh_shadow(learner)
-
-    def _clip(self, gradients: list[Tensor], norm: float) -> None:
         limit = self.optimizer.clip_norm
-        if limit is not None and norm > limit:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
-
-    def _step(self, learner: int, weights: list[Tensor], gradients: list[Tensor], learning_rate: float) -> None:
-        bank = self.bank
+        scale = limit / (norm + 1e-6) if limit is not None and norm > limit else None  # as clip_grad_norm_ in torch
         bank.step_counts[learner] += 1
+        for tile in bank.tiles(learner):
+            if scale is not None:
+                torch._foreach_mul_(tile.gradients, scale)
+            self._update(learner, tile, plan)
+
+    def _update(self, learner: int, tile: Tile, plan: Round) -> None:
+        if plan.averaging:
+            self.rule.corrections(tile.corrections, tile.weights, tile.z, plan.averaging)
         self.optimizer.step(
             learner,
-            weights,
-            gradients,
-            {name: bank.trained(rows, learner) for name, rows in bank.state.items()},
-            num_decayed=bank.num_decayed,
-            learning_rate=learning_rate,
-            step_count=bank.step_counts[learner],
+            tile.weights,
+            tile.gradients,
+            tile.state,
+            num_decayed=tile.num_decayed,
+            learning_rate=plan.learning_rates[learner],
+            step_count=self.bank.step_counts[learner],
         )
+        if plan.averaging:
+            torch._foreach_sub_(tile.weights, tile.corrections)
+        if self.bank.precision.has_shadow:
+            torch._foreach_copy_(tile.shadow, tile.weights)
 
     def average(self, outcome: RoundOutcome) -> None:
         """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""
-        bank, plan = self.bank, outcome.plan
-        total = bank.trained(bank.total)
-        torch._foreach_copy_(total, bank.trained(bank.corrections, 0))
-        for learner in range(1, bank.num_learners):
-            torch._foreach_add_(total, bank.trained(bank.corrections, learner))
+        bank, coefficients = self.bank, outcome.plan.averaging
+        assert coefficients is not None, "an averaging task needs the round's coefficients"
+        for index, total in enumerate(bank.total.tiles()):
+            torch._foreach_copy_(total, bank.corrections.tiles(0)[index])
+            for learner in range(1, bank.num_learners):
+                torch._foreach_add_(total, bank.corrections.tiles(learner)[index])
         self.collective.all_reduce_sum(bank.total.storage)
-        assert plan.averaging is not None, "an averaging task needs the round's coefficients"
-        self.rule.average(bank.z.storage, bank.z_prev.storage, bank.total.storage, plan.averaging)
+        for z, z_prev, total in zip(bank.z.tiles(), bank.z_prev.tiles(), bank.total.tiles(), strict=True):
+            self.rule.average(z, z_prev, total, coefficients)
 
 
 def count_correct(output: Tensor, targets: Tensor) -> float | None:

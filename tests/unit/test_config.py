@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from omegaconf import OmegaConf
 
-from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging import RULES, SMA, Independent
 from crossbow_py.config import (
     REGISTRIES,
     TrainConfig,
@@ -25,6 +26,7 @@ from crossbow_py.config import (
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import UserError
 from crossbow_py.models import MLP, LeNet
+from crossbow_py.settings import setting
 
 
 def test_compose_without_overrides_is_the_classes_defaults() -> None:
@@ -173,3 +175,18 @@ def test_expand_sweeps_without_one_is_a_single_job() -> None:
 def test_expand_sweeps_over_what_has_no_list_is_a_user_error(override: str) -> None:
     with pytest.raises(UserError, match="cannot sweep"):
         expand_sweeps([override])
+
+
+def test_rule_in_one_file_is_an_option_of_the_command_line_without_a_yaml_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Halfway(SMA):
+        NAME: ClassVar[str] = "halfway"
+
+        strength: float = setting(0.5, "how far")
+
+    monkeypatch.setitem(RULES, "halfway", Halfway)
+    chosen = compose(["+experiment=resnet32", "averaging=halfway", "averaging.strength=0.25"]).averaging
+    assert (type(chosen), chosen.strength, chosen.correction_rate) == (Halfway, 0.25, None)
+    assert "halfway" in group_options("averaging")
+    with pytest.raises(UserError, match="unknown averaging 'halfwy'; did you mean 'halfway'"):
+        compose(["averaging=halfwy"])

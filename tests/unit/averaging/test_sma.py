@@ -68,7 +68,7 @@ def test_sma_two_learners_one_weight_follows_numbers_worked_by_hand():
         for weight, correction in zip(w, corrections, strict=True):
             rule.corrections([correction], [weight], [z], coefficients)
             weight.sub_(correction)
-        rule.average(z, z_prev, corrections[0] + corrections[1], coefficients)
+        rule.average([z], [z_prev], [corrections[0] + corrections[1]], coefficients)
         assert [float(value) for value in w] == expected_w
         assert float(z) == pytest.approx(expected_z)
 

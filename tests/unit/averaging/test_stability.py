@@ -49,5 +49,5 @@ def final_distance(curvature, alpha, rounds=400):
             )
             weight.sub_(correction)
             total += correction
-        rule.average(z, z_prev, total, coefficients)
+        rule.average([z], [z_prev], [total], coefficients)
     return float(z.abs())

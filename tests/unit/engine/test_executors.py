@@ -38,6 +38,16 @@ def test_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_lear
     assert results["threads"][0] == pytest.approx(results["serial"][0], rel=1e-8)
 
 
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3, nesterov=True), AdamW()])
+def test_order_of_the_bank_in_memory_changes_nothing(optimizer):
+    rows, blocks = (
+        make_tasks(norm_with_dropout, optimizer=optimizer, data=IMAGES, order=order) for order in ("rows", "blocks")
+    )
+    assert run_rounds(rows, "serial", 6) == pytest.approx(run_rounds(blocks, "serial", 6), rel=1e-10)
+    for name, stacked in rows.bank.stacked().items():
+        torch.testing.assert_close(stacked, blocks.bank.stacked()[name], rtol=1e-10, atol=1e-12)
+
+
 def test_threads_after_one_round_in_float32_equal_serial():
     storages = []
     for executor in ("serial", "threads"):

@@ -50,3 +50,34 @@ def test_layout_of_tied_parameters_stores_them_once():
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     assert parameter_layout(model, channels_last=True).names == ("a.weight", "a.bias", "b.bias")
+
+
+def test_rows_in_order_of_learners_keep_a_learner_in_one_piece_and_line_up_across_formats():
+    layout = parameter_layout(norm_model(), channels_last=True)
+    single, half = (Rows(layout, 3, dtype, CPU, "rows") for dtype in (torch.float32, torch.bfloat16))
+    (first,), *_ = single.tiles(1)
+    assert first.data_ptr() == single.flat(1)[0].data_ptr()
+    assert single.flat(2)[0].data_ptr() - single.flat(1)[0].data_ptr() == 4 * single.storage.numel() // 3
+    assert [len(tile[0]) for tile in single.tiles(0)] == [len(tile[0]) for tile in half.tiles(0)]
+    assert all(view.data_ptr() % 128 == 0 for rows in (single, half) for row in range(3) for view in rows.flat(row))
+
+
+def test_tiles_cover_the_trained_blocks_once_and_say_which_are_decayed():
+    model = nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500))  # 150,000 decayed values: three tiles
+    layout = parameter_layout(model, channels_last=True)
+    in_rows, in_blocks = (Rows(layout, 2, torch.float32, CPU, order) for order in ("rows", "blocks"))
+    for rows in (in_rows, in_blocks):
+        for tile in rows.tiles(1):
+            torch._foreach_add_(tile, 1.0)
+        assert all(view.unique().tolist() == [1.0] for view in rows.flat(1))
+        assert not any(view.any() for view in rows.flat(0))
+    assert [in_rows.num_decayed(index) for index in range(len(in_rows.tiles()))] == [1, 1, 1, 0]
+    assert [in_blocks.num_decayed(index) for index in range(len(in_blocks.tiles()))] == [1]
+
+
+def test_tiles_leave_frozen_blocks_out():
+    model = norm_model()
+    rows = Rows(parameter_layout(model, channels_last=True), 1, torch.float32, CPU, "rows")
+    for tile in rows.tiles():
+        torch._foreach_add_(tile, 1.0)
+    assert not rows.shaped()["5.bias"].any()
