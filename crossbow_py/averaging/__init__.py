@@ -1,4 +1,4 @@
-"""Averaging rules by name. A new rule is one file in this folder: a class derived from `AveragingRule`, with a `NAME`."""
+"""Averaging rules by name. A new one is a file in this folder: a class derived from `AveragingRule`, with a `NAME`."""
 
 import importlib
 import pkgutil
