@@ -1,6 +1,6 @@
 # `make train` and `make test` do everything on a machine that has only Python >= 3.11 and make.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all unit lint types imports clean
+.PHONY: help setup train test test-all gpu unit lint types imports clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,6 +36,14 @@ test: setup  ## the whole suite (lint, types and import rules are tests) but for
 
 test-all: setup  ## the whole suite
 	$(BIN)/python -m pytest
+
+gpu: setup  ## check and measure everything on a GPU
+	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")'
+	$(BIN)/python -m pytest -m gpu
+	for model in resnet32 lenet; do \
+	  $(BIN)/python experiments/throughput/run.py --device cuda --model $$model --batch-size 16 --json experiments/throughput/results/cuda_$${model}_b16.json || exit 1; \
+	done
+	$(BIN)/python experiments/tables.py
 
 unit: setup  ## the unit tests alone
 	$(BIN)/python -m pytest tests/unit -m 'not slow'

@@ -1,0 +1,88 @@
+"""What holds on CPU holds on CUDA: the serial executor, the feed, precision and whole runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, Augmentation, CheckpointSettings
+from crossbow_py.averaging import SMA
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.data.feed import make_feed
+from crossbow_py.engine.optimizers import AdamW
+from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.rounds import RoundTasks
+from tests.support import features, norm_model, run_rounds
+from tests.trainers import equal_states, image_model, images, make_trainer
+
+pytestmark = pytest.mark.gpu
+
+IMAGES = features(48, (3, 6, 6))
+
+
+def tasks_on(device, optimizer, precision, num_learners=3):
+    """The same engine on a device; weights, batches and order follow from seeds."""
+    place = torch.device(device)
+    bank = ReplicaBank(
+        norm_model().to(place), num_learners, device=place, precision=precision, state_names=optimizer.STATE
+    )
+    feed = make_feed(IMAGES, 4, 0, place, channels_last=True, dtype=precision.compute)
+    return RoundTasks(
+        bank,
+        optimizer=optimizer,
+        rule=SMA(),
+        feed=feed,
+        loss=nn.functional.cross_entropy,
+        seed=0,
+        collective=Collective(),
+    )
+
+
+def state_after(device, optimizer, precision, rounds):
+    tasks = tasks_on(device, optimizer, precision)
+    run_rounds(tasks, "serial", rounds, learning_rate=0.05)
+    return torch.cat([value.double().flatten().cpu() for value in tasks.bank.z.shaped().values()])
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
+def test_serial_on_cuda_after_twenty_rounds_in_float64_equals_cpu(optimizer):
+    ours, reference = (state_after(device, optimizer, FP64, 20) for device in ("cuda", "cpu"))
+    assert (ours - reference).norm() / reference.norm() <= 1e-8
+
+
+def test_serial_on_cuda_after_one_round_in_float32_equals_cpu():
+    ours, reference = (state_after(device, SGD(), FP32, 1) for device in ("cuda", "cpu"))
+    assert (ours - reference).norm() / reference.norm() <= 1e-5
+
+
+def test_bf16_on_cuda_follows_float32():
+    ours, reference = (state_after("cuda", SGD(momentum=0.0), precision, 3) for precision in (BF16, FP32))
+    assert 0 < (ours - reference).norm() / reference.norm() < 0.01
+
+
+def test_bank_on_cuda_is_in_blocks_and_its_prefix_is_a_grouped_weight_without_a_copy():
+    bank = tasks_on("cuda", SGD(), FP32).bank
+    grouped = bank.stacked()["0.weight"].flatten(0, 1)
+    assert (bank.order, grouped.data_ptr()) == ("blocks", bank.weights.storage.data_ptr())
+    assert grouped.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_run_on_cuda_with_augmentation_learns(precision):
+    trainer = make_trainer(
+        model=image_model, train_data=images(60), test_data=images(60), augmentation=Augmentation(2, flip=True),
+        mean=(0.4,), std=(0.2,), precision=precision, device="cuda", executor="auto",
+    )  # fmt: skip
+    assert trainer.fit(max_epochs=14).test_accuracy > 0.9
+
+
+def test_run_on_cuda_stopped_and_resumed_goes_on_from_the_same_state(tmp_path):
+    options = {
+        "model": image_model, "train_data": images(60), "device": "cuda", "output_dir": tmp_path,
+        "checkpoint": CheckpointSettings(every_epochs=1),
+    }  # fmt: skip
+    stopped = make_trainer(**options).fit(max_samples=32)
+    resumed = make_trainer(**options, resume=tmp_path)
+    assert equal_states(resumed.fit(max_samples=32).model, stopped.model)
