@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: setup  ## train on the built-in digits and say where the results are
 	$(BIN)/python -m crossbow_py.train +experiment=digits
+	@echo "look at the curves of all runs with: $(BIN)/tensorboard --logdir runs"
 
 test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
 	$(BIN)/python -m pytest -m 'not slow'

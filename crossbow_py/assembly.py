@@ -25,6 +25,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, mean_evaluation
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.targets import one_line
 
 MakeModel = Callable[[], nn.Module]
 
@@ -146,14 +147,7 @@ def build_parts(
         _evaluation_feed(what, template, source, data, settings, choices, loss)
         for what, source in (("validation", data.validation), ("test", data.test))
     )
-    bank = ReplicaBank(
-        template,
-        settings.num_learners,
-        device=choices.device,
-        precision=choices.precision,
-        state_names=optimizer.STATE,
-        channels_last=settings.channels_last,
-    )
+    bank = _bank(template, settings, choices, optimizer)
     if not rule.has_central_model:
         # Learners that share every batch and never meet must at least begin apart.
         for learner in range(1, settings.num_learners):
@@ -170,6 +164,23 @@ def build_parts(
     return Parts(
         choices, bank, rule, optimizer, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings
     )
+
+
+def _bank(template: nn.Module, settings: RunSettings, choices: Choices, optimizer: Optimizer) -> ReplicaBank:
+    try:
+        return ReplicaBank(
+            template,
+            settings.num_learners,
+            device=choices.device,
+            precision=choices.precision,
+            state_names=optimizer.STATE,
+            channels_last=settings.channels_last,
+        )
+    except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
+        raise UserError(
+            f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "
+            f"({one_line(error)[:200]}); lower num_learners."
+        ) from error
 
 
 def _train_feed(

@@ -47,6 +47,7 @@ def build_trainer(config: TrainConfig, folder: RunFolder, callbacks: Sequence[Li
             keep=config.keep_checkpoints,
         ),
         callbacks=callbacks,
+        notes=[folder.note] if folder.note else [],
         experiment=config.experiment,
         names={"model": config.model.NAME, "data": source.name},
         max_evaluation_batches=config.max_evaluation_batches,

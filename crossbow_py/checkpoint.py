@@ -122,7 +122,9 @@ def load(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
         version, hashes = int(manifest["format_version"]), dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {folder} has no readable {_MANIFEST} ({error}).") from error
+        raise CheckpointError(
+            f"checkpoint {folder} has no readable {_MANIFEST} ({one_line(error)}); use another one."
+        ) from error
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {folder} has format {version}, and this version reads up to {FORMAT_VERSION}; "
@@ -131,12 +133,12 @@ def load(folder: Path) -> dict[str, Any]:
     try:
         for name, expected in {"rank-0.pt": None, **hashes}.items():
             if _sha256(folder / name) != expected:
-                raise CheckpointError(f"checkpoint {folder} is corrupted: the hash of {name} differs.")
+                raise CheckpointError(f"checkpoint {folder} is corrupted: the hash of {name} differs; use another one.")
         state: dict[str, Any] = torch.load(folder / "rank-0.pt", map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
     except Exception as error:  # torch.load answers bad bytes with many kinds of exception
-        raise CheckpointError(f"checkpoint {folder} cannot be read ({one_line(error)}).") from error
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({one_line(error)}); use another one.") from error
     return state
 
 
@@ -156,9 +158,11 @@ def load_newest(path: Path) -> tuple[dict[str, Any], Path, list[str]]:
         try:
             return load(candidate), candidate, problems
         except CheckpointError as error:
-            problems.append(f"{error} Falling back to the one before.")
-    reasons = " ".join(problem.removesuffix(" Falling back to the one before.") for problem in problems)
-    raise CheckpointError(f"{reasons} No valid checkpoint is left in {path}; start afresh without resume.")
+            problems.append(f"{str(error).partition(';')[0]}; falling back to the one before.")
+    raise CheckpointError(
+        f"none of the {len(candidates)} checkpoints in {path} can be used ({problems[0].partition(';')[0]}); "
+        "start afresh in another output_dir."
+    )
 
 
 def differences(saved: Any, current: Any, path: str = "") -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from crossbow_py.config import TrainConfig, compose, expand_sweeps
 from crossbow_py.errors import NonFiniteError, UserError
 from crossbow_py.help_text import help_text, list_text
+from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.settings import suggestion
 
 EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
@@ -49,9 +50,11 @@ def _dispatch(arguments: list[str], job: Callable[[TrainConfig], int]) -> int:
 
 def _multirun(overrides: list[str], job: Callable[[TrainConfig], int]) -> int:
     """All configurations are composed before the first job starts, so that a mistake in the last one shows at once."""
-    configs = [_in_own_folder(compose(texts), swept) for texts, swept in expand_sweeps(overrides)]
+    now = time_name()
+    configs = [_in_own_folder(compose(texts), swept, now) for texts, swept in expand_sweeps(overrides)]
     worst = 0
-    for config in configs:
+    for number, config in enumerate(configs, start=1):
+        print(f"run {number} of {len(configs)}", flush=True)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
         if code in _STOPPED_FROM_OUTSIDE:
@@ -59,11 +62,12 @@ def _multirun(overrides: list[str], job: Callable[[TrainConfig], int]) -> int:
     return worst
 
 
-def _in_own_folder(config: TrainConfig, swept: str) -> TrainConfig:
-    """Beneath the output_dir asked for, a folder named after the job's swept values; unset, each has its own anyway."""
-    if config.output_dir is None or not swept:
+def _in_own_folder(config: TrainConfig, swept: str, now: str) -> TrainConfig:
+    """Beneath the multirun's folder one named after the job's swept values; `resume=auto` alone finds its own."""
+    if not swept or (config.output_dir is None and config.resume is not None):
         return config
-    return dataclasses.replace(config, output_dir=str(Path(config.output_dir) / swept))
+    parent = Path(config.output_dir) if config.output_dir else RUNS / config.experiment / now
+    return dataclasses.replace(config, output_dir=str(parent / swept))
 
 
 def _guarded(action: Callable[[], int]) -> int:

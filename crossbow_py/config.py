@@ -102,6 +102,10 @@ def compose(overrides: Sequence[str]) -> TrainConfig:
     parsed = [_parse(override) for override in overrides]
     for override in parsed:
         _check_override(override)
+    chosen = [override.key_or_group for override in parsed if _is_group(override.key_or_group)]
+    twice = next((group for group in chosen if chosen.count(group) > 1), None)
+    if twice:
+        raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
     return config_from_mapping(_compose_plain([text for override in parsed for text in _settled(override)]))
 

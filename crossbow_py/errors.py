@@ -20,15 +20,22 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(CrossbowError):
-    """A learner's loss or gradient norm stopped being finite and the policy is to stop."""
+    """A learner's loss or gradient norm stopped being finite, and the run stops for it.
 
-    def __init__(self, learner: int, round_index: int, last_checkpoint: str | None) -> None:
+    Args:
+        learner, round_index: where it was first seen.
+        last_checkpoint: the newest one, from before.
+        everyone: every learner is lost, so that there is none to reseed from.
+    """
+
+    def __init__(self, learner: int, round_index: int, last_checkpoint: str | None, everyone: bool = False) -> None:
         self.learner, self.round_index, self.last_checkpoint = learner, round_index, last_checkpoint
         good = f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
+        lost = ", and with it every learner" if everyone else ""
+        resume = "Resume it with on_nonfinite=reseed, or start" if last_checkpoint and not everyone else "Start"
         super().__init__(
-            f"learner {learner} went non-finite in round {round_index}; {good}. "
-            "Resume it with on_nonfinite=reseed, or start anew with a lower optimizer.learning_rate or with "
-            "optimizer.clip_norm."
+            f"learner {learner} went non-finite in round {round_index}{lost}; {good}. {resume} anew with a lower "
+            "optimizer.learning_rate or with optimizer.clip_norm; if that does not help, look for NaN in the data."
         )
 
 

@@ -36,7 +36,7 @@ class Reporter:
         self.started = False
         self._listeners, self._dropped = list(listeners), list[Listener]()
         self._next_progress_s = -math.inf
-        self._started_s = clock()
+        self._started_s, self._wall_before_s = clock(), 0.0
         self._closed = False
 
     def _tell(self, call: Callable[[Listener], None]) -> None:
@@ -52,9 +52,14 @@ class Reporter:
         for listener, reason in failed:
             self.message(f"{type(listener).__name__} stops recording ({reason}); training goes on.")
 
-    def start(self, info: RunInfo) -> None:
-        """Announce the run."""
-        self.info, self.started = info, True
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the run began, those of earlier processes included."""
+        return self._wall_before_s + self._clock() - self._started_s
+
+    def start(self, info: RunInfo, wall_before_s: float = 0.0) -> None:
+        """Announce the run, of which earlier processes took `wall_before_s`."""
+        self.info, self.started, self._wall_before_s = info, True, wall_before_s
         self._tell(lambda listener: listener.on_start(info))
 
     def message(self, text: str) -> None:
@@ -69,9 +74,7 @@ class Reporter:
         """An epoch is evaluated."""
         self._tell(lambda listener: listener.on_epoch(record))
 
-    def progress(
-        self, state: RunState, learning_rate: float, planned_samples: int | None, samples_per_round: int
-    ) -> None:
+    def progress(self, state: RunState, learning_rate: float, planned_samples: int | None) -> None:
         """A few times a second, nothing in between."""
         now = self._clock()
         if now < self._next_progress_s or not state.num_losses:
@@ -79,7 +82,7 @@ class Reporter:
         self._next_progress_s = now + _PROGRESS_EVERY_S
         rate = self.meter.recent_images_per_s
         # Independent learners train K images for every sample the cursor moves on.
-        cursor_rate = rate * samples_per_round / (self.info.batch_size * self.info.num_learners)
+        cursor_rate = rate if self.info.shares_samples else rate / self.info.num_learners
         remaining = None if planned_samples is None else max(0, planned_samples - state.samples_seen)
         progress = Progress(
             samples_seen=state.samples_seen,
@@ -105,6 +108,9 @@ class Reporter:
         self, state: RunState, status: str, stop_reason: str, final: Measured | None, model_path: str | None
     ) -> Summary:
         info, (test, each) = self.info, final or (None, ())
+        # Of the whole run, earlier processes included. Independent learners each see all samples.
+        images = state.samples_seen * (1 if info.shares_samples else info.num_learners)
+        train_time_s = self.meter.elapsed_s
         return Summary(
             experiment=info.experiment,
             status=status,
@@ -127,9 +133,9 @@ class Reporter:
             learner_test_accuracy=tuple(one.accuracy for one in each) or None,
             metrics=test.metrics if test else {},
             time_to_accuracy_s=state.time_to_accuracy_s,
-            train_time_s=self.meter.elapsed_s,
-            wall_time_s=self._clock() - self._started_s,
-            images_per_s=self.meter.images_per_s,
+            train_time_s=train_time_s,
+            wall_time_s=self.wall_s,
+            images_per_s=images / train_time_s if train_time_s > 0 else 0.0,
             seed=info.seed,
             num_reseeded=state.num_reseeded,
             resumed_from=info.resumed_from,
@@ -165,6 +171,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         batch_size=settings.batch_size,
         seed=settings.seed,
         validates=parts.validation_feed is not None,
+        shares_samples=parts.rule.has_central_model,
         samples_seen=run.state.samples_seen,
         planned_samples=planned_samples,
         output_dir=str(run.output_dir) if run.output_dir else None,

@@ -51,11 +51,11 @@ class Run:
         feed = self.parts.test_feed if which == "test" else self.parts.validation_feed
         if feed is None:
             return None
-        return self.parts.evaluate(feed, self.state.samples_seen, self.state.sick_learners)
+        return self.parts.evaluate(feed, self.state.samples_seen, list(self.state.sick_learners))
 
     def models(self) -> list[nn.Module]:
         """The average model, or every independent learner, in master precision and evaluation mode."""
-        states = self.parts.final_states(self.state.samples_seen, self.state.sick_learners)
+        states = self.parts.final_states(self.state.samples_seen, list(self.state.sick_learners))
         return [self.parts.evaluator.module(state) for state in states]
 
     def save_models(self, models: Sequence[nn.Module]) -> str | None:

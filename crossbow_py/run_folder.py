@@ -32,12 +32,18 @@ MAY_CHANGE = frozenset(
 )
 
 
+_NOTHING_TO_RESUME = (
+    "There is no checkpoint of an unfinished run configured like this to resume from: starting afresh."
+)
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the run writes, and the run folder or checkpoint it resumes from (None: a fresh start)."""
+    """Where the run writes, the run folder or checkpoint it resumes from (None: afresh), and what to say of it."""
 
     path: Path
     resume: Path | None
+    note: str | None
 
 
 @contextmanager
@@ -66,7 +72,7 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
                 (path / name).unlink(missing_ok=True)
         _write_config(path, plain)
         try:
-            yield RunFolder(path, resume)
+            yield RunFolder(path, resume, _NOTHING_TO_RESUME if config.resume and resume is None else None)
         except UserError:
             if made and not holds_run(path):
                 shutil.rmtree(path, ignore_errors=True)
@@ -139,7 +145,7 @@ def _kept(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _make_new(experiment: str) -> Path:
     """Make runs/<experiment>/<time>; two runs started in one second get two folders."""
-    parent, now = _make(RUNS / experiment), datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    parent, now = _make(RUNS / experiment), time_name()
     for number in itertools.count(1):
         path = parent / (now if number == 1 else f"{now}_{number}")
         try:
@@ -150,6 +156,11 @@ def _make_new(experiment: str) -> Path:
         except OSError as error:
             raise _unwritable(path, error) from error
     raise AssertionError("an endless count ended")
+
+
+def time_name() -> str:
+    """Now, as a folder is called."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def _make(path: Path) -> Path:

@@ -16,7 +16,7 @@ class RunState:
     `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
     The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
     classification. `best_accuracy` and `last_*` are of the data that stops look at: validation, where there is some.
-    `sick_learners` were gated and wait to be reseeded.
+    `sick_learners` were gated, in which round, and wait to be reseeded. `wall_s` is the time of earlier processes.
     """
 
     round_index: int = 0
@@ -30,14 +30,16 @@ class RunState:
     num_losses: int = 0
     num_correct: float | None = 0.0
     elapsed_s: float = 0.0
+    wall_s: float = 0.0
     best_accuracy: float | None = None
     time_to_accuracy_s: float | None = None
     num_reseeded: int = 0
-    sick_learners: list[int] = field(default_factory=list)
+    sick_learners: dict[int, int] = field(default_factory=dict)
 
     def absorb(self, outcome: RoundOutcome) -> None:
         """Add a round's losses to the epoch; gated learners do not count and are noted."""
-        self.sick_learners = sorted({*self.sick_learners, *outcome.non_finite_learners})
+        for learner in outcome.non_finite_learners:
+            self.sick_learners.setdefault(learner, outcome.plan.index)
         for loss, correct, finite in zip(outcome.losses, outcome.num_correct, outcome.finite, strict=True):
             if finite:
                 self.loss_sum += loss

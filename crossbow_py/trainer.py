@@ -47,6 +47,7 @@ class Trainer:
         callbacks: listeners, called from the training loop's thread.
         names: how the model and the data are called in records.
         max_evaluation_batches: look at no more than that many batches in an evaluation.
+        notes: sentences the listeners are told when training starts.
         batch_size: samples a learner takes per round.
         num_learners: K, replicas trained side by side.
         executor, device, precision, channels_last, seed, on_nonfinite: see `RunSettings`. On CPU with several learners
@@ -80,6 +81,7 @@ class Trainer:
         experiment: str = "custom",
         names: Mapping[str, str] | None = None,
         max_evaluation_batches: int | None = None,
+        notes: Sequence[str] = (),
         batch_size: int = 16,
         num_learners: int = 2,
         executor: Literal["auto", "serial", "threads"] = "auto",
@@ -103,7 +105,7 @@ class Trainer:
             init_from=None if init_from is None or saved else str(init_from),
             max_evaluation_batches=max_evaluation_batches,
         )  # fmt: skip
-        self._messages += parts.warnings
+        self._messages += [*notes, *parts.warnings]
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
         folder = None if output_dir is None else Path(output_dir)
         self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, named, resumed_from)

@@ -75,7 +75,7 @@ class TrainingLoop:
 
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run and what has to be said about it."""
-        self.reporter.start(run_info(self.job, self.total_samples))
+        self.reporter.start(run_info(self.job, self.total_samples), self.state.wall_s)
         for message in messages:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
@@ -118,7 +118,7 @@ class TrainingLoop:
             self._reseed()
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(self.settings.batch_size * self.settings.num_learners)
-        self.reporter.progress(state, self.learning_rate, self.total_samples, self.job.samples_per_round)
+        self.reporter.progress(state, self.learning_rate, self.total_samples)
 
     def _restart(self) -> None:
         self._drain()
@@ -137,7 +137,7 @@ class TrainingLoop:
             # With every learner gone there is nothing healthy to clone, so reseeding would loop for ever.
             everyone = len(self.state.sick_learners) == self.settings.num_learners
             if sick and (self.settings.on_nonfinite == "stop" or everyone):
-                raise NonFiniteError(sick[0], outcome.plan.index, self.job.newest_checkpoint())
+                raise NonFiniteError(sick[0], outcome.plan.index, self.job.newest_checkpoint(), everyone)
 
     def _reseed(self) -> None:
         """Clone learners that were gated from z, after the round behind theirs.
@@ -146,11 +146,13 @@ class TrainingLoop:
         checkpoint), so that a run takes the same course wherever its checkpoints lie.
         """
         self._drain()
-        sick, self.state.sick_learners = self.state.sick_learners, []
+        sick, self.state.sick_learners = self.state.sick_learners, {}
         healthy = [learner for learner in range(self.settings.num_learners) if learner not in sick]
-        for learner in sick:
+        for learner, round_index in sorted(sick.items()):
             self.parts.bank.reseed(learner, healthy)
-            self.reporter.message(f"Learner {learner} went non-finite and was reseeded from the average model.")
+            self.reporter.message(
+                f"Learner {learner} went non-finite in round {round_index} and was reseeded from the average model."
+            )
         self.state.num_reseeded += len(sick)
 
     def _close_epoch(self) -> None:
@@ -175,7 +177,8 @@ class TrainingLoop:
         self._drain()
         self.meter.pause()
         state = self.state
-        state.elapsed_s = self._last_checkpoint_s = self.meter.elapsed_s
+        state.elapsed_s, state.wall_s = self.meter.elapsed_s, self.reporter.wall_s
+        self._last_checkpoint_s = state.elapsed_s
         try:
             path = checkpoint.save(
                 self.job.output_dir, self.job.state_dict(), state.samples_seen, self.job.checkpoints.keep
@@ -194,6 +197,8 @@ class TrainingLoop:
             self._final = None  # of an earlier model
             if not stopped_by_signal:
                 self._close_partial_epoch()
+                if target := self._target_reached():
+                    status, reason = "target_reached", target
         if self._last_checkpoint_samples != self.state.samples_seen:
             self._write_checkpoint()
         self.meter.pause()

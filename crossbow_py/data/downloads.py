@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -63,11 +63,13 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     if target is None:
         raise UserError(f"{wanted.path} is not in {looked}, and neither can be written to for a download; {remedy}.")
     failures = []
+    before = {path for path in (target / wanted.path).parents if path.exists()}
     for url in wanted.urls:
         try:
             return _download_from(url, wanted, target, progress)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors; a wrong hash is a ValueError
             failures.append(f"{url} ({type(error).__name__})")
+    _drop_empty((target / wanted.path).parents, before)
     raise UserError(
         f"{wanted.path} is not in {looked} and could not be downloaded from {' or '.join(failures)}; "
         f"without a network, {remedy}."
@@ -148,6 +150,15 @@ def _download_from(url: str, wanted: PublishedFile, target: Path, progress: bool
             progressbar=bar or False, chunk_size=2**16, timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S)
         )
         return Path(store.fetch(wanted.path, downloader=downloader))
+
+
+def _drop_empty(folders: Iterable[Path], before: Collection[Path]) -> None:
+    """Leave no folder behind that a failed download made."""
+    for folder in folders:
+        if folder in before:
+            return
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _writable(folder: Path) -> bool:

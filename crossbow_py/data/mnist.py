@@ -18,6 +18,7 @@ from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.downloads import REPLACE, PublishedFile, data_folders, download, find, read_file
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
+from crossbow_py.targets import one_line
 
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _UNSIGNED_BYTE = 0x08
@@ -106,7 +107,7 @@ def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
         content = gzip.decompress(content) if path.suffix == ".gz" else content
         lengths = struct.unpack_from(f">{ndim}I", content, 4)
     except (gzip.BadGzipFile, EOFError, zlib.error, struct.error) as error:
-        raise UserError(f"data file {path} is truncated or damaged ({type(error).__name__}); {REPLACE}.") from error
+        raise UserError(f"data file {path} is truncated or damaged ({one_line(error)}); {REPLACE}.") from error
     if content[:4] != bytes((0, 0, _UNSIGNED_BYTE, ndim)):
         raise UserError(f"data file {path} must be an IDX file of bytes with {ndim} axes, but is not; {REPLACE}.")
     values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * ndim)

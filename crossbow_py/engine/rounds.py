@@ -142,13 +142,18 @@ class RoundTasks:
         """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""
         bank, coefficients = self.bank, outcome.plan.averaging
         assert coefficients is not None, "an averaging task needs the round's coefficients"
-        for index, total in enumerate(bank.total.tiles()):
+        tiles = list(zip(bank.z.tiles(), bank.z_prev.tiles(), bank.total.tiles(), strict=True))
+        alone = self.collective.num_devices == 1
+        for index, (z, z_prev, total) in enumerate(tiles):
             torch._foreach_copy_(total, bank.corrections.tiles(0)[index])
             for learner in range(1, bank.num_learners):
                 torch._foreach_add_(total, bank.corrections.tiles(learner)[index])
-        self.collective.all_reduce_sum(bank.total.storage)
-        for z, z_prev, total in zip(bank.z.tiles(), bank.z_prev.tiles(), bank.total.tiles(), strict=True):
-            self.rule.average(z, z_prev, total, coefficients)
+            if alone:  # at once, while the sum is in cache
+                self.rule.average(z, z_prev, total, coefficients)
+        if not alone:
+            self.collective.all_reduce_sum(bank.total.storage)
+            for z, z_prev, total in tiles:
+                self.rule.average(z, z_prev, total, coefficients)
 
 
 def count_correct(output: Tensor, targets: Tensor) -> float | None:

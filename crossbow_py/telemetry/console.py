@@ -23,6 +23,7 @@ from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 
 CONSOLE_LOG = "console.log"
 PLAIN_INTERVAL_S = 10.0
+_WIDTH_FOR_A_BAR = 110  # columns: the bar takes 21, the line beside it 88 or so
 _NOTHING_PLANNED = "–"
 
 
@@ -107,7 +108,7 @@ class ConsoleListener(Listener):
 
     def _with_bar(self, line: str, samples_seen: int) -> Table | Text:
         text = Text(line, no_wrap=True, overflow="ellipsis")
-        if not self._planned_samples:
+        if not self._planned_samples or self._terminal.width < _WIDTH_FOR_A_BAR:
             return text
         row = Table.grid(padding=(0, 1))
         row.add_row(ProgressBar(total=self._planned_samples, completed=samples_seen, width=20), text)
@@ -148,14 +149,17 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
     """Where training stands, on one line."""
     parts = [
         f"epoch {progress.epoch:.2f}/{planned_epochs}",
-        f"{progress.samples_seen:,} samples",
         f"loss {progress.train_loss:.4f}",
         f"{progress.images_per_s:,.0f} images/s",
-        f"lr {progress.learning_rate:.4g}",
-        _count(progress.num_learners, "learner"),
     ]
     if progress.remaining_s is not None:
         parts.append(f"{clock_time(progress.remaining_s)} left")
+    # What a narrow terminal may cut off comes last.
+    parts += [
+        f"lr {progress.learning_rate:.4g}",
+        _count(progress.num_learners, "learner"),
+        f"{progress.samples_seen:,} samples",
+    ]
     return " · ".join(parts)
 
 
@@ -178,6 +182,9 @@ def final_lines(summary: Summary) -> list[str]:
     if summary.test_accuracy is not None:
         best = f" (best {summary.best_test_accuracy:.4f})" if summary.best_test_accuracy is not None else ""
         lines.append(f"  test accuracy  {summary.test_accuracy:.4f}{best}")
+    known = [accuracy for accuracy in summary.learner_test_accuracy or () if accuracy is not None]
+    if known:
+        lines.append(f"                 the mean of the learners' {' '.join(f'{accuracy:.4f}' for accuracy in known)}")
     if summary.best_validation_accuracy is not None:
         lines.append(f"  validation     {summary.best_validation_accuracy:.4f} at best")
     if summary.time_to_accuracy_s is not None:

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is fixed when training starts. `planned_samples` is None when only accuracy, loss or time stop the run."""
+    """What is fixed when training starts.
+
+    `planned_samples` is None when only accuracy, loss or time stop the run. `validates` says that validation data feeds
+    stops and the best accuracy, `shares_samples` that learners split an epoch's samples instead of all seeing each.
+    """
 
     experiment: str
     model: str
@@ -24,6 +28,7 @@ class RunInfo:
     batch_size: int
     seed: int
     validates: bool = False
+    shares_samples: bool = True
     samples_seen: int = 0
     planned_samples: int | None = None
     output_dir: str | None = None

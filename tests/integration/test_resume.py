@@ -137,7 +137,7 @@ def test_corrupted_checkpoint_is_passed_over_with_a_message_and_the_bits_stay_th
     resumed.fit(max_epochs=3)
     (message,) = (text for text in recorder.of("message") if "corrupted" in text)
     assert newest.name in message
-    assert "Falling back to the one before" in message
+    assert "falling back to the one before" in message
     assert weights(parts) == weights(whole)
     assert measured(parts) == measured(whole)
 

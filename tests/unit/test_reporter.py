@@ -65,13 +65,13 @@ def test_every_listener_is_told_everything_in_order():
 def test_progress_comes_a_few_times_a_second_and_not_before_the_first_loss():
     reporter, (listener,), clock = make_reporter()
     state = RunState(samples_seen=8)
-    reporter.progress(state, 0.1, 100, 8)
+    reporter.progress(state, 0.1, 100)
     assert listener.of("progress") == []
     state.loss_sum, state.num_losses = 3.0, 2
     for _ in range(100):  # two seconds
         clock.now += 0.02
         reporter.meter.update(8)
-        reporter.progress(state, 0.1, 100, 8)
+        reporter.progress(state, 0.1, 100)
     shown = listener.of("progress")
     assert 9 <= len(shown) <= 11
     first = shown[0]
@@ -89,7 +89,7 @@ def test_summary_takes_training_time_from_the_meter_and_wall_time_from_the_clock
     state = RunState(samples_seen=60, best_accuracy=0.9, time_to_accuracy_s=1.5, num_reseeded=1)
     summary = reporter.summarize(state, "finished", "max_epochs", (Evaluation(0.3, 0.8, 10, {"a": 1.0}), ()), "model")
     assert listener.of("end") == [summary]
-    assert (summary.train_time_s, summary.wall_time_s, summary.images_per_s) == (2.0, 5.0, 50.0)
+    assert (summary.train_time_s, summary.wall_time_s, summary.images_per_s) == (2.0, 5.0, 30.0)
     assert (summary.epochs, summary.samples_seen, summary.num_reseeded) == (1.5, 60, 1)
     assert (summary.test_accuracy, summary.test_loss, summary.best_test_accuracy) == (0.8, 0.3, 0.9)
     assert (summary.status, summary.stop_reason, summary.time_to_accuracy_s) == ("finished", "max_epochs", 1.5)

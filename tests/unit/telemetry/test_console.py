@@ -110,7 +110,7 @@ def test_log_of_a_second_start_is_appended(tmp_path: Path, events: Any) -> None:
 
 def test_progress_line_with_and_without_a_planned_end(events: Any) -> None:
     planned = progress_line(events.progress(1500, remaining_s=10.0), "4")
-    assert planned == "epoch 1.50/4 · 1,500 samples · loss 0.5000 · 250 images/s · lr 0.1 · 2 learners · 0:10 left"
+    assert planned == "epoch 1.50/4 · loss 0.5000 · 250 images/s · 0:10 left · lr 0.1 · 2 learners · 1,500 samples"
     assert "left" not in progress_line(events.progress(1500), "–")
 
 
