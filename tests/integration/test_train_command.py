@@ -241,3 +241,36 @@ def test_list_into_a_closed_pipe_ends_quietly() -> None:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.train.__file__).parents[1])}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment, check=True)
     assert (done.stdout.strip(), done.stderr) == ("0", "")
+
+
+def test_multirun_without_output_dir_names_folders_after_what_is_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("-m", "seed=1,2", "max_rounds=1") == 0
+    (folder,) = Path("runs/digits").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["seed=1", "seed=2"]
+    assert "run 2 of 2" in capsys.readouterr().out
+
+
+def test_resume_auto_with_nothing_to_resume_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("max_rounds=1", "resume=auto") == 0
+    assert "There is no checkpoint of an unfinished run configured like this" in capsys.readouterr().out
+
+
+def test_more_learners_than_memory_holds_is_the_users_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+experiment=digits", "model.hidden=[4096,4096]", "num_learners=1000000", "device=cpu"]) == 2
+    said = error_line(capsys)
+    assert "num_learners=1000000 replicas of this model cannot be allocated on cpu" in said
+    assert said.endswith("lower num_learners.\n")
+
+
+def test_summary_of_a_resumed_run_is_of_the_whole_run() -> None:
+    assert train("max_epochs=1", "output_dir=run") == 0
+    first = read_summary(Path("run"))
+    assert train("max_epochs=1", "output_dir=run", "resume=auto") == 0
+    again = read_summary(Path("run"))
+    assert again["images_per_s"] == pytest.approx(first["images_per_s"], rel=0.2)
+    assert again["wall_time_s"] > again["train_time_s"] > 0
+
+
+def test_two_experiments_are_refused_in_our_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["+experiment=digits", "+experiment=lenet"]) == 2
+    assert error_line(capsys) == "error: experiment is chosen 2 times; choose it once.\n"

@@ -195,7 +195,7 @@ def test_damaged_checkpoint_is_refused_alone_and_passed_over_for_the_one_before(
 def test_no_valid_checkpoint_left_is_one_error_that_names_the_newest_and_the_remedy(tmp_path):
     for samples in (100, 200):
         flip_a_bit(save(tmp_path, state(), samples, keep=2) / "rank-0.pt")
-    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*200 is corrupted.*start afresh in another output_dir") as caught:
+    with pytest.raises(CheckpointError, match=r"none of the 2 .*200 is corrupted.*another output_dir") as caught:
         load_newest(tmp_path)
     assert "Falling back" not in str(caught.value)
     assert "\n" not in str(caught.value)
