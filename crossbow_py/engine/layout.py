@@ -4,9 +4,9 @@ The same layout serves the bank (rows = capacity) and flat vectors such as z (ro
 
     blocks   parameter by parameter, `[rows, numel]` each: a prefix of K rows, viewed as `[K·O, I, H, W]`, is one
              channels-last grouped-convolution weight without a copy. For devices that run learners in one operator.
-    rows     learner by learner, `[P]` each: what one learner does to its row is a few operators over long vectors
-             instead of a few for every parameter. For CPUs, where a call costs as much as 10,000 values (ResNet-32,
-             one correction task: 3.7 ms in blocks, 1.1 ms in rows).
+    rows     learner by learner, `[P]` each: what one learner does to its row is a few operators over two vectors
+             instead of a few for every parameter. For CPUs, where a call costs as much as 10,000 values, and where
+             threads hand the interpreter lock around with every call.
 
 4-D weights are channels-last inside their block in both.
 """
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 128
 ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; one number for all formats, so that rows of any two line up
-TILE_VALUES = 65_536  # weights, gradients, momentum, correction and z of a tile in float32 fit a core's second cache
 Order = Literal["blocks", "rows"]
 Kind = Literal["decayed", "undecayed", "frozen"]
 _ORDER: tuple[Kind, ...] = ("decayed", "undecayed", "frozen")
@@ -68,7 +67,7 @@ class Layout:
 
 
 class Rows:
-    """A buffer of `rows` replicas of a layout: one tensor, and views by row, by name, stacked and in tiles.
+    """A buffer of `rows` replicas of a layout: one tensor, and views by row, by name and stacked.
 
     Args:
         layout: the blocks.
@@ -89,7 +88,7 @@ class Rows:
             self._row_length += -(-repeat * block.numel // ALIGNMENT_VALUES) * ALIGNMENT_VALUES
         self.storage = _aligned_zeros(self._row_length * (rows if order == "rows" else 1), dtype, device)
         self._rows = [self._flat_views(row) for row in range(rows)]
-        self._tiles = [self._tile_views(row) for row in range(rows)]
+        self._trained = [self._trained_views(row) for row in range(rows)]
 
     def _flat_views(self, row: int) -> list[Tensor]:
         views = []
@@ -98,32 +97,31 @@ class Rows:
             views.append(self.storage[start : start + block.numel])
         return views
 
-    def _tile_views(self, row: int) -> list[list[Tensor]]:
+    def _trained_views(self, row: int) -> list[Tensor]:
         num_trained, num_decayed = self.layout.count("decayed", "undecayed"), self.layout.count("decayed")
         if self.order == "blocks":
-            return [self._rows[row][:num_trained]]
+            return self._rows[row][:num_trained]
         ends = [*self._bases, self._row_length]
         whole = self.storage[row * self._row_length : (row + 1) * self._row_length]
         parts = (whole[: ends[num_decayed]], whole[ends[num_decayed] : ends[num_trained]])
-        return [[tile] for part in parts if len(part) for tile in torch.split(part, TILE_VALUES)]
+        return [part for part in parts if len(part)]
 
     def flat(self, row: int = 0) -> list[Tensor]:
         """Views `[numel]` of a row, one a block, in layout order."""
         return self._rows[row]
 
-    def tiles(self, row: int = 0) -> list[list[Tensor]]:
-        """The trained part of a row, in lists of vectors to work on together; padding, always zero, may be in them.
+    def trained(self, row: int = 0) -> list[Tensor]:
+        """The trained part of a row, as few vectors as the order allows; padding, always zero, may be in them.
 
-        Tiles of all buffers of one layout and order match. In `rows` a tile is one vector, all decayed or none.
+        Those of all buffers of one layout and order match. The first `num_decayed` take weight decay.
         """
-        return self._tiles[row]
+        return self._trained[row]
 
-    def num_decayed(self, tile: int) -> int:
-        """How many vectors of a tile, from the first, take weight decay."""
-        if self.order == "blocks":
-            return self.layout.count("decayed")
-        ends = [*self._bases, self._row_length]
-        return int(tile < -(-ends[self.layout.count("decayed")] // TILE_VALUES))
+    @property
+    def num_decayed(self) -> int:
+        """How many vectors of `trained`, from the first, take weight decay."""
+        decayed = self.layout.count("decayed")
+        return decayed if self.order == "blocks" else min(decayed, 1)
 
     def shaped(self, row: int = 0) -> dict[str, Tensor]:
         """Views `[*shape]` of a row by name; 4-D ones are channels-last in memory."""

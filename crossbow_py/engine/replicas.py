@@ -21,8 +21,11 @@ from crossbow_py.engine.precision import Precision, full_precision_parameters
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Vectors of one learner that are updated together, list beside list; `num_decayed` of them take weight decay."""
+class TrainedRow:
+    """The trained part of one learner's row in every buffer: lists of vectors, side by side.
+
+    The first `num_decayed` of each list take weight decay.
+    """
 
     weights: list[Tensor]
     gradients: list[Tensor]
@@ -49,6 +52,7 @@ class ReplicaBank:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
         z, z_prev, total: `Rows` of one row, P values: average model, the one before, sum of the last corrections.
         step_counts: optimizer steps taken, per learner.
+        has_dropout: whether modules draw from the learners' generators.
     """
 
     def __init__(
@@ -98,21 +102,18 @@ class ReplicaBank:
         self._gradient_views = [
             list(self.gradients.shaped(learner).values())[: self.num_trained] for learner in range(capacity)
         ]
-        self._tiles = [self._cut(learner) for learner in range(capacity)]
+        self._trained_rows = [self._trained_row(learner) for learner in range(capacity)]
 
-    def _cut(self, learner: int) -> list[Tile]:
-        return [
-            Tile(
-                weights=self.weights.tiles(learner)[index],
-                gradients=self.gradients.tiles(learner)[index],
-                corrections=self.corrections.tiles(learner)[index],
-                state={name: rows.tiles(learner)[index] for name, rows in self.state.items()},
-                z=self.z.tiles()[index],
-                shadow=self.shadow.tiles(learner)[index],
-                num_decayed=self.weights.num_decayed(index),
-            )
-            for index in range(len(self.weights.tiles(learner)))
-        ]
+    def _trained_row(self, learner: int) -> TrainedRow:
+        return TrainedRow(
+            weights=self.weights.trained(learner),
+            gradients=self.gradients.trained(learner),
+            corrections=self.corrections.trained(learner),
+            state={name: rows.trained(learner) for name, rows in self.state.items()},
+            z=self.z.trained(),
+            shadow=self.shadow.trained(learner),
+            num_decayed=self.weights.num_decayed,
+        )
 
     def _bind(self, learner: int) -> nn.Module:
         """An ordinary module whose parameters and float buffers are views of row `learner`.
@@ -120,7 +121,7 @@ class ReplicaBank:
         Bound with `p.data = view`: a Parameter built on a view would share its version counter with every row.
         """
         module = copy.deepcopy(self.template)
-        replace_dropout(module, self.generators[learner])
+        self.has_dropout = replace_dropout(module, self.generators[learner])
         full = full_precision_parameters(module)
         master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
         for name, parameter in module.named_parameters():
@@ -148,9 +149,9 @@ class ReplicaBank:
             if gradient is None:
                 view.zero_()
 
-    def tiles(self, learner: int) -> list[Tile]:
-        """The trained part of a learner's row, cut so that a tile stays in cache while it is updated."""
-        return self._tiles[learner]
+    def trained_row(self, learner: int) -> TrainedRow:
+        """What a correction task works on."""
+        return self._trained_rows[learner]
 
     def refresh_shadow(self, learner: int) -> None:
         """Write the compute-precision copy of a row after its weights moved. Nothing to do in one precision."""
@@ -251,20 +252,18 @@ class ReplicaBank:
         """Root mean square over learners of |w_j − z| / |z|, trained blocks alone; None with one learner."""
         if self.num_learners == 1:
             return None
-        z = self.z.tiles()
-        rows = (self.weights.tiles(learner) for learner in range(self.num_learners))
-        distances = [
-            _norm([torch._foreach_sub(ours, center) for ours, center in zip(row, z, strict=True)]) for row in rows
-        ]
+        z = self.z.trained()
+        rows = (self.weights.trained(learner) for learner in range(self.num_learners))
+        distances = [_norm(torch._foreach_sub(row, z)) for row in rows]
         return math.sqrt(sum(distance**2 for distance in distances) / self.num_learners) / _norm(z)
 
     def correction_norm(self) -> float | None:
         """|Σ_j c_j| of the last round that averaged; None with one learner."""
-        return None if self.num_learners == 1 else _norm(self.total.tiles())
+        return None if self.num_learners == 1 else _norm(self.total.trained())
 
     def gradient_norm(self, learner: int) -> float:
         """Of the learner's whole gradient. A host–device synchronisation on CUDA."""
-        return _norm(self.gradients.tiles(learner))
+        return _norm(self.gradients.trained(learner))
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""
@@ -313,9 +312,9 @@ class ReplicaBank:
             self.refresh_shadow(row)
 
 
-def _norm(tiles: Sequence[Sequence[Tensor]]) -> float:
+def _norm(vectors: Sequence[Tensor]) -> float:
     """Of all values together, summed in float64 over vectors."""
-    norms = torch._foreach_norm([vector for tile in tiles for vector in tile])
+    norms = torch._foreach_norm(list(vectors))
     return float(torch.stack(norms).double().square().sum().sqrt())
 
 

@@ -18,7 +18,7 @@ from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.replicas import ReplicaBank, Tile
+from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -93,7 +93,8 @@ class RoundTasks:
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
         bank = self.bank
-        bank.generators[learner].manual_seed(counter_seed(self.seed, "dropout", outcome.plan.index, learner))
+        if bank.has_dropout:
+            bank.generators[learner].manual_seed(counter_seed(self.seed, "dropout", outcome.plan.index, learner))
         batch = self.feed.batch(outcome.plan.starts[learner])
         output = bank.module(learner)(batch.inputs).to(bank.precision.master)
         loss = self.loss(output, batch.targets)
@@ -116,44 +117,35 @@ class RoundTasks:
         limit = self.optimizer.clip_norm
         scale = limit / (norm + 1e-6) if limit is not None and norm > limit else None  # as clip_grad_norm_ in torch
         bank.step_counts[learner] += 1
-        for tile in bank.tiles(learner):
-            if scale is not None:
-                torch._foreach_mul_(tile.gradients, scale)
-            self._update(learner, tile, plan)
-
-    def _update(self, learner: int, tile: Tile, plan: Round) -> None:
+        row = bank.trained_row(learner)
+        if scale is not None:
+            torch._foreach_mul_(row.gradients, scale)
         if plan.averaging:
-            self.rule.corrections(tile.corrections, tile.weights, tile.z, plan.averaging)
+            self.rule.corrections(row.corrections, row.weights, row.z, plan.averaging)
         self.optimizer.step(
             learner,
-            tile.weights,
-            tile.gradients,
-            tile.state,
-            num_decayed=tile.num_decayed,
+            row.weights,
+            row.gradients,
+            row.state,
+            num_decayed=row.num_decayed,
             learning_rate=plan.learning_rates[learner],
-            step_count=self.bank.step_counts[learner],
+            step_count=bank.step_counts[learner],
         )
         if plan.averaging:
-            torch._foreach_sub_(tile.weights, tile.corrections)
-        if self.bank.precision.has_shadow:
-            torch._foreach_copy_(tile.shadow, tile.weights)
+            torch._foreach_sub_(row.weights, row.corrections)
+        if bank.precision.has_shadow:
+            torch._foreach_copy_(row.shadow, row.weights)
 
     def average(self, outcome: RoundOutcome) -> None:
         """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""
         bank, coefficients = self.bank, outcome.plan.averaging
         assert coefficients is not None, "an averaging task needs the round's coefficients"
-        tiles = list(zip(bank.z.tiles(), bank.z_prev.tiles(), bank.total.tiles(), strict=True))
-        alone = self.collective.num_devices == 1
-        for index, (z, z_prev, total) in enumerate(tiles):
-            torch._foreach_copy_(total, bank.corrections.tiles(0)[index])
-            for learner in range(1, bank.num_learners):
-                torch._foreach_add_(total, bank.corrections.tiles(learner)[index])
-            if alone:  # at once, while the sum is in cache
-                self.rule.average(z, z_prev, total, coefficients)
-        if not alone:
-            self.collective.all_reduce_sum(bank.total.storage)
-            for z, z_prev, total in tiles:
-                self.rule.average(z, z_prev, total, coefficients)
+        total = bank.total.trained()
+        torch._foreach_copy_(total, bank.corrections.trained(0))
+        for learner in range(1, bank.num_learners):
+            torch._foreach_add_(total, bank.corrections.trained(learner))
+        self.collective.all_reduce_sum(bank.total.storage)
+        self.rule.average(bank.z.trained(), bank.z_prev.trained(), total, coefficients)
 
 
 def count_correct(output: Tensor, targets: Tensor) -> float | None:

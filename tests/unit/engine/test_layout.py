@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -55,29 +56,18 @@ def test_layout_of_tied_parameters_stores_them_once():
 def test_rows_in_order_of_learners_keep_a_learner_in_one_piece_and_line_up_across_formats():
     layout = parameter_layout(norm_model(), channels_last=True)
     single, half = (Rows(layout, 3, dtype, CPU, "rows") for dtype in (torch.float32, torch.bfloat16))
-    (first,), *_ = single.tiles(1)
-    assert first.data_ptr() == single.flat(1)[0].data_ptr()
+    assert single.trained(1)[0].data_ptr() == single.flat(1)[0].data_ptr()
     assert single.flat(2)[0].data_ptr() - single.flat(1)[0].data_ptr() == 4 * single.storage.numel() // 3
-    assert [len(tile[0]) for tile in single.tiles(0)] == [len(tile[0]) for tile in half.tiles(0)]
+    assert [len(vector) for vector in single.trained(0)] == [len(vector) for vector in half.trained(0)]
     assert all(view.data_ptr() % 128 == 0 for rows in (single, half) for row in range(3) for view in rows.flat(row))
 
 
-def test_tiles_cover_the_trained_blocks_once_and_say_which_are_decayed():
-    model = nn.Sequential(nn.Linear(300, 500), nn.BatchNorm1d(500))  # 150,000 decayed values: three tiles
-    layout = parameter_layout(model, channels_last=True)
-    in_rows, in_blocks = (Rows(layout, 2, torch.float32, CPU, order) for order in ("rows", "blocks"))
-    for rows in (in_rows, in_blocks):
-        for tile in rows.tiles(1):
-            torch._foreach_add_(tile, 1.0)
-        assert all(view.unique().tolist() == [1.0] for view in rows.flat(1))
-        assert not any(view.any() for view in rows.flat(0))
-    assert [in_rows.num_decayed(index) for index in range(len(in_rows.tiles()))] == [1, 1, 1, 0]
-    assert [in_blocks.num_decayed(index) for index in range(len(in_blocks.tiles()))] == [1]
-
-
-def test_tiles_leave_frozen_blocks_out():
-    model = norm_model()
-    rows = Rows(parameter_layout(model, channels_last=True), 1, torch.float32, CPU, "rows")
-    for tile in rows.tiles():
-        torch._foreach_add_(tile, 1.0)
-    assert not rows.shaped()["5.bias"].any()
+@pytest.mark.parametrize(("order", "vectors", "decayed"), [("rows", 2, 1), ("blocks", 4, 2)])
+def test_trained_vectors_cover_the_trained_blocks_of_their_row_and_no_frozen_one(order, vectors, decayed):
+    rows = Rows(parameter_layout(norm_model(), channels_last=True), 2, torch.float32, CPU, order)
+    torch._foreach_add_(rows.trained(1), 1.0)
+    assert (len(rows.trained(1)), rows.num_decayed) == (vectors, decayed)
+    assert [view.unique().tolist() for view in rows.flat(1)] == [[1.0]] * 4 + [[0.0]]
+    assert not any(view.any() for view in rows.flat(0))
+    torch._foreach_add_(rows.trained(1)[: rows.num_decayed], 1.0)
+    assert [view.unique().tolist() for view in rows.flat(1)] == [[2.0]] * 2 + [[1.0]] * 2 + [[0.0]]
