@@ -21,6 +21,7 @@ from crossbow_py.engine.optimizers import Optimizer, for_learner
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
+from crossbow_py.engine.update import TorchUpdate, choose_update
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, mean_evaluation
 from crossbow_py.probe import probe, probe_evaluation
@@ -49,8 +50,7 @@ class Parts:
 
     choices: Choices
     bank: ReplicaBank
-    rule: AveragingRule
-    optimizer: Optimizer
+    update: TorchUpdate
     loss: Loss
     evaluator: Evaluator
     train_feed: Feed
@@ -59,12 +59,21 @@ class Parts:
     collective: Collective
     warnings: list[str]
 
+    @property
+    def rule(self) -> AveragingRule:
+        """The averaging rule."""
+        return self.update.rule
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        return self.update.optimizer
+
     def new_executor(self, seed: int) -> Executor:
         """Task bodies and the executor over the bank. It may start threads: close it."""
         tasks = RoundTasks(
             self.bank,
-            optimizer=self.optimizer,
-            rule=self.rule,
+            update=self.update,
             feed=self.train_feed,
             loss=self.loss,
             seed=seed,
@@ -161,8 +170,10 @@ def build_parts(
         max_batches=max_evaluation_batches,
         channels_last=settings.channels_last,
     )
+    update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
+    warnings += [warning] if warning else []
     return Parts(
-        choices, bank, rule, optimizer, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings
+        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings
     )
 
 

@@ -16,6 +16,7 @@ from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import FP64, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Round, RoundTasks
+from crossbow_py.engine.update import choose_update
 
 CPU = torch.device("cpu")
 
@@ -71,8 +72,7 @@ def make_tasks(
     feed = make_feed(data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute)
     return RoundTasks(
         bank,
-        optimizer=optimizer,
-        rule=rule,
+        update=choose_update(optimizer, rule, CPU, precision.master)[0],
         feed=feed,
         loss=nn.functional.cross_entropy,
         seed=seed,
@@ -87,7 +87,7 @@ def plan(tasks: RoundTasks, index: int, learning_rate: float = 0.1) -> Round:
         index=index,
         starts=tuple((index * learners + learner) * size for learner in range(learners)),
         learning_rates=(learning_rate,) * learners,
-        averaging=tasks.rule.linear_round(index, learners),
+        averaging=tasks.update.rule.linear_round(index, learners),
     )
 
 

@@ -29,13 +29,19 @@ def for_learner(value: PerLearner, learner: int) -> float:
 
 @dataclass(frozen=True)
 class Optimizer(ABC):
-    """Base of every optimizer: settings, the names of its state rows, and the update of one learner."""
+    """Base of every optimizer: settings, the names of its state rows, and the update of one learner.
+
+    `NATIVE_STEP` names the C function in native/update.c that does what `step` does, from `native_values`; None if
+    there is none. At most two state rows then.
+    """
 
     GROUP: ClassVar[str] = "optimizer"
     NAME: ClassVar[str]
     STATE: ClassVar[tuple[str, ...]]
+    NATIVE_STEP: ClassVar[str | None] = None
 
     learning_rate: PerLearner
+    weight_decay: PerLearner
     clip_norm: float | None
     decay_norm_and_bias: bool
 
@@ -66,6 +72,14 @@ class Optimizer(ABC):
     ) -> None:
         """Apply step number `step_count` (from 1) of `learner` to `weights` in place; `gradients` are scratch."""
 
+    def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
+        """The numbers the C function wants, in its order."""
+        raise NotImplementedError(f"{self.NAME} has no native step")
+
+    def decay(self, learner: int) -> float:
+        """λ of the learner."""
+        return for_learner(self.weight_decay, learner)
+
     def _decayed(self, tensors: list[Tensor], num_decayed: int) -> list[Tensor]:
         return tensors if self.decay_norm_and_bias else tensors[:num_decayed]
 
@@ -79,6 +93,7 @@ class SGD(Optimizer):
 
     NAME: ClassVar[str] = "sgd"
     STATE: ClassVar[tuple[str, ...]] = ("momentum",)
+    NATIVE_STEP: ClassVar[str | None] = "crossbow_sgd"
 
     learning_rate: PerLearner = setting(0.1, "γ before the schedule; a list gives each learner its own", minimum=0)
     momentum: PerLearner = setting(0.9, "m, the learner's own momentum", minimum=0, below=1)
@@ -104,7 +119,7 @@ class SGD(Optimizer):
         step_count: int,
     ) -> None:
         """See the class equation; `state["momentum"]` is u."""
-        momentum, decay = for_learner(self.momentum, learner), for_learner(self.weight_decay, learner)
+        momentum, decay = for_learner(self.momentum, learner), self.decay(learner)
         decayed = self._decayed(weights, num_decayed)
         if decay and decayed:
             torch._foreach_add_(self._decayed(gradients, num_decayed), decayed, alpha=decay)
@@ -118,6 +133,10 @@ class SGD(Optimizer):
                 gradients = velocity
         torch._foreach_add_(weights, gradients, alpha=-learning_rate)
 
+    def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
+        """See Optimizer."""
+        return for_learner(self.momentum, learner), learning_rate, float(self.nesterov)
+
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
@@ -129,6 +148,7 @@ class AdamW(Optimizer):
 
     NAME: ClassVar[str] = "adamw"
     STATE: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    NATIVE_STEP: ClassVar[str | None] = "crossbow_adamw"
 
     learning_rate: PerLearner = setting(0.001, "γ before the schedule; a list gives each learner its own", minimum=0)
     beta1: PerLearner = setting(0.9, "decay of the gradient average", minimum=0, below=1)
@@ -151,7 +171,7 @@ class AdamW(Optimizer):
     ) -> None:
         """See the class equation; `state` holds a and v."""
         beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
-        decay = for_learner(self.weight_decay, learner)
+        decay = self.decay(learner)
         decayed = self._decayed(weights, num_decayed)
         if decay and decayed:
             torch._foreach_mul_(decayed, 1 - learning_rate * decay)
@@ -163,6 +183,19 @@ class AdamW(Optimizer):
         torch._foreach_div_(denominators, math.sqrt(1 - beta2**step_count))
         torch._foreach_add_(denominators, self.epsilon)
         torch._foreach_addcdiv_(weights, first, denominators, -learning_rate / (1 - beta1**step_count))
+
+    def native_values(self, learner: int, learning_rate: float, step_count: int) -> tuple[float, ...]:
+        """See Optimizer."""
+        beta1, beta2 = for_learner(self.beta1, learner), for_learner(self.beta2, learner)
+        return (
+            1 - learning_rate * self.decay(learner),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**step_count),
+            self.epsilon,
+            -learning_rate / (1 - beta1**step_count),
+        )
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {SGD.NAME: SGD, AdamW.NAME: AdamW}

@@ -24,7 +24,7 @@ from crossbow_py.engine.precision import Precision, full_precision_parameters
 class TrainedRow:
     """The trained part of one learner's row in every buffer: lists of vectors, side by side.
 
-    The first `num_decayed` of each list take weight decay.
+    The first `num_decayed` of each list take weight decay. `shadow` is None where models run on the weights themselves.
     """
 
     weights: list[Tensor]
@@ -32,7 +32,7 @@ class TrainedRow:
     corrections: list[Tensor]
     state: dict[str, list[Tensor]]
     z: list[Tensor]
-    shadow: list[Tensor]
+    shadow: list[Tensor] | None
     num_decayed: int
 
 
@@ -111,7 +111,7 @@ class ReplicaBank:
             corrections=self.corrections.trained(learner),
             state={name: rows.trained(learner) for name, rows in self.state.items()},
             z=self.z.trained(),
-            shadow=self.shadow.trained(learner),
+            shadow=self.shadow.trained(learner) if self.precision.has_shadow else None,
             num_decayed=self.weights.num_decayed,
         )
 
@@ -260,10 +260,6 @@ class ReplicaBank:
     def correction_norm(self) -> float | None:
         """|Σ_j c_j| of the last round that averaged; None with one learner."""
         return None if self.num_learners == 1 else _norm(self.total.trained())
-
-    def gradient_norm(self, learner: int) -> float:
-        """Of the learner's whole gradient. A host–device synchronisation on CUDA."""
-        return _norm(self.gradients.trained(learner))
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""

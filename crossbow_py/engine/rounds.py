@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.dropout import counter_seed
-from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
+from crossbow_py.engine.update import TorchUpdate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -71,14 +71,13 @@ class RoundTasks:
         self,
         bank: ReplicaBank,
         *,
-        optimizer: Optimizer,
-        rule: AveragingRule,
+        update: TorchUpdate,
         feed: Feed,
         loss: Loss,
         seed: int,
         collective: Collective,
     ) -> None:
-        self.bank, self.optimizer, self.rule, self.feed, self.loss = bank, optimizer, rule, feed, loss
+        self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective = seed, collective
 
     def run(self, task: Task, outcome: RoundOutcome) -> None:
@@ -109,43 +108,31 @@ class RoundTasks:
         The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum.
         """
         bank, plan = self.bank, outcome.plan
-        norm = bank.gradient_norm(learner)
+        row = bank.trained_row(learner)
+        norm = self.update.gradient_norm(row)
         outcome.finite[learner] = math.isfinite(norm) and math.isfinite(outcome.losses[learner])
         if not outcome.finite[learner]:
             bank.corrections.zero_row(learner)
             return
-        limit = self.optimizer.clip_norm
-        scale = limit / (norm + 1e-6) if limit is not None and norm > limit else None  # as clip_grad_norm_ in torch
+        limit = self.update.optimizer.clip_norm
         bank.step_counts[learner] += 1
-        row = bank.trained_row(learner)
-        if scale is not None:
-            torch._foreach_mul_(row.gradients, scale)
-        if plan.averaging:
-            self.rule.corrections(row.corrections, row.weights, row.z, plan.averaging)
-        self.optimizer.step(
+        self.update.correct(
             learner,
-            row.weights,
-            row.gradients,
-            row.state,
-            num_decayed=row.num_decayed,
+            row,
+            plan.averaging,
             learning_rate=plan.learning_rates[learner],
             step_count=bank.step_counts[learner],
+            gradient_scale=limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0,  # as clip_grad_norm_
         )
-        if plan.averaging:
-            torch._foreach_sub_(row.weights, row.corrections)
-        if bank.precision.has_shadow:
-            torch._foreach_copy_(row.shadow, row.weights)
 
     def average(self, outcome: RoundOutcome) -> None:
         """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""
         bank, coefficients = self.bank, outcome.plan.averaging
         assert coefficients is not None, "an averaging task needs the round's coefficients"
         total = bank.total.trained()
-        torch._foreach_copy_(total, bank.corrections.trained(0))
-        for learner in range(1, bank.num_learners):
-            torch._foreach_add_(total, bank.corrections.trained(learner))
+        self.update.sum(total, [bank.corrections.trained(learner) for learner in range(bank.num_learners)])
         self.collective.all_reduce_sum(bank.total.storage)
-        self.rule.average(bank.z.trained(), bank.z_prev.trained(), total, coefficients)
+        self.update.move(bank.z.trained(), bank.z_prev.trained(), total, coefficients)
 
 
 def count_correct(output: Tensor, targets: Tensor) -> float | None:

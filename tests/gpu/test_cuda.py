@@ -14,6 +14,7 @@ from crossbow_py.engine.optimizers import AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.engine.update import TorchUpdate
 from tests.support import features, norm_model, run_rounds
 from tests.trainers import equal_states, image_model, images, make_trainer
 
@@ -31,8 +32,7 @@ def tasks_on(device, optimizer, precision, num_learners=3):
     feed = make_feed(IMAGES, 4, 0, place, channels_last=True, dtype=precision.compute)
     return RoundTasks(
         bank,
-        optimizer=optimizer,
-        rule=SMA(),
+        update=TorchUpdate(optimizer, SMA()),  # on CPU too: it is the reference
         feed=feed,
         loss=nn.functional.cross_entropy,
         seed=0,

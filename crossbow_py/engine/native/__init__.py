@@ -1,0 +1,1 @@
+"""C code for what one CPU core does to a row of the bank, compiled on the machine that runs it."""

@@ -1,0 +1,198 @@
+"""What a correction and an averaging task do to the bank's rows: by torch operators, or in one pass by native code.
+
+`TorchUpdate` is the reference, for every device, format, optimizer and rule. `NativeUpdate` does the same for float32
+rows on a CPU, optimizers that have a C function and rules that are linear: every value is read and written once, where
+the operators make over ten passes. Rounding is alike; only sums over a whole gradient differ in their last digits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import c_float, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.engine.native.library import NativeError, Row, load
+from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.replicas import TrainedRow
+
+_TOLERANCE = 1e-5
+
+
+class TorchUpdate:
+    """The reference. Bodies touch what they are given alone, so learners may update at the same time."""
+
+    NAME = "torch"
+
+    def __init__(self, optimizer: Optimizer, rule: AveragingRule) -> None:
+        self.optimizer, self.rule = optimizer, rule
+
+    def gradient_norm(self, row: TrainedRow) -> float:
+        """Of the learner's whole gradient, summed in float64 over vectors. Synchronises with the host on CUDA."""
+        norms = torch._foreach_norm(row.gradients)
+        return float(torch.stack(norms).double().square().sum().sqrt())
+
+    def correct(
+        self,
+        learner: int,
+        row: TrainedRow,
+        averaging: LinearRound | None,
+        *,
+        learning_rate: float,
+        step_count: int,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. Without averaging, no c."""
+        if gradient_scale != 1:
+            torch._foreach_mul_(row.gradients, gradient_scale)
+        if averaging:
+            self.rule.corrections(row.corrections, row.weights, row.z, averaging)
+        self.optimizer.step(
+            learner,
+            row.weights,
+            row.gradients,
+            row.state,
+            num_decayed=row.num_decayed,
+            learning_rate=learning_rate,
+            step_count=step_count,
+        )
+        if averaging:
+            torch._foreach_sub_(row.weights, row.corrections)
+        if row.shadow is not None:
+            torch._foreach_copy_(row.shadow, row.weights)
+
+    def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
+        """Total ← Σ_j c_j, in learner order."""
+        torch._foreach_copy_(total, corrections[0])
+        for own in corrections[1:]:
+            torch._foreach_add_(total, own)
+
+    def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
+        """The rule's step of z by the all-reduced `total`; z_prev ← the old z."""
+        self.rule.average(z, z_prev, total, averaging)
+
+
+class NativeUpdate(TorchUpdate):
+    """The same by update.c. For rows `supports` says yes to; calls release the interpreter lock."""
+
+    NAME = "native"
+
+    def __init__(self, optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
+        super().__init__(optimizer, rule)
+        assert optimizer.NATIVE_STEP is not None, "an optimizer without a C function takes the torch path"
+        self._library, self._step = library, getattr(library, optimizer.NATIVE_STEP)
+        self._known: dict[int, tuple[TrainedRow, list[Row], list[Row]]] = {}
+
+    @staticmethod
+    def supports(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there is C code for all that such a run does to its rows."""
+        own = type(rule)
+        linear = own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
+        return device.type == "cpu" and dtype == torch.float32 and optimizer.NATIVE_STEP is not None and linear
+
+    def gradient_norm(self, row: TrainedRow) -> float:
+        """See TorchUpdate; summed in float64 over values."""
+        squares = self._library.crossbow_sum_of_squares
+        return math.sqrt(sum(squares(part.data_ptr(), part.numel()) for part in row.gradients))
+
+    def correct(
+        self,
+        learner: int,
+        row: TrainedRow,
+        averaging: LinearRound | None,
+        *,
+        learning_rate: float,
+        step_count: int,
+        gradient_scale: float = 1.0,
+    ) -> None:
+        """See TorchUpdate."""
+        values = self.optimizer.native_values(learner, learning_rate, step_count)
+        packed, decay = (c_float * len(values))(*values), self.optimizer.decay(learner)
+        num_decayed = len(row.weights) if self.optimizer.decay_norm_and_bias else row.num_decayed
+        alpha = averaging.correction if averaging else 0.0
+        for index, part in enumerate(self._parts(learner, row, averaging is not None)):
+            self._step(part, gradient_scale, alpha, packed, decay if index < num_decayed else 0.0)
+
+    def _parts(self, learner: int, row: TrainedRow, averages: bool) -> list[Row]:
+        """The row as structs, made once: a bank that grew has other TrainedRows."""
+        known = self._known.get(learner)
+        if known is None or known[0] is not row:
+            known = self._known[learner] = (row, _structs(row, False), _structs(row, True))
+        return known[2] if averages else known[1]
+
+    def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
+        """See TorchUpdate."""
+        for index, out in enumerate(total):
+            rows = (c_void_p * len(corrections))(*(own[index].data_ptr() for own in corrections))
+            self._library.crossbow_sum(out.data_ptr(), rows, len(rows), out.numel())
+
+    def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
+        """See TorchUpdate."""
+        for parts in zip(z, z_prev, total, strict=True):
+            self._library.crossbow_move(*(part.data_ptr() for part in parts), averaging.momentum, parts[0].numel())
+
+
+def _structs(row: TrainedRow, averages: bool) -> list[Row]:
+    states = list(row.state.values())
+    return [
+        Row(
+            weights=weights.data_ptr(),
+            gradients=row.gradients[index].data_ptr(),
+            state=(c_void_p * 2)(*(state[index].data_ptr() for state in states)),
+            corrections=row.corrections[index].data_ptr() if averages else None,
+            z=row.z[index].data_ptr(),
+            shadow=None if row.shadow is None else row.shadow[index].data_ptr(),
+            count=weights.numel(),
+        )
+        for index, weights in enumerate(row.weights)
+    ]
+
+
+def choose_update(
+    optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype, cache: Path | None = None
+) -> tuple[TorchUpdate, str | None]:
+    """Native code where there is some, that compiles and agrees with the reference; else torch operators.
+
+    Returns the update and, where native code failed, a sentence for the user.
+    """
+    reference = TorchUpdate(optimizer, rule)
+    if not NativeUpdate.supports(optimizer, rule, device, dtype):
+        return reference, None
+    try:
+        native = NativeUpdate(optimizer, rule, load(cache))
+        _check(native, reference)
+    except NativeError as error:
+        return reference, (
+            f"Updates run as torch operators, which is slower for models with many parameters, because {error}; "
+            "install gcc, or name a C compiler in CC."
+        )
+    return native, None
+
+
+def _check(native: NativeUpdate, reference: TorchUpdate) -> None:
+    """Raise NativeError unless both do the same to random rows, of a length that is no multiple of anything."""
+    averaging, results = LinearRound(correction=0.3, momentum=0.9), []
+    for update in (native, reference):
+        generator = torch.Generator().manual_seed(0)
+        weights, gradients, state0, state1, z, z_prev, corrections, total = (
+            [torch.rand(count, generator=generator) for count in (2077, 13)] for _ in range(8)
+        )
+        state = dict(zip(update.optimizer.STATE, (state0, state1), strict=False))
+        shadow = [part.to(torch.bfloat16) for part in weights]
+        row = TrainedRow(weights, gradients, corrections, state, z, shadow, num_decayed=1)
+        norm = update.gradient_norm(row)
+        update.correct(0, row, averaging, learning_rate=0.1, step_count=3, gradient_scale=0.5)
+        update.sum(total, [corrections, gradients])
+        update.move(z, z_prev, total, averaging)
+        tensors = [*weights, *state0, *state1, *corrections, *total, *z, *z_prev, *(part.float() for part in shadow)]
+        results.append(torch.cat([*tensors, torch.tensor([norm])]))
+    tolerance = torch.full_like(results[1], _TOLERANCE)
+    num_shadow = sum(part.numel() for part in shadow)
+    tolerance[-1 - num_shadow : -1] = 2**-7  # one digit of bfloat16
+    if not bool(((results[0] - results[1]).abs() <= tolerance * (1 + results[1].abs())).all()):
+        raise NativeError("its results differ from those of the torch operators")
