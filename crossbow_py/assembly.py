@@ -16,7 +16,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Feed, make_feed
 from crossbow_py.engine.dropout import counter_seed
-from crossbow_py.engine.executors import Executor, choose_executor
+from crossbow_py.engine.executors import EXECUTORS, Executor, choose_executor
 from crossbow_py.engine.optimizers import Optimizer, for_learner
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
@@ -186,6 +186,7 @@ def _bank(template: nn.Module, settings: RunSettings, choices: Choices, optimize
             precision=choices.precision,
             state_names=optimizer.STATE,
             channels_last=settings.channels_last,
+            order=EXECUTORS[choices.executor].ORDER,
         )
     except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
         raise UserError(

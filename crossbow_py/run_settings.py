@@ -21,7 +21,9 @@ class RunSettings:
 
     batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
     num_learners: int = setting(2, "learners (replicas trained side by side) per device", minimum=1)
-    executor: Literal["auto", "serial", "threads"] = setting("auto", "how learners run: auto, serial or threads")
+    executor: Literal["auto", "serial", "threads", "fused"] = setting(
+        "auto", "how learners run: auto, serial, threads or fused"
+    )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
     channels_last: bool = setting(True, "channels-last memory format for images and 4-D weights")

@@ -84,7 +84,7 @@ class Trainer:
         notes: Sequence[str] = (),
         batch_size: int = 16,
         num_learners: int = 2,
-        executor: Literal["auto", "serial", "threads"] = "auto",
+        executor: Literal["auto", "serial", "threads", "fused"] = "auto",
         device: Literal["auto", "cpu", "cuda"] = "auto",
         precision: PrecisionName = "auto",
         channels_last: bool = True,

@@ -51,6 +51,11 @@ class Feed(ABC):
         On CUDA it is enqueued on the calling thread's current stream; the host does not wait for it.
         """
 
+    def batches(self, starts: Sequence[int]) -> Batch:
+        """The batches at `starts`, one a learner, stacked: inputs [K, B, ...] and targets [K, B, ...]."""
+        each = [self.batch(start) for start in starts]
+        return Batch(torch.stack([batch.inputs for batch in each]), torch.stack([batch.targets for batch in each]))
+
     @abstractmethod
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         """All samples once, in the data set's order and not augmented by the feed; the last batch may be partial."""
@@ -67,9 +72,17 @@ class ResidentFeed(Feed):
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Nothing is copied from the host except once an epoch, in the first call that reaches it."""
-        runs = segments(start, self.batch_size, self.num_samples)
+        return self._take(self._picks([start]))
+
+    def batches(self, starts: Sequence[int]) -> Batch:
+        """See `Feed.batches`; one gather for all learners. 4-D inputs keep their memory format within each batch."""
+        together = self._take(self._picks(starts))
+        return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
+
+    def _picks(self, starts: Sequence[int]) -> Tensor:
+        runs = [run for start in starts for run in segments(start, self.batch_size, self.num_samples)]
         parts = [self._tables(epoch)[:, first:last] for epoch, first, last in runs]
-        return self._take(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`."""

@@ -117,6 +117,12 @@ class Rows:
         """
         return self._trained[row]
 
+    def whole(self) -> Tensor:
+        """The trained part of a flat vector (one row) in one piece, padding included."""
+        assert self.num_rows == 1, "only a single row lies in one piece whatever the order"
+        num_trained = self.layout.count("decayed", "undecayed")
+        return self.storage[: [*self._bases, self._row_length][num_trained]]
+
     @property
     def num_decayed(self) -> int:
         """How many vectors of `trained`, from the first, take weight decay."""

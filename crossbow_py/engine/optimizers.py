@@ -31,14 +31,14 @@ def for_learner(value: PerLearner, learner: int) -> float:
 class Optimizer(ABC):
     """Base of every optimizer: settings, the names of its state rows, and the update of one learner.
 
-    `NATIVE_STEP` names the C function in native/update.c that does what `step` does, from `native_values`; None if
-    there is none. At most two state rows then.
+    `NATIVE_STEP` is the place of the C function that does what `step` does, from `native_values`, among STEPS of
+    native/update.c; None if there is none. At most two state rows then, and eight values.
     """
 
     GROUP: ClassVar[str] = "optimizer"
     NAME: ClassVar[str]
     STATE: ClassVar[tuple[str, ...]]
-    NATIVE_STEP: ClassVar[str | None] = None
+    NATIVE_STEP: ClassVar[int | None] = None
 
     learning_rate: PerLearner
     weight_decay: PerLearner
@@ -93,7 +93,7 @@ class SGD(Optimizer):
 
     NAME: ClassVar[str] = "sgd"
     STATE: ClassVar[tuple[str, ...]] = ("momentum",)
-    NATIVE_STEP: ClassVar[str | None] = "crossbow_sgd"
+    NATIVE_STEP: ClassVar[int | None] = 0
 
     learning_rate: PerLearner = setting(0.1, "γ before the schedule; a list gives each learner its own", minimum=0)
     momentum: PerLearner = setting(0.9, "m, the learner's own momentum", minimum=0, below=1)
@@ -148,7 +148,7 @@ class AdamW(Optimizer):
 
     NAME: ClassVar[str] = "adamw"
     STATE: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-    NATIVE_STEP: ClassVar[str | None] = "crossbow_adamw"
+    NATIVE_STEP: ClassVar[int | None] = 1
 
     learning_rate: PerLearner = setting(0.001, "γ before the schedule; a list gives each learner its own", minimum=0)
     beta1: PerLearner = setting(0.9, "decay of the gradient average", minimum=0, below=1)

@@ -103,6 +103,7 @@ class ReplicaBank:
             list(self.gradients.shaped(learner).values())[: self.num_trained] for learner in range(capacity)
         ]
         self._trained_rows = [self._trained_row(learner) for learner in range(capacity)]
+        self._stacked_gradients: dict[int, list[Tensor]] = {}
 
     def _trained_row(self, learner: int) -> TrainedRow:
         return TrainedRow(
@@ -140,14 +141,20 @@ class ReplicaBank:
         """The parameters autograd differentiates, in layout order."""
         return self._trained[learner]
 
-    def store_gradients(self, learner: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def store_gradients(self, learner: int, gradients: Sequence[Tensor | None]) -> None:
         """G row ← gradients, cast to master precision; a missing gradient is zero."""
-        views = self._gradient_views[learner]
-        present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        for view, gradient in zip(views, gradients, strict=True):
-            if gradient is None:
-                view.zero_()
+        _store(self._gradient_views[learner], gradients)
+
+    def store_stacked_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """G ← gradients `[K, *shape]` of all learners, in layout order; as `store_gradients` does for one."""
+        _store(self.stacked_gradients(), gradients)
+
+    def stacked_gradients(self) -> list[Tensor]:
+        """Views `[K, *shape]` of G, in layout order."""
+        k = self.num_learners
+        if k not in self._stacked_gradients:
+            self._stacked_gradients[k] = list(self.gradients.stacked(k).values())[: self.num_trained]
+        return self._stacked_gradients[k]
 
     def trained_row(self, learner: int) -> TrainedRow:
         """What a correction task works on."""
@@ -306,6 +313,14 @@ class ReplicaBank:
                 buffer.copy_(saved["integer_buffers"][row][name])
             self.step_counts[row] = saved["step_counts"][row]
             self.refresh_shadow(row)
+
+
+def _store(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.zero_()
 
 
 def _norm(vectors: Sequence[Tensor]) -> float:

@@ -19,7 +19,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.update import Step, TorchUpdate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -107,32 +107,39 @@ class RoundTasks:
 
         The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum.
         """
-        bank, plan = self.bank, outcome.plan
-        row = bank.trained_row(learner)
-        norm = self.update.gradient_norm(row)
-        outcome.finite[learner] = math.isfinite(norm) and math.isfinite(outcome.losses[learner])
+        row = self.bank.trained_row(learner)
+        step = self.next_step(learner, self.update.gradient_norm(row), outcome)
+        if step is None:
+            self.bank.corrections.zero_row(learner)
+        else:
+            self.update.correct(learner, row, outcome.plan.averaging, step)
+
+    def next_step(self, learner: int, gradient_norm: float, outcome: RoundOutcome) -> Step | None:
+        """The learner's gradient step, counted, its gradient clipped; None where the gate keeps it out."""
+        bank, limit = self.bank, self.update.optimizer.clip_norm
+        outcome.finite[learner] = math.isfinite(gradient_norm) and math.isfinite(outcome.losses[learner])
         if not outcome.finite[learner]:
-            bank.corrections.zero_row(learner)
-            return
-        limit = self.update.optimizer.clip_norm
+            return None
         bank.step_counts[learner] += 1
-        self.update.correct(
-            learner,
-            row,
-            plan.averaging,
-            learning_rate=plan.learning_rates[learner],
+        clips = limit is not None and gradient_norm > limit
+        return Step(
+            learning_rate=outcome.plan.learning_rates[learner],
             step_count=bank.step_counts[learner],
-            gradient_scale=limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0,  # as clip_grad_norm_
+            gradient_scale=limit / (gradient_norm + 1e-6) if limit is not None and clips else 1.0,  # as in torch
         )
 
     def average(self, outcome: RoundOutcome) -> None:
         """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""
+        bank = self.bank
+        self.update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
+        self.move(outcome)
+
+    def move(self, outcome: RoundOutcome) -> None:
+        """All-reduce the sum of corrections over devices, and move z by it."""
         bank, coefficients = self.bank, outcome.plan.averaging
-        assert coefficients is not None, "an averaging task needs the round's coefficients"
-        total = bank.total.trained()
-        self.update.sum(total, [bank.corrections.trained(learner) for learner in range(bank.num_learners)])
+        assert coefficients is not None, "z moves in rounds that average"
         self.collective.all_reduce_sum(bank.total.storage)
-        self.update.move(bank.z.trained(), bank.z_prev.trained(), total, coefficients)
+        self.update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], coefficients)
 
 
 def count_correct(output: Tensor, targets: Tensor) -> float | None:

@@ -9,19 +9,31 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from ctypes import c_float, c_void_p
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import Array, c_double, c_float, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
-from crossbow_py.engine.native.library import NativeError, Row, load
+from crossbow_py.engine.native.library import Learner, NativeError, Vector, load
 from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.replicas import TrainedRow
+from crossbow_py.engine.replicas import ReplicaBank, TrainedRow
 
 _TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Step:
+    """One learner's gradient step: γ, the number of the step from 1, and what the gradient is multiplied by first."""
+
+    learning_rate: float
+    step_count: int
+    gradient_scale: float = 1.0
 
 
 class TorchUpdate:
@@ -37,19 +49,10 @@ class TorchUpdate:
         norms = torch._foreach_norm(row.gradients)
         return float(torch.stack(norms).double().square().sum().sqrt())
 
-    def correct(
-        self,
-        learner: int,
-        row: TrainedRow,
-        averaging: LinearRound | None,
-        *,
-        learning_rate: float,
-        step_count: int,
-        gradient_scale: float = 1.0,
-    ) -> None:
+    def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
         """g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. Without averaging, no c."""
-        if gradient_scale != 1:
-            torch._foreach_mul_(row.gradients, gradient_scale)
+        if step.gradient_scale != 1:
+            torch._foreach_mul_(row.gradients, step.gradient_scale)
         if averaging:
             self.rule.corrections(row.corrections, row.weights, row.z, averaging)
         self.optimizer.step(
@@ -58,8 +61,8 @@ class TorchUpdate:
             row.gradients,
             row.state,
             num_decayed=row.num_decayed,
-            learning_rate=learning_rate,
-            step_count=step_count,
+            learning_rate=step.learning_rate,
+            step_count=step.step_count,
         )
         if averaging:
             torch._foreach_sub_(row.weights, row.corrections)
@@ -78,15 +81,19 @@ class TorchUpdate:
 
 
 class NativeUpdate(TorchUpdate):
-    """The same by update.c. For rows `supports` says yes to; calls release the interpreter lock."""
+    """The same by update.c, for runs `supports` says yes to; calls release the interpreter lock.
+
+    What is passed to C is laid out once for each learner and for each set of learners, and kept.
+    """
 
     NAME = "native"
 
     def __init__(self, optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
         super().__init__(optimizer, rule)
         assert optimizer.NATIVE_STEP is not None, "an optimizer without a C function takes the torch path"
-        self._library, self._step = library, getattr(library, optimizer.NATIVE_STEP)
-        self._known: dict[int, tuple[TrainedRow, list[Row], list[Row]]] = {}
+        self._library, self._step = library, optimizer.NATIVE_STEP
+        self._known: dict[int, tuple[TrainedRow, Array[Vector]]] = {}
+        self._helpers = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "crossbow update")
 
     @staticmethod
     def supports(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> bool:
@@ -97,33 +104,31 @@ class NativeUpdate(TorchUpdate):
 
     def gradient_norm(self, row: TrainedRow) -> float:
         """See TorchUpdate; summed in float64 over values."""
-        squares = self._library.crossbow_sum_of_squares
-        return math.sqrt(sum(squares(part.data_ptr(), part.numel()) for part in row.gradients))
+        vectors, sums = self._vectors(0, row), (c_double * 1)()
+        self._library.crossbow_sums_of_squares(vectors, len(vectors), sums, 1, 0, 1)
+        return math.sqrt(sums[0])
 
-    def correct(
-        self,
-        learner: int,
-        row: TrainedRow,
-        averaging: LinearRound | None,
-        *,
-        learning_rate: float,
-        step_count: int,
-        gradient_scale: float = 1.0,
-    ) -> None:
+    def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
         """See TorchUpdate."""
-        values = self.optimizer.native_values(learner, learning_rate, step_count)
-        packed, decay = (c_float * len(values))(*values), self.optimizer.decay(learner)
-        num_decayed = len(row.weights) if self.optimizer.decay_norm_and_bias else row.num_decayed
+        vectors, learners = self._vectors(learner, row), (Learner * 1)(self._learner(learner, step))
         alpha = averaging.correction if averaging else 0.0
-        for index, part in enumerate(self._parts(learner, row, averaging is not None)):
-            self._step(part, gradient_scale, alpha, packed, decay if index < num_decayed else 0.0)
+        self._library.crossbow_update(vectors, len(vectors), learners, 1, self._step, alpha, 0, 1)
 
-    def _parts(self, learner: int, row: TrainedRow, averages: bool) -> list[Row]:
-        """The row as structs, made once: a bank that grew has other TrainedRows."""
+    def _vectors(self, learner: int, row: TrainedRow) -> Array[Vector]:
+        """The row for C, made once: a bank that grew has other TrainedRows."""
         known = self._known.get(learner)
         if known is None or known[0] is not row:
-            known = self._known[learner] = (row, _structs(row, False), _structs(row, True))
-        return known[2] if averages else known[1]
+            known = self._known[learner] = (row, _vectors(row, self.optimizer.decay_norm_and_bias))
+        return known[1]
+
+    def _learner(self, learner: int, step: Step) -> Learner:
+        values = self.optimizer.native_values(learner, step.learning_rate, step.step_count)
+        return Learner(
+            skipped=0,
+            gradient_scale=step.gradient_scale,
+            decay=self.optimizer.decay(learner),
+            values=(c_float * 8)(*values),
+        )
 
     def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
         """See TorchUpdate."""
@@ -136,21 +141,86 @@ class NativeUpdate(TorchUpdate):
         for parts in zip(z, z_prev, total, strict=True):
             self._library.crossbow_move(*(part.data_ptr() for part in parts), averaging.momentum, parts[0].numel())
 
+    def gradient_norms(self, rows: StackedRows) -> list[float]:
+        """Of every learner."""
+        sums = (c_double * rows.num_learners)()
+        vectors = rows.vectors(self.optimizer.decay_norm_and_bias)
+        self._spread(self._library.crossbow_sums_of_squares, vectors, len(vectors), sums, rows.num_learners)
+        return [math.sqrt(value) for value in sums]
 
-def _structs(row: TrainedRow, averages: bool) -> list[Row]:
-    states = list(row.state.values())
-    return [
-        Row(
-            weights=weights.data_ptr(),
-            gradients=row.gradients[index].data_ptr(),
-            state=(c_void_p * 2)(*(state[index].data_ptr() for state in states)),
-            corrections=row.corrections[index].data_ptr() if averages else None,
-            z=row.z[index].data_ptr(),
-            shadow=None if row.shadow is None else row.shadow[index].data_ptr(),
-            count=weights.numel(),
+    def correct_all(self, rows: StackedRows, averaging: LinearRound | None, steps: Sequence[Step | None]) -> None:
+        """`correct` of all learners and `sum`, in one pass; a learner without a step is gated."""
+        learners = (Learner * len(steps))(
+            *(Learner(skipped=1) if step is None else self._learner(j, step) for j, step in enumerate(steps))
         )
-        for index, weights in enumerate(row.weights)
-    ]
+        vectors = rows.vectors(self.optimizer.decay_norm_and_bias)
+        alpha = averaging.correction if averaging else 0.0
+        self._spread(
+            self._library.crossbow_update, vectors, len(vectors), learners, len(learners), self._step, alpha
+        )
+
+    def _spread(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function once for each of as many parts as torch uses threads, side by side."""
+        parts = torch.get_num_threads()
+        others = [self._helpers.submit(function, *arguments, part, parts) for part in range(1, parts)]
+        function(*arguments, 0, parts)
+        for other in others:
+            other.result()
+
+
+class StackedRows:
+    """The trained vectors of all learners of a bank in blocks, for one pass over them.
+
+    Attributes:
+        num_learners: K.
+        gradients: what is read, `[K, numel]` a block with the learners' values in the bank's order; set every round.
+    """
+
+    def __init__(self, bank: ReplicaBank) -> None:
+        assert bank.order == "blocks", "one pass over all learners needs their values side by side"
+        self.num_learners, self._bank = bank.num_learners, bank
+        self.gradients = [bank.gradients.flat(0)[index] for index in range(bank.num_trained)]
+        self._array: Array[Vector] | None = None
+
+    def vectors(self, decay_all: bool) -> Array[Vector]:
+        """For C. The first row's views point at the beginning of each block."""
+        if self._array is None:
+            bank = self._bank
+            first = TrainedRow(
+                weights=bank.weights.trained(0),
+                gradients=self.gradients,
+                corrections=bank.total.trained(),
+                state={name: rows.trained(0) for name, rows in bank.state.items()},
+                z=bank.z.trained(),
+                shadow=bank.shadow.trained(0) if bank.precision.has_shadow else None,
+                num_decayed=bank.weights.num_decayed,
+            )
+            self._array = _vectors(first, decay_all)
+        for vector, gradient in zip(self._array, self.gradients, strict=True):
+            vector.gradients = gradient.data_ptr()
+        return self._array
+
+
+def _vectors(row: TrainedRow, decay_all: bool) -> Array[Vector]:
+    states = list(row.state.values())
+    num_decayed = len(row.weights) if decay_all else row.num_decayed
+    return (Vector * len(row.weights))(
+        *(
+            Vector(
+                weights=weights.data_ptr(),
+                gradients=row.gradients[index].data_ptr(),
+                state=(c_void_p * 2)(*(state[index].data_ptr() for state in states)),
+                corrections=row.corrections[index].data_ptr(),
+                z=row.z[index].data_ptr(),
+                shadow=None if row.shadow is None else row.shadow[index].data_ptr(),
+                count=weights.numel(),
+                stride=weights.numel(),
+                gradient_stride=weights.numel(),
+                decays=int(index < num_decayed),
+            )
+            for index, weights in enumerate(row.weights)
+        )
+    )
 
 
 def choose_update(
@@ -186,7 +256,7 @@ def _check(native: NativeUpdate, reference: TorchUpdate) -> None:
         shadow = [part.to(torch.bfloat16) for part in weights]
         row = TrainedRow(weights, gradients, corrections, state, z, shadow, num_decayed=1)
         norm = update.gradient_norm(row)
-        update.correct(0, row, averaging, learning_rate=0.1, step_count=3, gradient_scale=0.5)
+        update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=3, gradient_scale=0.5))
         update.sum(total, [corrections, gradients])
         update.move(z, z_prev, total, averaging)
         tensors = [*weights, *state0, *state1, *corrections, *total, *z, *z_prev, *(part.float() for part in shadow)]

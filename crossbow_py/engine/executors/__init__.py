@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 
 from crossbow_py.engine.executors.base import Executor
+from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.errors import UserError
 
-EXECUTORS: dict[str, type[Executor]] = {SerialExecutor.NAME: SerialExecutor, ThreadsExecutor.NAME: ThreadsExecutor}
+EXECUTORS: dict[str, type[Executor]] = {
+    executor.NAME: executor for executor in (SerialExecutor, ThreadsExecutor, FusedExecutor)
+}
 
 
 def choose_executor(name: str, device: torch.device, num_learners: int) -> type[Executor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 
+from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Launch, Scheduler
 
@@ -17,6 +18,7 @@ class Executor(ABC):
     """
 
     NAME: str
+    ORDER: Order | None = None  # of the bank it wants; None leaves it to the device
 
     def __init__(self, tasks: RoundTasks) -> None:
         self.tasks = tasks

@@ -29,8 +29,8 @@ class NativeError(Exception):
     """There is no native library here; the message says why, as half a sentence."""
 
 
-class Row(Structure):
-    """The struct of the same name in update.c: one vector of a learner's row in every buffer."""
+class Vector(Structure):
+    """The struct of the same name in update.c."""
 
     _fields_ = [  # the protocol of ctypes
         ("weights", c_void_p),
@@ -40,6 +40,20 @@ class Row(Structure):
         ("z", c_void_p),
         ("shadow", c_void_p),
         ("count", c_int64),
+        ("stride", c_int64),
+        ("gradient_stride", c_int64),
+        ("decays", c_int64),
+    ]
+
+
+class Learner(Structure):
+    """The struct of the same name in update.c; up to eight values."""
+
+    _fields_ = [
+        ("skipped", c_int64),
+        ("gradient_scale", c_float),
+        ("decay", c_float),
+        ("values", c_float * 8),
     ]
 
 
@@ -100,12 +114,14 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    vector = c_void_p
-    for step in (library.crossbow_sgd, library.crossbow_adamw):
-        step.argtypes, step.restype = (POINTER(Row), c_float, c_float, POINTER(c_float), c_float), None
-    library.crossbow_sum.argtypes = (vector, POINTER(c_void_p), c_int64, c_int64)
-    library.crossbow_sum.restype = None
-    library.crossbow_move.argtypes = (vector, vector, vector, c_float, c_int64)
-    library.crossbow_move.restype = None
-    library.crossbow_sum_of_squares.argtypes, library.crossbow_sum_of_squares.restype = (vector, c_int64), c_double
+    vector, vectors = c_void_p, POINTER(Vector)
+    signatures = {
+        "crossbow_update": (vectors, c_int64, POINTER(Learner), c_int64, c_int64, c_float, c_int64, c_int64),
+        "crossbow_sums_of_squares": (vectors, c_int64, POINTER(c_double), c_int64, c_int64, c_int64),
+        "crossbow_sum": (vector, POINTER(c_void_p), c_int64, c_int64),
+        "crossbow_move": (vector, vector, vector, c_float, c_int64),
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
     return library

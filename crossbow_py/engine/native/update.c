@@ -10,13 +10,22 @@
 
 #define BLOCK 1024 /* 4 KiB an array: weights, gradients, two states, z and corrections fit 32 KiB */
 #define LANES 16
+#define VALUES 8
 
+/* One vector of the layout for some learners: row j of weights, states and shadow begins at j * stride. */
 typedef struct {
-    float *weights, *gradients, *state[2], *corrections; /* corrections: NULL in a round that does not average */
+    float *weights, *gradients, *state[2];
+    float *corrections; /* the sum of the learners' corrections is written here */
     const float *z;
     uint16_t *shadow; /* bfloat16 copy of the weights, or NULL */
-    int64_t count;
-} Row;
+    int64_t count, stride, gradient_stride;
+    int64_t decays; /* whether weight decay applies */
+} Vector;
+
+typedef struct {
+    int64_t skipped; /* its row stays as it is, and it adds nothing to the sum */
+    float gradient_scale, decay, values[VALUES];
+} Learner;
 
 static void pull(float *restrict c, const float *restrict w, const float *restrict z, float rate, int64_t n)
 {
@@ -49,7 +58,7 @@ static void to_bfloat16(uint16_t *restrict out, const float *restrict w, int64_t
     }
 }
 
-/* values: momentum, learning rate, 1 for Nesterov's form */
+/* values: momentum, learning rate, 1 for Nesterov's form; as `native_values` in engine/optimizers.py, like the next */
 static void sgd(float *restrict w, float *restrict g, float *restrict u, float *unused, const float *values, float decay,
                 int64_t n)
 {
@@ -90,29 +99,49 @@ static void adamw(float *restrict w, float *restrict g, float *restrict a, float
 }
 
 typedef void (*Step)(float *, float *, float *, float *, const float *, float, int64_t);
+static const Step STEPS[] = {sgd, adamw};
 
-static void update(const Row *row, Step step, float gradient_scale, float correction, const float *values, float decay)
+/* Values [first, first + n) of a vector, for every learner; n <= BLOCK */
+static void update_block(const Vector *v, const Learner *learners, int64_t num_learners, Step step, float correction,
+                         int64_t first, int64_t n)
 {
-    for (int64_t first = 0; first < row->count; first += BLOCK) {
-        const int64_t n = row->count - first < BLOCK ? row->count - first : BLOCK;
-        float *w = row->weights + first, *g = row->gradients + first;
-        float *s0 = row->state[0] ? row->state[0] + first : 0, *s1 = row->state[1] ? row->state[1] + first : 0;
-        if (gradient_scale != 1) scale(g, gradient_scale, n);
-        if (row->corrections) pull(row->corrections + first, w, row->z + first, correction, n);
-        step(w, g, s0, s1, values, decay, n);
-        if (row->corrections) subtract(w, row->corrections + first, n);
-        if (row->shadow) to_bfloat16(row->shadow + first, w, n);
+    float pulled[BLOCK];
+    int written = 0;
+    for (int64_t j = 0; j < num_learners; j++) {
+        const Learner *own = learners + j;
+        if (own->skipped) continue;
+        const int64_t at = j * v->stride + first;
+        float *w = v->weights + at, *g = v->gradients + j * v->gradient_stride + first;
+        if (own->gradient_scale != 1) scale(g, own->gradient_scale, n);
+        if (correction != 0) {
+            pull(pulled, w, v->z + first, correction, n);
+            if (written)
+                add(v->corrections + first, pulled, 1, n);
+            else
+                memcpy(v->corrections + first, pulled, (size_t)n * sizeof(float));
+            written = 1;
+        }
+        step(w, g, v->state[0] ? v->state[0] + at : 0, v->state[1] ? v->state[1] + at : 0, own->values,
+             v->decays ? own->decay : 0, n);
+        if (correction != 0) subtract(w, pulled, n);
+        if (v->shadow) to_bfloat16(v->shadow + at, w, n);
     }
+    if (correction != 0 && !written) memset(v->corrections + first, 0, (size_t)n * sizeof(float));
 }
 
-void crossbow_sgd(const Row *row, float gradient_scale, float correction, const float *values, float decay)
+/* Part `part` of `num_parts` of all vectors: gradient steps and corrections of the learners, and the corrections' sum.
+ * `optimizer` is 0 for SGD and 1 for AdamW; `correction` is 0 in a round that does not average. */
+void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
+                     int64_t optimizer, float correction, int64_t part, int64_t num_parts)
 {
-    update(row, sgd, gradient_scale, correction, values, decay);
-}
-
-void crossbow_adamw(const Row *row, float gradient_scale, float correction, const float *values, float decay)
-{
-    update(row, adamw, gradient_scale, correction, values, decay);
+    int64_t block = 0;
+    for (int64_t i = 0; i < num_vectors; i++)
+        for (int64_t first = 0; first < vectors[i].count; first += BLOCK, block++) {
+            if (block % num_parts != part) continue;
+            const int64_t left = vectors[i].count - first;
+            update_block(vectors + i, learners, num_learners, STEPS[optimizer], correction, first,
+                         left < BLOCK ? left : BLOCK);
+        }
 }
 
 /* total <- the sum of the rows, in their order */
@@ -136,7 +165,7 @@ void crossbow_move(float *restrict z, float *restrict z_prev, const float *restr
     }
 }
 
-double crossbow_sum_of_squares(const float *values, int64_t count)
+static double sum_of_squares(const float *values, int64_t count)
 {
     double sums[LANES] = {0}, sum = 0;
     int64_t i = 0;
@@ -145,4 +174,15 @@ double crossbow_sum_of_squares(const float *values, int64_t count)
     for (; i < count; i++) sum += (double)values[i] * (double)values[i];
     for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
     return sum;
+}
+
+/* sums[j] <- the sum of squares of learner j's gradient, for the learners j = part, part + num_parts, ... */
+void crossbow_sums_of_squares(const Vector *vectors, int64_t num_vectors, double *sums, int64_t num_learners,
+                              int64_t part, int64_t num_parts)
+{
+    for (int64_t j = part; j < num_learners; j += num_parts) {
+        sums[j] = 0;
+        for (int64_t i = 0; i < num_vectors; i++)
+            sums[j] += sum_of_squares(vectors[i].gradients + j * vectors[i].gradient_stride, vectors[i].count);
+    }
 }

@@ -10,7 +10,7 @@ from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.native.library import NativeError, load
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.replicas import TrainedRow
-from crossbow_py.engine.update import NativeUpdate, TorchUpdate, choose_update
+from crossbow_py.engine.update import NativeUpdate, Step, TorchUpdate, choose_update
 
 CPU = torch.device("cpu")
 LENGTHS = (2500, 37)  # no multiple of a block or of a vector register
@@ -49,7 +49,7 @@ def test_native_correction_equals_torch_operators(optimizer, averaging, shadow):
     for update in (NativeUpdate(optimizer, SMA(), load()), TorchUpdate(optimizer, SMA())):
         row = random_row(optimizer, shadow)
         for step in (1, 2, 3):
-            update.correct(0, row, averaging, learning_rate=0.1, step_count=step, gradient_scale=0.5)
+            update.correct(0, row, averaging, Step(0.1, step, 0.5))
         rows.append(flat(row))
     torch.testing.assert_close(rows[0], rows[1], rtol=2**-8 if shadow else 1e-6, atol=1e-6)
     assert not torch.equal(rows[0], flat(random_row(optimizer, shadow)))
@@ -71,7 +71,7 @@ def test_native_sgd_round_equals_numbers_worked_out_by_hand():
     one = lambda value: [torch.tensor([float(value)])]  # noqa: E731
     row = TrainedRow(one(4), one(1), one(0), {"momentum": one(2)}, one(2), None, num_decayed=1)
     update = NativeUpdate(SGD(momentum=0.5, weight_decay=0.25), SMA(), load())
-    update.correct(0, row, LinearRound(0.5, 0.5), learning_rate=0.5, step_count=1)
+    update.correct(0, row, LinearRound(0.5, 0.5), Step(0.5, 1))
     # c = 0.5·(4 − 2) = 1;  u = 0.5·2 + (1 + 0.25·4) = 3;  w = 4 − 0.5·3 − 1 = 1.5
     assert [row.corrections[0].item(), row.state["momentum"][0].item(), row.weights[0].item()] == [1.0, 3.0, 1.5]
     z, z_prev, total = one(2), one(1), one(0)
@@ -98,8 +98,8 @@ def test_native_shadow_rounds_as_torch_does():
     values = torch.tensor([1.00390625, 1.01171875, -1.00390625, float("inf"), float("nan"), 3.4e38, 1e-40, -0.0])
     shadow = [torch.zeros(8, dtype=torch.bfloat16)]
     zero = [torch.zeros(8)]
-    row = TrainedRow([values.clone()], zero, zero, {}, zero, shadow, num_decayed=0)
-    NativeUpdate(SGD(momentum=0.0), SMA(), load()).correct(0, row, None, learning_rate=0.0, step_count=1)
+    row = TrainedRow([values.clone()], zero, zero, {"momentum": zero}, zero, shadow, num_decayed=0)
+    NativeUpdate(SGD(momentum=0.0), SMA(), load()).correct(0, row, None, Step(0.0, 1))
     torch.testing.assert_close(shadow[0], values.to(torch.bfloat16), rtol=0, atol=0, equal_nan=True)
 
 
@@ -144,7 +144,7 @@ def test_damaged_library_in_the_cache_is_made_anew(tmp_path):
     damaged = tmp_path / "damaged" / whole.name
     damaged.parent.mkdir()
     damaged.write_bytes(b"no library")
-    assert load(damaged.parent).crossbow_sum_of_squares is not None
+    assert load(damaged.parent).crossbow_sum is not None
     assert damaged.read_bytes() == whole.read_bytes()
 
 

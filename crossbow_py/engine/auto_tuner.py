@@ -1,0 +1,243 @@
+"""The auto-tuner: how many learners a device gets, from measured throughput alone.
+
+Pure: a state and a throughput in, a state and a decision out; no clock, no torch, nothing random, so ranks that are fed
+the same numbers decide alike. A measurement is the median of `windows` windows of throughput. Two searches share it:
+
+    growing     counts upwards, each worth it when it beats the last one that was by more than `min_gain`;
+    shrinking   counts downwards, each worth it when within `min_gain` of the best.
+
+Either looks one count beyond one that was not worth it (3 learners on 2 cores may lose where 4 win), never beyond a
+fall below half of the best, and settles on the fewest learners measured within `min_gain` of the best. Settled, it
+watches: throughput that stays more than `drift` lower starts shrinking, higher starts growing. After a drop took
+learners away it also tries growing from time to time, because a core that a neighbour frees shows in no throughput of
+learners that never used it. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF` measurements.
+
+After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and stops for good.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from crossbow_py.settings import check, setting
+
+Action = Literal["grow", "shrink", "stay"]
+Phase = Literal["growing", "shrinking", "settled"]
+
+_CLIFF = 0.5
+_MAX_MISSES = 2
+_MAX_BACK_OFF = 6
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do: the number of learners to have now, and a sentence for the console, empty while it only measures."""
+
+    action: Action
+    num_learners: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class AutoTunerState:
+    """Where the search stands; the default is the start of a run.
+
+    `num_windows` counts since the count or the phase changed, and `recent` holds those of the measurement under way.
+    `measured` are the (learners, images/s) of the latest search, in its order. `drifted` counts measurements in a row
+    that were too high (positive) or too low (negative); `before_drop` is the most learners that a drop was met with.
+    """
+
+    num_learners: int = 1
+    phase: Phase = "growing"
+    num_windows: int = 0
+    recent: tuple[float, ...] = ()
+    measured: tuple[tuple[int, float], ...] = ()
+    out_of_memory_at: int | None = None
+    drifted: int = 0
+    before_drop: int = 0
+    num_searches_again: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {**asdict(self), "recent": list(self.recent), "measured": [list(pair) for pair in self.measured]}
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> AutoTunerState:
+        """Rebuild from a checkpoint; what a newer version added starts at its default."""
+        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        known["recent"] = tuple(known.get("recent", ()))
+        known["measured"] = tuple((count, images_per_s) for count, images_per_s in known.get("measured", ()))
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoTuner:
+    """Decides on the number of learners per device. Frozen settings; the state is the caller's to keep."""
+
+    max_learners: int = setting(8, "most learners a device may have", minimum=1)
+    min_gain: float = setting(0.05, "relative gain in throughput that is worth more learners", minimum=0)
+    windows: int = setting(3, "throughput windows whose median is one measurement", minimum=1)
+    drift: float = setting(0.25, "relative change of the settled throughput that starts a new search", above=0, below=1)
+    warm_up_windows: int = setting(1, "windows dropped after the number of learners changes", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of learners it may choose, ascending: 1, 2, 3, 4, 6, 8, 12, ... and `max_learners`.
+
+        The limit is one of them whatever its value: a 5 or a 7 comes from the user or from what memory holds, and
+        ending at 4 or 6 would waste it.
+        """
+        limit = self.max_learners
+        powers = {base << shift for base in (1, 3) for shift in range(limit.bit_length())}
+        return tuple(sorted({limit, *(count for count in powers if count <= limit)}))
+
+    def observe(self, state: AutoTunerState, images_per_s: float) -> tuple[AutoTunerState, Decision]:
+        """Take the throughput of one window, over all learners; windows are of equal length.
+
+        What is not a positive finite number is ignored. The windows after a change are dropped here, not by the caller.
+        """
+        stay = Decision("stay", state.num_learners)
+        if not (math.isfinite(images_per_s) and images_per_s > 0):
+            return state, stay
+        state = replace(state, num_windows=state.num_windows + 1)
+        if state.num_windows <= self.warm_up_windows:
+            return state, stay
+        state = replace(state, recent=(*state.recent, images_per_s))
+        if len(state.recent) < self.windows:
+            return state, stay
+        median = statistics.median(state.recent)
+        state = replace(state, recent=())
+        if state.phase == "settled":
+            return self._watch(state, median)
+        return self._search(replace(state, measured=(*state.measured, (state.num_learners, median))))
+
+    def out_of_memory(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
+        """The state's number of learners did not fit: back to a smaller one; neither it nor more is tried again.
+
+        Back means the best of the smaller counts measured or, with none measured, the next smaller one.
+        """
+        count = state.num_learners
+        assert count > 1, "one learner does not fit in memory, and that is for the caller to report"
+        fitting = tuple(pair for pair in state.measured if pair[0] < count)
+        state = replace(state, out_of_memory_at=count, measured=fitting)
+        smaller = self._choice(state) if fitting else self._neighbour(replace(state, phase="shrinking"))
+        assert smaller is not None, f"no count below {count} in {self.counts}"
+        reason = f"{count} → {_learners(smaller)}: memory does not hold {count}."
+        return _move(state, smaller, "settled" if fitting else "growing", reason)
+
+    def _search(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
+        """Go to the next count worth a look, or settle."""
+        count, following = state.num_learners, self._following(state)
+        if following is None:
+            return self._settle(state)
+        reason = f"{count} → {_learners(following)}: {_rate(state.measured[-1])}{_comparison(state.measured)}"
+        beyond = "; looks one count further" if self._misses(state) else ""
+        return _move(state, following, state.phase, f"{reason}{beyond}.")
+
+    def _settle(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
+        count, choice = state.num_learners, self._choice(state)
+        change = f"{count} → {_learners(choice)}" if choice != count else f"Settled on {_learners(count)}"
+        rate = _rate((choice, dict(state.measured)[choice]))
+        why = f"the fewest within {100 * self.min_gain:.3g} % of the best"
+        return _move(state, choice, "settled", f"{change}: {rate}, {why}.")
+
+    def _watch(self, state: AutoTunerState, median: float) -> tuple[AutoTunerState, Decision]:
+        """Compare a settled measurement with the one it settled for, and search again when that is due."""
+        change = median / dict(state.measured)[state.num_learners] - 1
+        direction = (change > self.drift) - (change < -self.drift)
+        in_a_row = state.drifted if state.drifted * direction > 0 else 0
+        state = replace(state, drifted=in_a_row + direction)
+        patience = 2 ** min(state.num_searches_again + 1, _MAX_BACK_OFF)
+        if abs(state.drifted) >= patience:
+            return self._search_again(state, median, f"{_percent(change)} since it settled")
+        waited = state.num_windows >= patience * self.windows
+        if direction == 0 and waited and self._may_have_recovered(state):
+            return self._search_again(state, median, "looks whether more pay again")
+        return state, Decision("stay", state.num_learners)
+
+    def _may_have_recovered(self, state: AutoTunerState) -> bool:
+        growing = replace(state, phase="growing")
+        return state.num_learners < state.before_drop and self._neighbour(growing) is not None
+
+    def _search_again(self, state: AutoTunerState, median: float, why: str) -> tuple[AutoTunerState, Decision]:
+        """Forget the old measurements: they were taken under other conditions."""
+        count, dropped = state.num_learners, state.drifted < 0
+        state = replace(
+            state,
+            phase="shrinking" if dropped else "growing",
+            measured=((count, median),),
+            before_drop=max(state.before_drop, count) if dropped else state.before_drop,
+            num_searches_again=state.num_searches_again + 1,
+        )
+        following = self._following(state)
+        rate = f"{_rate(state.measured[0])}, {why}."
+        if following is None:
+            return _move(state, count, "settled", f"{_learners(count)} still: {rate}")
+        return _move(state, following, state.phase, f"{count} → {_learners(following)}: {rate}")
+
+    def _following(self, state: AutoTunerState) -> int | None:
+        """The count to measure next, None when the search is over."""
+        values = [images_per_s for _, images_per_s in state.measured]
+        # A device that swaps or thrashes is not asked for more: on a host, the next count may get the process killed.
+        if self._misses(state) >= _MAX_MISSES or values[-1] < _CLIFF * max(values):
+            return None
+        return self._neighbour(state)
+
+    def _misses(self, state: AutoTunerState) -> int:
+        """How many of the last counts in a row were not worth going to."""
+        misses, reference = 0, state.measured[0][1]
+        for _, images_per_s in state.measured[1:]:
+            if state.phase == "growing":
+                worth = images_per_s > reference * (1 + self.min_gain)
+            else:
+                worth = images_per_s * (1 + self.min_gain) >= reference
+            misses = 0 if worth else misses + 1
+            reference = max(reference, images_per_s) if worth else reference
+        return misses
+
+    def _neighbour(self, state: AutoTunerState) -> int | None:
+        """The next count in the direction of the search; None at the end of the counts or of memory."""
+        if state.phase == "shrinking":
+            return max((count for count in self.counts if count < state.num_learners), default=None)
+        limit = state.out_of_memory_at or self.max_learners + 1
+        return min((count for count in self.counts if state.num_learners < count < limit), default=None)
+
+    def _choice(self, state: AutoTunerState) -> int:
+        """The fewest learners measured within `min_gain` of the best."""
+        best = max(images_per_s for _, images_per_s in state.measured)
+        return min(count for count, images_per_s in state.measured if images_per_s * (1 + self.min_gain) >= best)
+
+
+def _move(state: AutoTunerState, count: int, phase: Phase, reason: str) -> tuple[AutoTunerState, Decision]:
+    """Change count and phase, which starts a new measurement."""
+    before = state.num_learners
+    action: Action = "grow" if count > before else "shrink" if count < before else "stay"
+    state = replace(state, num_learners=count, phase=phase, num_windows=0, recent=(), drifted=0)
+    return state, Decision(action, count, reason)
+
+
+def _learners(count: int) -> str:
+    return "1 learner" if count == 1 else f"{count} learners"
+
+
+def _rate(measurement: tuple[int, float]) -> str:
+    count, images_per_s = measurement
+    number = f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.3g}"
+    return f"{number} images/s with {count}"
+
+
+def _comparison(measured: tuple[tuple[int, float], ...]) -> str:
+    if len(measured) < 2:
+        return ""
+    (before, before_images_per_s), (_, images_per_s) = measured[-2:]
+    return f", {_percent(images_per_s / before_images_per_s - 1)} on {before}"
+
+
+def _percent(change: float) -> str:
+    return f"{'down' if change < 0 else 'up'} {100 * abs(change):.0f} %"

@@ -1,0 +1,206 @@
+"""Rules of operators that keep to dimensions: element-wise ones, those told dimensions, and changes of shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crossbow_py.engine.fusion.registry import (
+    Call,
+    NotFusedError,
+    arguments_by_name,
+    base_name,
+    is_in_place,
+    rule,
+    run,
+)
+from crossbow_py.engine.fusion.values import (
+    Fused,
+    Layout,
+    PerLearner,
+    apart,
+    channels,
+    map_values,
+    stack,
+    values_in,
+    with_rank,
+    wrap,
+)
+
+# Element-wise operators that carry no tag saying so.
+POINTWISE = frozenset({
+    "clone", "detach", "to", "_to_copy", "type_as", "relu6", "selu", "celu", "rsub", "square", "softplus", "clamp",
+    "clip", "logical_not", "masked_fill", "float_power", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "mish", "silu",
+    "true_divide", "relu", "gelu", "elu", "where",
+})  # fmt: skip
+_FORMAT = "memory_format"  # layouts are ours to choose
+_DIMENSIONS = ("dim", "dims", "dim0", "dim1", "source", "destination")
+_ANY_DIMENSIONS = ("mean", "sum", "amax", "amin", "logsumexp", "linalg_vector_norm", "var", "std", "any", "all")
+
+
+def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """In CHANNELS when all tensors are and match, else in STACK, shapes aligned so that they broadcast as one's own."""
+    kwargs = {name: value for name, value in kwargs.items() if name != _FORMAT}
+    values = [value for value in values_in([*args, *kwargs.values()]) if isinstance(value, Fused)]
+    keep = _all_channels(values)
+    rank = max(_rank(value) for value in values)
+
+    def tensor(value: Fused) -> Tensor:
+        if keep or value.layout is Layout.SHARED:
+            return value.tensor
+        return with_rank(stack(value, call.num_learners), rank)
+
+    in_place = is_in_place(call.target) and _writable(args[0], keep)
+    operator = call.target if in_place else call.functional
+    plain = [map_values(argument, tensor) for argument in args]
+    result = operator(*plain, **{name: map_values(value, tensor) for name, value in kwargs.items()})
+    return wrap(result, Layout.CHANNELS if keep else Layout.STACK)
+
+
+def _rank(value: Fused) -> int:
+    return value.tensor.ndim - (value.layout is Layout.STACK)
+
+
+def _all_channels(values: list[Fused]) -> bool:
+    tensors = [value for value in values if value.layout is Layout.CHANNELS]
+    rest = [value for value in values if value.layout is not Layout.CHANNELS]
+    if not tensors or any(value.layout is Layout.STACK or value.tensor.ndim for value in rest):
+        return False
+    first = tensors[0].tensor
+    return all(t.tensor.ndim == first.ndim and t.tensor.shape[1] == first.shape[1] for t in tensors)
+
+
+def _writable(value: Any, keep: bool) -> bool:
+    """Whether the first argument is a tensor with memory of its own for every learner."""
+    if not isinstance(value, Fused):
+        return False
+    return value.layout is Layout.CHANNELS if keep else value.layout is Layout.STACK
+
+
+@rule(
+    "mean", "sum", "prod", "amax", "amin", "var", "std", "max", "min", "argmax", "argmin", "any", "all", "logsumexp",
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "linalg_vector_norm", "transpose",
+    "permute", "movedim", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "cat", "concat",
+    "concatenate", "stack", "flip", "roll", "gather", "sort", "topk", "glu", "var_mean", "std_mean",
+)  # fmt: skip
+def dimensional(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """In STACK, every dimension one further; without a dimension, over all but the first."""
+    named = arguments_by_name(call, args, kwargs)
+    name = base_name(call.target)
+    if _stays_in_channels(name, named):
+        return _in_channels(call, named)
+    dimensions = [key for key in _DIMENSIONS if key in named]
+    if not dimensions:
+        return _over_everything(call, name, named)
+    rank = next(_rank(value) for value in values_in(list(named.values())) if isinstance(value, Fused))
+    for key in dimensions:
+        named[key] = _shifted(name, named[key], rank)
+    plain = {key: map_values(value, lambda own: stack(own, call.num_learners)) for key, value in named.items()}
+    return wrap(run(call.functional, plain), Layout.STACK)
+
+
+def _shifted(name: str, dims: Any, rank: int) -> Any:
+    if name == "permute":
+        return [0, *(dim % rank + 1 for dim in dims)]
+    if dims is None or dims == []:
+        if name not in _ANY_DIMENSIONS:
+            raise NotFusedError
+        return list(range(1, rank + 1))
+    if isinstance(dims, list | tuple):
+        return [dim + 1 if dim >= 0 else dim for dim in dims]
+    return dims + 1 if dims >= 0 else dims
+
+
+def _over_everything(call: Call, name: str, named: dict[str, Any]) -> Fused:
+    """A full reduction is one over everything but K: the learners' values as one row each."""
+    if name not in {"mean", "sum", "prod", "max", "min", "any", "all"}:
+        raise NotFusedError
+    own = stack(named["self"], call.num_learners).reshape(call.num_learners, -1)
+    name = {"max": "amax", "min": "amin"}.get(name, name)
+    keywords = {"dtype": named["dtype"]} if named.get("dtype") is not None else {}
+    return Fused(getattr(torch, name)(own, dim=1, **keywords), Layout.STACK)
+
+
+def _stays_in_channels(name: str, named: Mapping[str, Any]) -> bool:
+    """Concatenation of channels, and reductions over space, which need no change of layout."""
+    if name in {"cat", "concat", "concatenate"}:
+        values = values_in(list(named.values()))
+        return named["dim"] == 1 and all(isinstance(v, Fused) and v.layout is Layout.CHANNELS for v in values)
+    own, dims = named.get("self"), named.get("dim")
+    if name not in {"mean", "sum", "amax", "amin"} or not isinstance(own, Fused) or not isinstance(dims, list):
+        return False
+    return own.layout is Layout.CHANNELS and bool(dims) and all(dim % own.tensor.ndim > 1 for dim in dims)
+
+
+def _in_channels(call: Call, named: dict[str, Any]) -> Fused:
+    if "tensors" in named:
+        parts = [apart(value.tensor, 1, call.num_learners) for value in named["tensors"]]
+        joined = torch.cat(parts, dim=2).flatten(1, 2)
+        if joined.ndim == 4:
+            joined = joined.contiguous(memory_format=torch.channels_last)
+        return Fused(joined, Layout.CHANNELS)
+    return Fused(run(call.functional, {**named, "self": named["self"].tensor}), Layout.CHANNELS)
+
+
+@rule("t")
+def transposed(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Matrices are transposed, vectors stay."""
+    own = stack(args[0], call.num_learners)
+    return Fused(own.transpose(1, 2) if own.ndim == 3 else own, Layout.STACK)
+
+
+@rule("index_select")
+def index_select(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """With the same index for every learner."""
+    own, dim, index = args
+    if index.layout is not Layout.SHARED:
+        raise NotFusedError
+    return Fused(stack(own, call.num_learners).index_select(dim + 1 if dim >= 0 else dim, index.tensor), Layout.STACK)
+
+
+@rule("contiguous", "alias", "lift_fresh_copy")
+def unchanged(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Memory formats are the layouts' own business."""
+    return args[0]
+
+
+@rule(
+    "view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "ravel"
+)
+def reshape(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The exported shape behind K."""
+    assert call.shape is not None, "a change of shape gives a tensor"
+    own = stack(args[0], call.num_learners)
+    return Fused(own.reshape(call.num_learners, *call.shape), Layout.STACK)
+
+
+@rule("expand", "expand_as", "broadcast_to")
+def expand(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The exported shape behind K, without a copy."""
+    assert call.shape is not None, "an expansion gives a tensor"
+    own = with_rank(stack(args[0], call.num_learners), len(call.shape))
+    return Fused(own.expand(call.num_learners, *call.shape), Layout.STACK)
+
+
+@rule("pad", "constant_pad_nd")
+def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Space is padded in any layout; constants also along channels and the batch, in STACK."""
+    named = arguments_by_name(call, args, kwargs)
+    own, widths = named["self"], named["pad"]
+    spatial = len(widths) // 2 <= _rank(own) - 2
+    layout = Layout.CHANNELS if spatial and own.layout is Layout.CHANNELS else Layout.STACK
+    constant = named.get("mode", "constant") == "constant"
+    if not constant:  # other modes know images alone
+        layout = Layout.CHANNELS
+    named["self"] = channels(own, call.num_learners) if layout is Layout.CHANNELS else stack(own, call.num_learners)
+    return Fused(run(call.functional, named), layout)
+
+
+def add_to_integer_buffers(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`num_batches_tracked += 1` of every learner's own module."""
+    own: PerLearner = args[0]
+    torch._foreach_add_(own.tensors, args[1])
+    return own

@@ -1,0 +1,204 @@
+"""Rules of layers: convolution, normalisation, linear, embedding, attention, pooling, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.engine.fusion.registry import Call, NotFusedError, arguments_by_name, rule, run
+from crossbow_py.engine.fusion.values import Fused, Layout, apart, channels, stack, with_rank
+
+
+def _flat(value: Fused | None, num_learners: int) -> Tensor | None:
+    """Parameters or statistics `[K, C, ...]` as `[K·C, ...]`: a view in a bank of blocks."""
+    return None if value is None else stack(value, num_learners).flatten(0, 1)
+
+
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One grouped convolution; of an input shared by all learners, one dense convolution with K times the outputs."""
+    named = arguments_by_name(call, args, kwargs)
+    weight, own = named["weight"], named["input"]
+    if weight.layout is not Layout.STACK or _rank(own) != weight.tensor.ndim - 1:
+        raise NotFusedError  # filters that are no parameters, or an image without a batch
+    named["weight"], named["bias"] = _flat(weight, call.num_learners), _flat(named["bias"], call.num_learners)
+    transposed = "output_padding" in named
+    if own.layout is Layout.SHARED and named["groups"] == 1 and not transposed:
+        named["input"] = own.tensor
+    else:
+        named["input"] = channels(own, call.num_learners)
+        named["groups"] *= call.num_learners
+    return Fused(run(call.target, named), Layout.CHANNELS)
+
+
+def _rank(value: Fused) -> int:
+    return value.tensor.ndim - (value.layout is Layout.STACK)
+
+
+@rule("batch_norm", "instance_norm")
+def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """K·C channels are K times C channels; the bank's statistics are moved in place."""
+    named = arguments_by_name(call, args, kwargs)
+    named["input"] = channels(named["input"], call.num_learners)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        named[name] = _flat(named[name], call.num_learners)
+    return Fused(run(call.target, named), Layout.CHANNELS)
+
+
+@rule("group_norm")
+def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """K times the groups."""
+    named = arguments_by_name(call, args, kwargs)
+    named["input"] = channels(named["input"], call.num_learners)
+    named["num_groups"] *= call.num_learners
+    for name in ("weight", "bias"):
+        named[name] = _flat(named[name], call.num_learners)
+    return Fused(run(call.target, named), Layout.CHANNELS)
+
+
+@rule("layer_norm", "rms_norm")
+def layer_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Without its parameters over all rows alike, then each learner's own scale and shift."""
+    named = arguments_by_name(call, args, kwargs)
+    own, weight, bias = stack(named["input"], call.num_learners), named["weight"], named.get("bias")
+    rank = own.ndim - 1
+    plain = {**named, "input": own, "weight": None} | ({"bias": None} if "bias" in named else {})
+    result = run(call.target, plain)
+    if weight is not None:
+        result = result * with_rank(stack(weight, call.num_learners), rank)
+    if bias is not None:
+        result = result + with_rank(stack(bias, call.num_learners), rank)
+    return Fused(result, Layout.STACK)
+
+
+@rule("linear")
+def linear(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A batched product; of an input shared by all learners, one product with K times the outputs."""
+    named = arguments_by_name(call, args, kwargs)
+    own, weight, bias = named["input"], named["weight"], named["bias"]
+    if weight.layout is Layout.SHARED:
+        raise NotFusedError
+    weights = stack(weight, call.num_learners)
+    if own.layout is Layout.SHARED:
+        wide = nn.functional.linear(own.tensor, weights.flatten(0, 1), _flat(bias, call.num_learners))
+        return Fused(apart(wide, -1, call.num_learners).movedim(-2, 0), Layout.STACK)
+    rows = stack(own, call.num_learners)
+    flat = rows.reshape(call.num_learners, -1, rows.shape[-1])
+    shift = None if bias is None else stack(bias, call.num_learners)
+    result: Tensor = _BatchedLinear.apply(flat, weights, shift)  # type: ignore[no-untyped-call]
+    return Fused(result.reshape(*rows.shape[:-1], -1), Layout.STACK)
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """x·Wᵀ + b of every learner. Unlike torch's own, the gradient of W is made in the memory order of W."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+        """Rows `[K, N, I]`, weights `[K, O, I]` and bias `[K, O]` to `[K, N, O]`."""
+        ctx.save_for_backward(rows, weights)
+        ctx.has_bias = bias is not None
+        turned = weights.transpose(1, 2)
+        return torch.bmm(rows, turned) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, turned)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of what is needed."""
+        (gradient,), (rows, weights) = outputs, ctx.saved_tensors
+        needs_rows, needs_weights, _ = ctx.needs_input_grad
+        return (
+            torch.bmm(gradient, weights) if needs_rows else None,
+            torch.bmm(gradient.transpose(1, 2), rows) if needs_weights else None,
+            gradient.sum(1) if ctx.has_bias else None,
+        )
+
+
+@rule("matmul", "mm", "bmm")
+def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A batched product with one more batch dimension. Vectors are left to the loop."""
+    rank = max(_rank(value) for value in args)
+    if min(_rank(value) for value in args) < 2:
+        raise NotFusedError
+    left, right = (with_rank(stack(value, call.num_learners), rank) for value in args)
+    return Fused(torch.matmul(left, right), Layout.STACK)
+
+
+@rule("embedding")
+def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One table of K·V rows; learner j's indices begin at j·V."""
+    named = arguments_by_name(call, args, kwargs)
+    if named["padding_idx"] != -1 or named["sparse"] or named["weight"].layout is Layout.SHARED:
+        raise NotFusedError
+    table, indices = stack(named["weight"], call.num_learners), stack(named["indices"], call.num_learners)
+    first = torch.arange(call.num_learners, device=table.device) * table.shape[1]
+    found = nn.functional.embedding(with_rank(first, indices.ndim - 1) + indices, table.flatten(0, 1))
+    return Fused(found, Layout.STACK)
+
+
+@rule("scaled_dot_product_attention")
+def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Learners are more of the batch. Dropout inside attention draws from torch's generator: left to the loop."""
+    named = arguments_by_name(call, args, kwargs)
+    mask = named["attn_mask"]
+    if named["dropout_p"] or _rank(named["query"]) < 3:
+        raise NotFusedError
+    if mask is not None and (mask.layout is not Layout.SHARED or mask.tensor.ndim > 2):
+        batched = with_rank(stack(mask, call.num_learners), _rank(named["query"]))
+        sizes = (call.num_learners, _batch(named["query"], call.num_learners), *batched.shape[2:])
+        named["attn_mask"] = batched.expand(sizes).flatten(0, 1)
+    elif mask is not None:
+        named["attn_mask"] = mask.tensor
+    for name in ("query", "key", "value"):
+        named[name] = stack(named[name], call.num_learners).flatten(0, 1)
+    return Fused(apart(run(call.target, named), 0, call.num_learners), Layout.STACK)
+
+
+def _batch(value: Fused, num_learners: int) -> int:
+    return stack(value, num_learners).shape[1]
+
+
+_POOLING = [
+    f"{kind}{dims}d{suffix}"
+    for kind, suffix in (
+        ("max_pool", ""), ("max_pool", "_with_indices"), ("avg_pool", ""), ("adaptive_avg_pool", ""),
+        ("adaptive_max_pool", ""), ("lp_pool", ""),
+    )
+    for dims in (1, 2, 3)
+]  # fmt: skip
+
+
+@rule(
+    *_POOLING, "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d", "upsample_bicubic2d",
+    "pixel_shuffle", "pixel_unshuffle", "reflection_pad2d", "replication_pad2d",
+)  # fmt: skip
+def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Operators that do to every channel the same: K·C of them are K times C."""
+    if call.shape is not None and len(call.shape) < 3:
+        raise NotFusedError  # an image without a batch
+    own = channels(args[0], call.num_learners)
+    result = call.target(own, *args[1:], **kwargs)
+    if isinstance(result, Tensor):
+        return Fused(result, Layout.CHANNELS)
+    return [Fused(entry, Layout.CHANNELS) for entry in result]
+
+
+@rule("dropout", "feature_dropout")
+def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A mask of each learner's own, drawn as `engine.dropout.CounterDropout` draws it."""
+    named = arguments_by_name(call, args, kwargs)
+    own, p = named["input"], named["p"]
+    assert call.shape is not None, "dropout gives a tensor"
+    if not named["train"] or p == 0:
+        return own
+    whole_channels = "feature" in str(call.target)
+    shape = (*call.shape[:2], *(1,) * (len(call.shape) - 2)) if whole_channels else call.shape
+    mask = own.tensor.new_empty((call.num_learners, *shape))
+    for learner in range(call.num_learners):
+        mask[learner].bernoulli_(1 - p, generator=call.generators[learner])
+    mask.div_(max(1 - p, torch.finfo(mask.dtype).tiny))
+    if own.layout is Layout.CHANNELS:
+        return Fused(own.tensor * channels(Fused(mask, Layout.STACK), call.num_learners), Layout.CHANNELS)
+    return Fused(stack(own, call.num_learners) * mask, Layout.STACK)

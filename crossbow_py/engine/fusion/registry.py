@@ -1,0 +1,104 @@
+"""Which rule serves an operator, and what a rule is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from crossbow_py.engine.fusion.values import of_learner, stacked_results
+
+
+class NotFusedError(Exception):
+    """A rule does not cover these arguments; the operator is run learner by learner."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator of the graph for K learners.
+
+    Attributes:
+        target: the ATen operator as it was exported.
+        shape: of one learner's result; None when it is no tensor.
+        num_learners: K.
+        generators: each learner's own stream of random numbers.
+    """
+
+    target: OpOverload
+    shape: tuple[int, ...] | None
+    num_learners: int
+    generators: list[torch.Generator]
+
+    @property
+    def functional(self) -> OpOverload:
+        """The operator that does the same and leaves its argument alone."""
+        return functional(self.target)
+
+
+Rule = Callable[[Call, list[Any], Mapping[str, Any]], Any]
+RULES: dict[str, Rule] = {}  # by the operator's name without overload and without the underscore of in-place ones
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operators by name, such as `conv2d`."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def base_name(target: OpOverload) -> str:
+    """`relu` of `aten.relu_.default`."""
+    name = str(target._schema.name).split("::")[1]
+    return name.removesuffix("_") if is_in_place(target) else name
+
+
+def is_in_place(target: OpOverload) -> bool:
+    """Whether the operator writes its first argument and returns it."""
+    arguments = target._schema.arguments
+    info = arguments[0].alias_info if arguments else None
+    name = str(target._schema.name)
+    return info is not None and info.is_write and name.endswith("_") and not name.endswith("__")
+
+
+def functional(target: OpOverload) -> OpOverload:
+    """`aten.relu.default` of `aten.relu_.default`; the operator itself when it writes nothing."""
+    if not is_in_place(target):
+        return target
+    packet = getattr(torch.ops.aten, base_name(target))
+    overload: OpOverload = getattr(packet, target._overloadname)
+    return overload
+
+
+def arguments_by_name(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every argument of the operator under its name in the schema, defaults filled in."""
+    named = {}
+    for index, argument in enumerate(call.target._schema.arguments):
+        if index < len(args):
+            named[argument.name] = args[index]
+        else:
+            named[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return named
+
+
+def run(target: OpOverload, named: Mapping[str, Any]) -> Any:
+    """Call an operator with its arguments by name."""
+    positional = [named[argument.name] for argument in target._schema.arguments if not argument.kwarg_only]
+    keywords = {argument.name: named[argument.name] for argument in target._schema.arguments if argument.kwarg_only}
+    return target(*positional, **keywords)
+
+
+def loop(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The operator once for every learner, as it was exported: right for everything, fast for nothing."""
+    learners = range(call.num_learners)
+    results = []
+    for learner in learners:
+        own = [of_learner(argument, learner, call.num_learners) for argument in args]
+        named = {name: of_learner(value, learner, call.num_learners) for name, value in kwargs.items()}
+        results.append(call.target(*own, **named))
+    return stacked_results(results)

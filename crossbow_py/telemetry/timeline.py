@@ -1,0 +1,147 @@
+"""What ran when, on which row: spans of a run, written as a trace that Perfetto and chrome://tracing read.
+
+A row is a stream by its name ("learner 0", "averaging"), so that averaging can be seen to overlap the next round's
+learning. The file is in the Trace Event Format: complete events ("X") on one thread id a row, and metadata events ("M")
+that name the process and the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from crossbow_py.telemetry.records import write_atomically
+
+LAST_ROW = "averaging"
+MAX_SPANS = 200_000
+_NS_PER_US = 1000
+_NUMBERED = re.compile(r"(.*?)(\d+)")
+
+SpanValue = str | int | float | None
+
+
+class _Span(NamedTuple):
+    name: str
+    row: str
+    start_ns: int
+    end_ns: int
+    args: Mapping[str, SpanValue]
+
+
+class Timeline:
+    """Collects spans from any number of threads and writes them once the run is over, or at any time before.
+
+    When full it keeps the spans it has, which are the first, and counts the rest: they show the warm-up and the steady
+    state, which later rounds only repeat, and no live span is ever moved or thrown away under a thread that records.
+
+    Args:
+        max_spans: how many are kept; each takes about 0.4 kB of memory, and 0.13 kB of the file.
+        clock: monotonic nanoseconds; `add` expects times on the same clock.
+    """
+
+    def __init__(self, max_spans: int = MAX_SPANS, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.clock = clock
+        self._max_spans = max_spans
+        # Learners' threads append without a lock, which list.append does not need. Between the check for room and the
+        # append another thread may take the last place: such spans are cut off, and counted, when the list is read.
+        self._spans: list[_Span] = []
+        self._refused = 0
+        self._refused_lock = threading.Lock()
+
+    @contextmanager
+    def span(self, name: str, row: str, /, **args: SpanValue) -> Iterator[None]:
+        """Record what the block takes, also when it raises.
+
+        Args:
+            name: the task, for example "learning".
+            row: where it is shown, for example "learner 0".
+            args: shown beside the span, for example `round=12, learner=0`.
+        """
+        start_ns = self.clock()
+        try:
+            yield
+        finally:
+            self.add(name, row, start_ns, self.clock(), args)
+
+    def add(self, name: str, row: str, start_ns: int, end_ns: int, args: Mapping[str, SpanValue] | None = None) -> None:
+        """Record a span measured elsewhere (by CUDA events, say), in nanoseconds of this timeline's clock."""
+        assert end_ns >= start_ns, f"{name} on {row} ends {start_ns - end_ns} ns before it starts"
+        if len(self._spans) < self._max_spans:
+            self._spans.append(_Span(name, row, start_ns, end_ns, args or {}))
+        else:
+            with self._refused_lock:
+                self._refused += 1
+
+    @property
+    def dropped_spans(self) -> int:
+        """Spans that came when the timeline was full."""
+        return self._refused + max(0, len(self._spans) - self._max_spans)
+
+    def trace(self) -> dict[str, Any]:
+        """The trace as plain values. Times are microseconds since the start of the earliest span."""
+        spans = self._spans[: self._max_spans]
+        # Of two spans that start together the longer comes first: viewers nest a span in the one before it.
+        spans.sort(key=lambda span: (span.start_ns, -span.end_ns))
+        origin_ns = spans[0].start_ns if spans else 0
+        thread_ids = {row: index for index, row in enumerate(ordered_rows(span.row for span in spans), start=1)}
+        process_id = os.getpid()
+        events = _names(process_id, thread_ids)
+        events += [_event(span, process_id, thread_ids[span.row], origin_ns) for span in spans]
+        return {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"kept_spans": len(spans), "dropped_spans": self.dropped_spans},
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the trace to `path`, whole or not at all, in a folder that exists. Raises OSError when it cannot."""
+        # A value JSON has no type for is shown as its text, so that a slip in an argument does not cost the trace.
+        write_atomically(path, json.dumps(self.trace(), allow_nan=False, default=str) + "\n")
+
+
+def ordered_rows(rows: Iterable[str]) -> list[str]:
+    """Each row once, in the order shown: numbered ones by number, then the others by name, and averaging last."""
+    return sorted(set(rows), key=_place)
+
+
+def _place(row: str) -> tuple[int, str, int]:
+    if row == LAST_ROW:
+        return 2, row, 0
+    numbered = _NUMBERED.fullmatch(row)
+    return (0, numbered[1], int(numbered[2])) if numbered else (1, row, 0)
+
+
+def _names(process_id: int, thread_ids: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Metadata events that name the process and its rows, and put the rows in order."""
+    process = {"ph": "M", "pid": process_id}
+    events: list[dict[str, Any]] = [{**process, "name": "process_name", "args": {"name": "crossbow_py"}}]
+    for row, thread_id in thread_ids.items():
+        thread = {**process, "tid": thread_id}
+        events.append({**thread, "name": "thread_name", "args": {"name": row}})
+        events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": thread_id}})
+    return events
+
+
+def _event(span: _Span, process_id: int, thread_id: int, origin_ns: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.name,
+        "pid": process_id,
+        "tid": thread_id,
+        "ts": (span.start_ns - origin_ns) / _NS_PER_US,
+        "dur": (span.end_ns - span.start_ns) / _NS_PER_US,
+        "args": {key: _shown(value) for key, value in span.args.items()},
+    }
+
+
+def _shown(value: SpanValue) -> SpanValue:
+    """JSON has no word for a number that is not finite; in a trace its name is worth more than null."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

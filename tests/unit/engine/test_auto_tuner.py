@@ -1,0 +1,407 @@
+"""The auto-tuner: scripted throughputs with decisions worked out by hand, and what holds for every throughput."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
+from crossbow_py.errors import UserError
+
+START = AutoTunerState()
+POSITIVE = st.floats(min_value=1e-3, max_value=1e9)
+
+
+def quick(max_learners: int = 8) -> AutoTuner:
+    """Every window is a measurement, so that scripts stay short."""
+    return AutoTuner(max_learners=max_learners, windows=1, warm_up_windows=0)
+
+
+def follow(
+    tuner: AutoTuner, values: Iterable[float], state: AutoTunerState = START
+) -> tuple[AutoTunerState, list[Decision]]:
+    decisions = []
+    for value in values:
+        state, decision = tuner.observe(state, value)
+        decisions.append(decision)
+        assert decision.num_learners == state.num_learners
+    return state, decisions
+
+
+def steps(decisions: list[Decision]) -> list[tuple[str, int]]:
+    return [(decision.action, decision.num_learners) for decision in decisions]
+
+
+def settle(
+    tuner: AutoTuner, throughput: Callable[[int], float], state: AutoTunerState = START
+) -> tuple[AutoTunerState, list[Decision]]:
+    """Follow a throughput that depends on the number of learners until the tuner settles, within its bound."""
+    decisions = []
+    for _ in range(len(tuner.counts) * (tuner.windows + tuner.warm_up_windows)):
+        state, decision = tuner.observe(state, throughput(state.num_learners))
+        decisions.append(decision)
+        if state.phase == "settled":
+            return state, decisions
+    raise AssertionError(f"not settled within {len(decisions)} windows")
+
+
+# --- the counts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_learners", "counts"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (5, (1, 2, 3, 4, 5)),
+        (8, (1, 2, 3, 4, 6, 8)),
+        (32, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)),
+    ],
+)
+def test_counts_up_to_a_limit_are_powers_of_two_their_halves_between_and_the_limit(max_learners, counts):
+    assert AutoTuner(max_learners=max_learners).counts == counts
+
+
+# --- growing ----------------------------------------------------------------------------------------------------------
+
+
+def test_observe_linear_scaling_to_a_plateau_settles_where_the_plateau_begins():
+    # 4 learners gain 3.3 % on 3, 6 gain 1.7 % on 3: two in a row that are not worth it. 300 * 1.05 >= 310.
+    state, decisions = follow(quick(), [100, 200, 300, 310, 305])
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("shrink", 3)]
+    assert (state.phase, state.num_learners) == ("settled", 3)
+
+
+def test_observe_dip_at_three_learners_looks_one_count_further_and_finds_four():
+    # 4 learners gain 20 % on 2; 6 and 8 lose.
+    _, decisions = follow(quick(), [100, 200, 180, 240, 230, 220])
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("grow", 8), ("shrink", 4)]
+
+
+def test_observe_cliff_goes_back_at_once():
+    _, decisions = follow(quick(), [100, 190, 60])
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 2)]
+
+
+def test_observe_immediate_loss_at_two_learners_ends_with_one():
+    _, decisions = follow(quick(), [100, 90, 85])
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 1)]
+
+
+def test_observe_gains_below_the_threshold_that_add_up_keep_growing():
+    # 4 % a count: 2 is not worth it, 3 gains 8.2 % on 1; 4 is not, 6 gains 8.2 % on 3; 8 is the last. 6 is within 5 %.
+    _, decisions = follow(quick(), [100 * 1.04**n for n in range(6)])
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("grow", 8), ("shrink", 6)]
+
+
+def test_observe_gain_up_to_the_limit_settles_on_the_limit():
+    state, decisions = follow(quick(max_learners=2), [100, 190])
+    assert steps(decisions) == [("grow", 2), ("stay", 2)]
+    assert state.phase == "settled"
+
+
+def test_observe_single_learner_allowed_settles_on_it():
+    state, decisions = follow(quick(max_learners=1), [100])
+    assert steps(decisions) == [("stay", 1)]
+    assert state.phase == "settled"
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_observe_windows_after_a_change_are_dropped_and_the_median_of_the_next_counts():
+    # 1 learner: 5 is dropped, the median of 90, 300, 100 is 100. 2 learners: 1 is dropped, the median is 150.
+    tuner = AutoTuner(max_learners=2)
+    state, decisions = follow(tuner, [5, 90, 300, 100, 1, 150, 10, 160])
+    assert steps(decisions) == [("stay", 1)] * 3 + [("grow", 2)] + [("stay", 2)] * 4
+    assert state.measured == ((1, 100), (2, 150))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0])
+def test_observe_what_is_no_throughput_is_ignored(value):
+    for before in ([], [100.0], [100.0, 200.0]):
+        state, _ = follow(AutoTuner(), before)
+        assert AutoTuner().observe(state, value) == (state, Decision("stay", 1))
+
+
+# --- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_observe_every_decision_gives_its_reason():
+    _, decisions = follow(quick(), [3600, 4120, 4130, 4125])
+    assert [decision.reason for decision in decisions] == [
+        "1 → 2 learners: 3,600 images/s with 1.",
+        "2 → 3 learners: 4,120 images/s with 2, up 14 % on 1.",
+        "3 → 4 learners: 4,130 images/s with 3, up 0 % on 2; looks one count further.",
+        "4 → 2 learners: 4,120 images/s with 2, the fewest within 5 % of the best.",
+    ]
+
+
+def test_observe_slow_model_gives_its_throughput_to_three_digits():
+    _, decisions = follow(quick(max_learners=2), [1.2345, 1.2])
+    assert [decision.reason for decision in decisions] == [
+        "1 → 2 learners: 1.23 images/s with 1.",
+        "2 → 1 learner: 1.23 images/s with 1, the fewest within 5 % of the best.",
+    ]
+
+
+def test_observe_within_a_measurement_says_nothing():
+    _, decisions = follow(AutoTuner(), [100, 100, 100])
+    assert decisions == [Decision("stay", 1, "")] * 3
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_at_four_goes_back_to_three_and_never_tries_four_again():
+    tuner = quick()
+    state, _ = follow(tuner, [100, 200, 300])
+    assert state.num_learners == 4
+    state, decision = tuner.out_of_memory(state)
+    assert decision == Decision("shrink", 3, "4 → 3 learners: memory does not hold 4.")
+    # Twice the throughput for two windows would make it grow, were there anything to grow to.
+    state, decisions = follow(tuner, [600] * 100, state)
+    assert steps(decisions) == [("stay", 3)] * 100
+    assert [decision.reason for decision in decisions if decision.reason] == [
+        "3 learners still: 600 images/s with 3, up 100 % since it settled."
+    ]
+
+
+def test_out_of_memory_beyond_a_count_not_worth_it_goes_back_to_the_one_that_was():
+    tuner = quick()
+    state, _ = follow(tuner, [100, 200, 190])
+    state, decision = tuner.out_of_memory(state)
+    assert (decision.action, decision.num_learners, state.phase) == ("shrink", 2, "settled")
+
+
+def test_out_of_memory_once_settled_goes_to_the_best_smaller_count_measured():
+    tuner = quick(max_learners=4)
+    state, _ = follow(tuner, [100, 200, 300, 400])
+    state, decision = tuner.out_of_memory(state)
+    assert (decision.num_learners, state.measured) == (3, ((1, 100), (2, 200), (3, 300)))
+
+
+def test_out_of_memory_with_no_smaller_count_measured_measures_the_next_smaller():
+    tuner = quick()
+    state, decision = tuner.out_of_memory(AutoTunerState(num_learners=4, phase="settled", measured=((4, 400.0),)))
+    assert (decision.action, decision.num_learners, state.phase) == ("shrink", 3, "growing")
+    state, decisions = follow(tuner, [300], state)
+    assert steps(decisions) == [("stay", 3)]
+    assert (state.phase, state.out_of_memory_at) == ("settled", 4)
+
+
+def test_out_of_memory_at_one_learner_is_the_callers_to_report():
+    with pytest.raises(AssertionError, match="for the caller to report"):
+        quick().out_of_memory(START)
+
+
+# --- drift ------------------------------------------------------------------------------------------------------------
+
+
+def test_observe_neighbour_that_comes_and_goes_shrinks_and_grows_again():
+    tuner = quick(max_learners=2)
+    state, _ = follow(tuner, [100, 190])
+    # Two measurements of half the throughput: 1 learner does as well (94 * 1.05 >= 95), so it stays with 1.
+    state, decisions = follow(tuner, [95, 95, 94], state)
+    assert steps(decisions) == [("stay", 2), ("shrink", 1), ("stay", 1)]
+    assert decisions[1].reason == "2 → 1 learner: 95 images/s with 2, down 50 % since it settled."
+    # One learner is as fast with and without a neighbour: only trying shows that it has gone. The wait is 4 by now.
+    state, decisions = follow(tuner, [100, 100, 100, 100, 190], state)
+    assert steps(decisions) == [("stay", 1)] * 3 + [("grow", 2), ("stay", 2)]
+    assert decisions[3].reason == "1 → 2 learners: 100 images/s with 1, looks whether more pay again."
+    # Back where it was before the drop, it tries no more.
+    assert steps(follow(tuner, [190] * 200, state)[1]) == [("stay", 2)] * 200
+
+
+def test_observe_neighbour_that_stays_is_tried_ever_more_rarely():
+    tuner = quick(max_learners=2)
+    state, _ = follow(tuner, [100, 190, 95, 95, 94])
+    at = []
+    for window in range(400):
+        state, decision = tuner.observe(state, {1: 94, 2: 95}[state.num_learners])
+        at += [window] if decision.action == "grow" else []
+    waits = [after - before for before, after in itertools.pairwise(at)]
+    # 8, 16, 32, 64, 64, ... settled measurements, and the window that measured 2 learners.
+    assert waits == [9, 17, 33, 65, 65, 65, 65, 65]
+
+
+def test_observe_drop_with_a_dip_below_looks_one_count_further_down():
+    # 3 learners lose 20 % on 4, 2 are within 5 % of the best, 1 is not: 2.
+    tuner = quick()
+    state = AutoTunerState(num_learners=4, phase="settled", measured=((4, 400.0),))
+    _, decisions = follow(tuner, [200, 200, 160, 195, 130], state)
+    assert steps(decisions) == [("stay", 4), ("shrink", 3), ("shrink", 2), ("shrink", 1), ("grow", 2)]
+
+
+def test_observe_drop_that_fewer_learners_do_not_mend_comes_back():
+    tuner = quick()
+    state = AutoTunerState(num_learners=4, phase="settled", measured=((4, 400.0),))
+    state, decisions = follow(tuner, [200, 200, 150, 110], state)
+    assert steps(decisions) == [("stay", 4), ("shrink", 3), ("shrink", 2), ("grow", 4)]
+    # It settled for 200: the same again is no news, and with nothing taken away there is nothing to try.
+    # A second drop has to last for four measurements.
+    assert steps(follow(tuner, [100] * 4, state)[1]) == [("stay", 4)] * 3 + [("shrink", 3)]
+    assert steps(follow(tuner, [200] * 100, state)[1]) == [("stay", 4)] * 100
+
+
+def test_observe_drop_with_small_losses_that_add_up_stops_shrinking():
+    # 4 % a count: 6 are within 5 % of the best, which stays the 200 with 8; 4 and 3 are not.
+    state = AutoTunerState(num_learners=8, phase="settled", measured=((8, 400.0),))
+    _, decisions = follow(quick(), [200, 200, 192, 184, 177], state)
+    assert steps(decisions) == [("stay", 8), ("shrink", 6), ("shrink", 4), ("shrink", 3), ("grow", 6)]
+
+
+def test_observe_time_to_try_more_with_a_drop_under_way_waits_for_its_outcome():
+    state = AutoTunerState(num_learners=1, phase="settled", measured=((1, 100.0),), before_drop=2)
+    _, decisions = follow(quick(), [100, 50, 100], state)
+    assert steps(decisions) == [("stay", 1), ("stay", 1), ("grow", 2)]
+
+
+def test_observe_second_drop_remembers_the_learners_before_the_first():
+    state = AutoTunerState(num_learners=2, phase="settled", measured=((2, 200.0),), before_drop=4)
+    state, decisions = follow(quick(), [100, 100, 99], state)
+    assert steps(decisions) == [("stay", 2), ("shrink", 1), ("stay", 1)]
+    assert state.before_drop == 4
+
+
+def test_observe_drop_that_took_learners_memory_no_longer_holds_tries_none_and_says_nothing():
+    state = AutoTunerState(num_learners=1, phase="settled", measured=((1, 100.0),), before_drop=2, out_of_memory_at=2)
+    assert follow(quick(), [100] * 100, state)[1] == [Decision("stay", 1)] * 100
+
+
+def test_observe_drop_at_one_learner_only_takes_note():
+    state, _ = follow(quick(max_learners=1), [100])
+    state, decisions = follow(quick(max_learners=1), [50, 50], state)
+    assert decisions[1] == Decision("stay", 1, "1 learner still: 50 images/s with 1, down 50 % since it settled.")
+    assert state.measured == ((1, 50),)
+
+
+def test_observe_lasting_rise_tries_more_learners():
+    # 3 learners are the device's now: 450 is 12.5 % more than 400; 460 and 470 are not worth it.
+    state, _ = follow(quick(), [100, 200, 190, 195])
+    assert (state.phase, state.num_learners) == ("settled", 2)
+    _, decisions = follow(quick(), [400, 400, 450, 460, 470], state)
+    assert steps(decisions) == [("stay", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("shrink", 3)]
+
+
+def test_observe_drift_that_does_not_last_changes_nothing():
+    state, _ = follow(quick(max_learners=2), [100, 190])
+    # Never two bad ones in a row, nor two in the same direction.
+    _, decisions = follow(quick(max_learners=2), [50, 190, 50, 300, 50, 300, 190] * 20, state)
+    assert steps(decisions) == [("stay", 2)] * 140
+
+
+def test_observe_one_bad_window_in_three_changes_nothing():
+    tuner = AutoTuner(max_learners=2)
+    state, _ = settle(tuner, {1: 100.0, 2: 190.0}.__getitem__)
+    _, decisions = follow(tuner, [190, 190, 10] * 50, state)
+    assert {decision.action for decision in decisions} == {"stay"}
+
+
+# --- what holds for every throughput ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.lists(st.one_of(POSITIVE, st.floats(), st.none()), max_size=150))
+def test_observe_any_numbers_stays_within_the_limits_and_round_trips(max_learners, values):
+    tuner, state, too_many = AutoTuner(max_learners=max_learners, windows=1), START, max_learners + 1
+    for value in values:
+        before = state
+        if value is None:
+            if state.num_learners == 1:
+                continue
+            too_many = min(too_many, state.num_learners)
+            state, decision = tuner.out_of_memory(state)
+            assert decision.action == "shrink"
+        else:
+            state, decision = tuner.observe(state, value)
+            assert tuner.observe(before, value) == (state, decision)
+        assert 1 <= decision.num_learners == state.num_learners < too_many
+        assert decision.num_learners in tuner.counts
+        change = decision.num_learners - before.num_learners
+        assert decision.action == ("grow" if change > 0 else "shrink" if change < 0 else "stay")
+        assert decision.reason or decision.action == "stay"
+        assert AutoTunerState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2), st.randoms(use_true_random=False))
+def test_observe_any_throughput_settles_within_a_measurement_of_every_count(max_learners, windows, warm_up, numbers):
+    tuner = AutoTuner(max_learners=max_learners, windows=windows, warm_up_windows=warm_up)
+    settle(tuner, lambda _: numbers.uniform(1, 100))
+
+
+@given(st.floats(1, 1e6), st.lists(st.floats(1.06, 2.0), max_size=9), st.lists(st.floats(0.3, 1.0), min_size=9))
+def test_observe_curve_that_rises_then_falls_ends_on_the_fewest_near_its_peak(first, rises, falls):
+    tuner = AutoTuner(max_learners=32)
+    curve = [first]
+    for factor in (rises + falls)[: len(tuner.counts) - 1]:
+        curve.append(curve[-1] * factor)
+    throughput = dict(zip(tuner.counts, curve, strict=True))
+    state, _ = settle(tuner, throughput.__getitem__)
+    assert state.num_learners == next(count for count in tuner.counts if throughput[count] * 1.05 >= max(curve))
+
+
+@given(st.lists(POSITIVE, min_size=6, max_size=6))
+def test_observe_any_curve_ends_on_the_fewest_learners_near_the_best_it_measured(curve):
+    tuner = AutoTuner()
+    throughput, visited = dict(zip(tuner.counts, curve, strict=True)), set()
+    state, _ = settle(tuner, lambda count: visited.add(count) or throughput[count])
+    best = max(throughput[count] for count in visited)
+    assert state.num_learners == min(count for count in visited if throughput[count] * 1.05 >= best)
+
+
+@given(st.integers(0, 2**32), st.lists(st.floats(0.8, 1.5), min_size=5, max_size=5))
+def test_observe_stationary_noise_of_ten_percent_once_settled_changes_nothing(seed, factors):
+    tuner, numbers = AutoTuner(), random.Random(seed)
+    curve = [1000.0]
+    for factor in factors:
+        curve.append(curve[-1] * factor)
+    throughput = dict(zip(tuner.counts, curve, strict=True))
+    state, _ = settle(tuner, lambda count: throughput[count] * numbers.uniform(0.9, 1.1))
+    noise = (throughput[state.num_learners] * numbers.uniform(0.9, 1.1) for _ in range(600))
+    _, decisions = follow(tuner, noise, state)
+    assert {decision.action for decision in decisions} == {"stay"}
+
+
+@given(st.integers(0, 2**32), st.floats(1.0, 20.0))
+def test_observe_wild_throughput_searches_again_ever_more_rarely(seed, spread):
+    tuner, numbers, state = AutoTuner(windows=1, warm_up_windows=0), random.Random(seed), START
+    num_windows = 1000
+    for _ in range(num_windows):
+        state, _ = tuner.observe(state, numbers.uniform(1, spread))
+    # The n-th new search waits for 2, 4, 8, ..., 64, 64, ... settled measurements.
+    waits = [2 ** min(n + 1, 6) for n in range(state.num_searches_again)]
+    assert sum(waits) <= num_windows
+
+
+@given(st.integers(0, 2**32))
+def test_observe_restored_from_a_checkpoint_goes_on_alike(seed):
+    numbers = random.Random(seed)
+    values = [numbers.uniform(50, 150) for _ in range(60)]
+    cut = numbers.randrange(60)
+    whole, decisions = follow(AutoTuner(), values)
+    half, first = follow(AutoTuner(), values[:cut])
+    restored = AutoTunerState.from_plain(half.to_plain())
+    assert follow(AutoTuner(), values[cut:], restored) == (whole, decisions[len(first) :])
+
+
+# --- settings and checkpoints -----------------------------------------------------------------------------------------
+
+
+def test_from_plain_of_an_older_checkpoint_starts_what_is_missing_at_its_default():
+    assert AutoTunerState.from_plain({"num_learners": 3, "unknown": 1}) == AutoTunerState(num_learners=3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("max_learners", 0), ("min_gain", -0.1), ("windows", 0), ("drift", 0), ("drift", 1), ("warm_up_windows", -1)],
+)
+def test_settings_out_of_range_are_refused_by_name(setting, value):
+    with pytest.raises(UserError, match=setting):
+        AutoTuner(**{setting: value})

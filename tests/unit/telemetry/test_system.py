@@ -1,0 +1,298 @@
+"""Samples of a machine made of text files, clocks moved by hand and a stand-in for NVML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample, SystemScalars
+
+KIB, GIB = 2**10, 2**30
+MEMINFO = f"MemTotal:       {64 * 2**20} kB\nMemFree:        1024 kB\nMemAvailable:   {48 * 2**20} kB\n"
+STATUS = f"Name:\tpython\nVmPeak:\t {9 * 2**20} kB\nVmRSS:\t {3 * 2**20} kB\nThreads:\t4\n"
+UUID = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
+
+
+class NvmlError(Exception):
+    """What the stand-in raises, as pynvml raises NVMLError."""
+
+
+class FakeNvml:
+    """NVML with one GPU; queries named in `broken` fail."""
+
+    NVMLError = NvmlError
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, *broken: str) -> None:
+        self.broken, self.calls = set(broken), list[str]()
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.broken:
+            raise NvmlError("Not Supported")
+
+    def nvmlInit(self) -> None:
+        self._called("init")
+
+    def nvmlShutdown(self) -> None:
+        self._called("shutdown")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        self._called("handle")
+        if uuid != f"GPU-{UUID}":
+            raise NvmlError("Not Found")
+        return "handle"
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
+        self._called("utilization")
+        return SimpleNamespace(gpu=87, memory=40)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+        self._called("memory")
+        return SimpleNamespace(total=80 * GIB, free=68 * GIB, used=12 * GIB)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        self._called("power")
+        return 312_500
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        self._called("temperature")
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return 61
+
+
+class FakeClock:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def reader(files: dict[str, str]) -> Callable[[str], str]:
+    def read_text(path: str) -> str:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return files[path]
+
+    return read_text
+
+
+def host(files: dict[str, str]) -> tuple[int | None, int | None]:
+    """Host memory available and in total, bytes, on a machine of 64 GiB with 48 available and these files."""
+    sample = SystemMonitor(read_text=reader({"/proc/meminfo": MEMINFO, **files})).sample()
+    return sample.host_memory_available_bytes, sample.host_memory_total_bytes
+
+
+def gpus(nvml: FakeNvml, *uuids: str) -> tuple[SystemMonitor, tuple[GpuSample, ...]]:
+    monitor = SystemMonitor(uuids or (UUID,), read_text=reader({}), nvml=nvml)
+    return monitor, monitor.sample().gpus
+
+
+def test_host_memory_without_a_cgroup_limit_is_the_machines() -> None:
+    assert host({}) == (48 * GIB, 64 * GIB)
+    unlimited = {
+        "/proc/self/cgroup": "0::/user.slice\n",
+        "/sys/fs/cgroup/user.slice/memory.max": "max\n",
+        "/sys/fs/cgroup/user.slice/memory.current": f"{2 * GIB}\n",
+    }
+    assert host(unlimited) == (48 * GIB, 64 * GIB)
+
+
+def test_host_memory_in_a_container_of_version_2_is_its_limit_less_what_is_used_and_warm() -> None:
+    files = {
+        "/proc/self/cgroup": "0::/\n",
+        "/sys/fs/cgroup/memory.max": f"{16 * GIB}\n",
+        "/sys/fs/cgroup/memory.current": f"{11 * GIB}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon {4 * GIB}\nfile {7 * GIB}\ninactive_file {6 * GIB}\nactive_file {GIB}\n",
+    }
+    assert host(files) == (11 * GIB, 16 * GIB)  # 16 − (11 − 6)
+
+
+def test_host_memory_under_nested_limits_is_what_the_tightest_leaves() -> None:
+    files = {
+        "/proc/self/cgroup": "0::/jobs/mine\n",
+        "/sys/fs/cgroup/jobs/mine/memory.max": f"{20 * GIB}\n",
+        "/sys/fs/cgroup/jobs/mine/memory.current": f"{5 * GIB}\n",
+        "/sys/fs/cgroup/jobs/memory.max": f"{32 * GIB}\n",
+        "/sys/fs/cgroup/jobs/memory.current": f"{30 * GIB}\n",
+    }
+    assert host(files) == (2 * GIB, 20 * GIB)
+
+
+def test_host_memory_in_a_container_of_version_1_that_sees_the_hosts_path_is_its_own_limit() -> None:
+    files = {
+        "/proc/self/cgroup": "9:cpu,cpuacct:/docker/f00\n4:memory:/docker/f00\n0::/docker/f00\n",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}\n",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}\n",
+        "/sys/fs/cgroup/memory/memory.stat": f"inactive_file 0\ntotal_inactive_file {2 * GIB}\n",
+    }
+    assert host(files) == (5 * GIB, 8 * GIB)
+
+
+def test_host_memory_over_the_limit_is_none_left_and_the_version_1_word_for_no_limit_is_none() -> None:
+    files = {
+        "/proc/self/cgroup": "4:memory:/a\n",
+        "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{GIB}\n",
+        "/sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{GIB + 4096}\n",
+    }
+    assert host(files) == (0, GIB)
+    files["/sys/fs/cgroup/memory/a/memory.limit_in_bytes"] = "9223372036854771712\n"
+    assert host(files) == (48 * GIB, 64 * GIB)
+
+
+def test_sample_on_a_system_without_proc_has_cpu_use_only() -> None:
+    clock, cpu_clock = FakeClock(), FakeClock()
+    monitor = SystemMonitor(read_text=reader({}), clock=clock, cpu_clock=cpu_clock)
+    clock.now_s, cpu_clock.now_s = 110.0, 115.0
+    assert monitor.sample() == SystemSample(None, None, None, 1.5, ())
+    assert monitor.warning is None
+
+
+def test_process_memory_is_the_resident_set() -> None:
+    sample = SystemMonitor(read_text=reader({"/proc/self/status": STATUS})).sample()
+    assert sample.process_memory_bytes == 3 * GIB
+
+
+def test_cpu_cores_of_a_sample_count_from_the_one_before() -> None:
+    clock, cpu_clock = FakeClock(), FakeClock()
+    monitor = SystemMonitor(read_text=reader({}), clock=clock, cpu_clock=cpu_clock)
+    cores = []
+    for now_s, cpu_s in ((104.0, 101.0), (106.0, 105.0), (106.0, 105.0)):
+        clock.now_s, cpu_clock.now_s = now_s, cpu_s
+        cores.append(monitor.sample().process_cpu_cores)
+    assert cores == [0.25, 2.0, None]
+
+
+def test_sample_of_a_gpu_found_by_its_uuid_has_all_quantities_in_our_units() -> None:
+    for uuid in (UUID, f"GPU-{UUID}"):
+        monitor, samples = gpus(FakeNvml(), uuid)
+        assert samples == (GpuSample(0, 87.0, 12 * GIB, 312.5, 61.0),)
+        assert monitor.warning is None
+
+
+def test_sample_of_a_gpu_without_a_power_sensor_has_the_other_quantities() -> None:
+    monitor, samples = gpus(FakeNvml("power"))
+    assert samples == (GpuSample(0, 87.0, 12 * GIB, None, 61.0),)
+    assert monitor.warning is None
+
+
+def test_monitor_without_a_driver_warns_and_has_no_gpus() -> None:
+    nvml = FakeNvml("init")
+    monitor, samples = gpus(nvml)
+    assert samples == ()
+    assert monitor.warning == "No GPU telemetry, because NVML does not start (Not Supported)."
+    monitor.close()
+    assert nvml.calls == ["init"]
+
+
+def test_monitor_of_devices_nvml_does_not_know_warns_of_the_first_and_keeps_the_others() -> None:
+    monitor, samples = gpus(FakeNvml(), "MIG-1", UUID, "2")
+    assert monitor.warning == "No telemetry of GPU 0, because NVML does not find MIG-1 (Not Found)."
+    assert [gpu.index for gpu in samples] == [1]
+
+
+def test_gpu_that_answers_nothing_any_more_is_left_alone_after_one_warning() -> None:
+    nvml = FakeNvml()
+    monitor, _ = gpus(nvml)
+    nvml.broken = {"utilization", "memory", "power", "temperature"}
+    assert monitor.sample().gpus == (GpuSample(0),)
+    nvml.calls.clear()
+    assert monitor.sample().gpus == ()
+    assert nvml.calls == []
+    assert monitor.warning == "No more telemetry of GPU 0, because it answers none of NVML's queries."
+
+
+def test_monitor_without_devices_does_not_touch_nvml() -> None:
+    nvml = FakeNvml()
+    monitor = SystemMonitor(read_text=reader({}), nvml=nvml)
+    assert monitor.sample().gpus == ()
+    monitor.close()
+    assert nvml.calls == []
+
+
+def test_close_twice_with_a_shutdown_that_fails_lets_nvml_go_once() -> None:
+    nvml = FakeNvml("shutdown")
+    monitor, _ = gpus(nvml)
+    nvml.calls.clear()
+    monitor.close()
+    monitor.close()
+    assert nvml.calls == ["shutdown"]
+    assert monitor.sample().gpus == ()
+
+
+def test_stand_in_for_nvml_has_only_names_that_pynvml_has() -> None:
+    names = [name for name in dir(FakeNvml) if name.lower().startswith("nvml")]
+    assert [name for name in names if not hasattr(pynvml, name)] == []
+
+
+def test_monitor_with_real_nvml_and_a_uuid_nobody_has_warns_and_has_no_gpus() -> None:
+    monitor = SystemMonitor(("GPU-00000000-0000-0000-0000-000000000000",))
+    assert monitor.sample().gpus == ()
+    assert monitor.warning is not None
+    monitor.close()
+
+
+def test_sample_of_this_machine_is_plausible() -> None:
+    sample = SystemMonitor().sample()
+    if sample.host_memory_total_bytes is None or sample.host_memory_available_bytes is None:
+        pytest.skip("no /proc here")
+    assert sample.process_memory_bytes is not None
+    assert 1024 * KIB < sample.process_memory_bytes <= sample.host_memory_total_bytes
+    assert 0 <= sample.host_memory_available_bytes <= sample.host_memory_total_bytes
+
+
+class Points:
+    """What was written: tag, value and samples seen."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def __call__(self, tag: str, value: float, samples_seen: int) -> None:
+        self.written.append((tag, value, samples_seen))
+
+
+def test_scalars_of_a_sample_are_tagged_with_units_and_placed_at_samples_seen(events: Any) -> None:
+    clock, cpu_clock, points = FakeClock(), FakeClock(), Points()
+    files = {"/proc/meminfo": MEMINFO, "/proc/self/status": STATUS}
+    monitor = SystemMonitor((UUID,), reader(files), clock, cpu_clock, FakeNvml())
+    clock.now_s, cpu_clock.now_s = 102.0, 103.0
+    SystemScalars(monitor, points).on_progress(events.progress(1600))
+    assert points.written == [
+        ("system/process_memory_gib", 3.0, 1600),
+        ("system/host_memory_available_gib", 48.0, 1600),
+        ("system/process_cpu_cores", 1.5, 1600),
+        ("gpu/0/utilization_percent", 87.0, 1600),
+        ("gpu/0/memory_gib", 12.0, 1600),
+        ("gpu/0/power_w", 312.5, 1600),
+        ("gpu/0/temperature_c", 61.0, 1600),
+    ]
+
+
+def test_scalars_of_unknown_quantities_are_left_out(events: Any) -> None:
+    clock, cpu_clock, points = FakeClock(), FakeClock(), Points()
+    monitor = SystemMonitor((UUID,), reader({}), clock, cpu_clock, FakeNvml("utilization", "power", "temperature"))
+    SystemScalars(monitor, points).on_progress(events.progress(16))
+    assert points.written == [("gpu/0/memory_gib", 12.0, 16)]
+
+
+def test_scalars_under_frequent_progress_come_early_and_then_at_the_interval(events: Any) -> None:
+    points = Points()
+    scalars = SystemScalars(SystemMonitor(read_text=reader({"/proc/self/status": STATUS})), points)
+    for half_second in range(1, 25):
+        scalars.on_progress(events.progress(half_second * 100, elapsed_s=half_second / 2))
+    memory = [samples for tag, _, samples in points.written if tag == "system/process_memory_gib"]
+    assert memory == [100, 1100, 2100]
+
+
+def test_close_of_the_scalars_closes_the_monitor() -> None:
+    nvml = FakeNvml()
+    monitor, _ = gpus(nvml)
+    SystemScalars(monitor, Points()).close()
+    assert nvml.calls[-1] == "shutdown"
