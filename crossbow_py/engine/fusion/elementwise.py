@@ -33,8 +33,8 @@ from crossbow_py.engine.fusion.values import (
 # Element-wise operators that carry no tag saying so.
 POINTWISE = frozenset({
     "clone", "detach", "to", "_to_copy", "type_as", "relu6", "selu", "celu", "rsub", "square", "softplus", "clamp",
-    "clip", "logical_not", "masked_fill", "float_power", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "mish", "silu",
-    "true_divide", "relu", "gelu", "elu", "where",
+    "clip", "logical_not", "masked_fill", "float_power", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "mish",
+    "silu", "true_divide", "relu", "gelu", "elu", "where",
 })  # fmt: skip
 _FORMAT = "memory_format"  # layouts are ours to choose
 _DIMENSIONS = ("dim", "dims", "dim0", "dim1", "source", "destination")

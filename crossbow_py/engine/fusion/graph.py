@@ -13,6 +13,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from crossbow_py.errors import CrossbowError
 
 _RULE_MODULES = (elementwise, layers)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
+
+
+_EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 
 
 class FusionError(CrossbowError):
@@ -71,7 +75,7 @@ class FusedGraph:
 
     def __init__(self, template: nn.Module, example: Tensor, bank: ReplicaBank) -> None:
         self.looped: list[str] = []
-        program = _export(template, example, bank.precision)
+        program = exported(template, example, bank.precision)
         self._bank, self._constants = bank, _constants(program)
         names = _first_names(template)
         self._sources = {
@@ -163,6 +167,15 @@ class FusedGraph:
         if step.rule is loop:
             self.looped.append(base_name(step.call.target))
         return result
+
+
+def exported(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
+    """The template's graph for batches like the example; kept as long as the template, for banks of other sizes."""
+    graphs = _EXPORTED.setdefault(template, {})
+    key = (tuple(example.shape), example.dtype, precision.name)
+    if key not in graphs:
+        graphs[key] = _export(template, example, precision)
+    return graphs[key]
 
 
 def _export(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
