@@ -1,0 +1,126 @@
+"""Task bodies that never make the host wait, over tensors that stay where they are: what a CUDA graph can hold.
+
+They compute what `RoundTasks` computes. The host hands a round over with `load` (batch, learning rate, dropout seed),
+outside any graph; `learn`, `correct` and `average` then read static tensors alone; `report` sends what they found to
+the host, which reads it with `read` once the learner's stream is past it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.data.feed import Batch
+from crossbow_py.engine.device_update import DeviceUpdate
+from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
+from crossbow_py.errors import UserError
+
+NUM_RESULTS = 3  # of a learner in a round
+_LOSS, _NUM_CORRECT, _FINITE = range(NUM_RESULTS)
+
+
+class DeviceTasks:
+    """Bodies over one bank and the static tensors around it, K learners on any device.
+
+    Every body enqueues on the stream that is current, records nothing, and leaves the order to the executor: a
+    learner's bodies on one stream, `average` after every learner's `correct`.
+
+    Raises UserError for an optimizer without a device update.
+    """
+
+    def __init__(self, tasks: RoundTasks) -> None:
+        bank, learners = tasks.bank, tasks.bank.num_learners
+        self.tasks = tasks
+        self.update = DeviceUpdate(tasks.update.optimizer, tasks.update.rule, bank.device)
+        rates, counts = (torch.zeros(learners, dtype=torch.float64, device=bank.device) for _ in range(2))
+        results = torch.zeros(learners, NUM_RESULTS, dtype=torch.float64, device=bank.device)
+        self._rates, self._counts, self._results = list(rates), list(counts), list(results)
+        self._batches: list[Batch | None] = [None] * learners
+        self._loaded_rates: list[float | None] = [None] * learners
+        self._classifies = [False] * learners
+
+    def load(self, learner: int, plan: Round, bank_changed: bool) -> None:
+        """Hand a round to a learner: its batch, dropout seed, and what has changed of learning rate and step count.
+
+        The batch is gathered and then copied to where the graph reads it. Whether the host waits is the feed's doing.
+
+        Args:
+            learner: whose.
+            plan: the round.
+            bank_changed: whether others had the bank since the last round, so that its step counts are to be taken.
+
+        Raises:
+            UserError: the batch has another shape or dtype than the one before.
+        """
+        bank, rate = self.tasks.bank, plan.learning_rates[learner]
+        if bank.has_dropout:
+            seed = counter_seed(self.tasks.seed, "dropout", plan.index, learner)
+            bank.generators[learner].manual_seed(seed)
+        if bank_changed:
+            self._counts[learner].fill_(bank.step_counts[learner])
+        if rate != self._loaded_rates[learner]:
+            self._rates[learner].fill_(rate)
+            self._loaded_rates[learner] = rate
+        batch = self.tasks.feed.batch(plan.starts[learner])
+        static = self._batches[learner]
+        if static is None:
+            static = self._batches[learner] = Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
+        for kept, given in zip(static, batch, strict=True):
+            if (kept.shape, kept.dtype) != (given.shape, given.dtype):
+                raise UserError(
+                    f"executor=streams needs batches of one shape, got {list(given.shape)} of {given.dtype} after "
+                    f"{list(kept.shape)} of {kept.dtype}; set executor=serial."
+                )
+            kept.copy_(given)
+
+    def learn(self, learner: int) -> None:
+        """G_j ← gradient of the learner's loss on its loaded batch, at w_j; loss and correct predictions beside it."""
+        bank, batch, results = self.tasks.bank, self._batches[learner], self._results[learner]
+        assert batch is not None, "a learning task needs a loaded batch"
+        output = bank.module(learner)(batch.inputs).to(bank.precision.master)
+        loss = self.tasks.loss(output, batch.targets)
+        gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
+        bank.store_gradients(learner, gradients)
+        results[_LOSS].copy_(loss.detach().reshape(()))
+        right = correct_predictions(output.detach(), batch.targets)
+        self._classifies[learner] = right is not None
+        if right is not None:
+            results[_NUM_CORRECT].copy_(right)
+
+    def correct(self, learner: int, averaging: LinearRound | None) -> None:
+        """See `DeviceUpdate.correct`."""
+        results = self._results[learner]
+        self.update.correct(
+            learner,
+            self.tasks.bank.trained_row(learner),
+            averaging,
+            loss=results[_LOSS],
+            learning_rate=self._rates[learner],
+            step_count=self._counts[learner],
+            finite=results[_FINITE],
+        )
+
+    def average(self, outcome: RoundOutcome) -> None:
+        """See `RoundTasks.average`, which does not make the host wait."""
+        self.tasks.average(outcome)
+
+    def report(self, learner: int, host: Tensor) -> None:
+        """Copy the learner's results to row `learner` of `host` [K, 3], pinned memory on CUDA; the host goes on."""
+        host[learner].copy_(self._results[learner], non_blocking=True)
+
+    def read(self, outcome: RoundOutcome, host: Tensor) -> None:
+        """Fill the outcome from `host` [K, 3], and count the steps in the bank. The host must have waited for it."""
+        for learner, values in enumerate(host.tolist()):
+            outcome.losses[learner] = values[_LOSS]
+            outcome.num_correct[learner] = values[_NUM_CORRECT] if self._classifies[learner] else None
+            outcome.finite[learner] = values[_FINITE] == 1
+            self.tasks.bank.step_counts[learner] += outcome.finite[learner]
+
+
+def correct_predictions(output: Tensor, targets: Tensor) -> Tensor | None:
+    """As `rounds.count_correct`, 0-dim on the device; None where the task is not classification."""
+    if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+        return None
+    return (output.argmax(1) == targets).sum()

@@ -1,0 +1,164 @@
+"""Devices without a GPU for executor=streams: one logs what it is asked for, one runs it in any allowed order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from crossbow_py.engine.executors.device_streams import DeviceStreams
+
+
+class OnHost(DeviceStreams):
+    """What both have in common: memory and generators of the host, and no pools."""
+
+    def new_pool(self):
+        return None
+
+    def release(self, graph):
+        self.log.append(f"release {graph.name}")
+
+    def host_values(self, *shape):
+        return torch.zeros(shape, dtype=torch.float64)
+
+    def _device_random_state(self):
+        return torch.zeros(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class KeptGraph:
+    name: str
+    body: object
+
+
+@dataclass(eq=False)
+class Mark:
+    """An event: what it marks now."""
+
+    label: str | None = None
+
+
+class RecordingStreams(OnHost):
+    """Does everything at once, and logs it. Streams are s0, s1, ... and `high`; s0#2 is the second record on s0."""
+
+    def __init__(self):
+        self.log, self._num_streams, self._num_records = [], 0, {}
+
+    def new_stream(self, high_priority=False):
+        if high_priority:
+            return "high"
+        self._num_streams += 1
+        return f"s{self._num_streams - 1}"
+
+    def callers_stream(self):
+        return "caller"
+
+    def new_event(self):
+        return Mark()
+
+    def record(self, event, stream):
+        self._num_records[stream] = self._num_records.get(stream, 0) + 1
+        event.label = f"{stream}#{self._num_records[stream]}"
+        self.log.append(f"{stream} record {event.label}")
+
+    def wait(self, stream, event):
+        self.log.append(f"{stream} wait {event.label}")
+
+    def run(self, name, body, stream):
+        self.log.append(f"{stream} run {name}")
+        body()
+
+    def capture(self, name, body, stream, pool):
+        self.log.append(f"{stream} capture {name}")
+        return KeptGraph(name, body)
+
+    def replay(self, graph, stream):
+        self.log.append(f"{stream} replay {graph.name}")
+        graph.body()
+
+    def synchronize_event(self, event):
+        self.log.append(f"host wait {event.label}")
+
+    def synchronize(self):
+        self.log.append("host wait all")
+
+
+@dataclass(eq=False)
+class Counter:
+    """An event: how often a record was asked for, and how many of them are done."""
+
+    asked: int = 0
+    done: int = 0
+
+
+@dataclass(eq=False)
+class Queue:
+    """A stream: what is still to do, each a function that does it and says whether it could."""
+
+    entries: deque = field(default_factory=deque)
+
+
+class ShuffledStreams(OnHost):
+    """Keeps everything for later, as a GPU does, and goes on with a stream drawn at random whenever the host waits.
+
+    Only stream order and events hold anything back, so work that is not ordered by them runs in orders a scheduler
+    would not choose. `deaf` leaves out every wait: what the orders are worth then.
+    """
+
+    def __init__(self, seed, deaf=False):
+        self.log, self._random, self._deaf = [], random.Random(seed), deaf
+        self._caller, self._streams = Queue(), []
+
+    def new_stream(self, high_priority=False):
+        self._streams.append(Queue())
+        return self._streams[-1]
+
+    def callers_stream(self):
+        return self._caller
+
+    def new_event(self):
+        return Counter()
+
+    def record(self, event, stream):
+        event.asked += 1
+        number = event.asked
+
+        def mark():
+            event.done = number
+            return True
+
+        if stream is self._caller:
+            mark()
+        else:
+            stream.entries.append(mark)
+
+    def wait(self, stream, event):
+        number = event.asked
+        stream.entries.append(lambda: self._deaf or event.done >= number)
+
+    def run(self, name, body, stream):
+        stream.entries.append(lambda: (body(), True)[1])
+
+    def capture(self, name, body, stream, pool):
+        return KeptGraph(name, body)
+
+    def replay(self, graph, stream):
+        self.run(graph.name, graph.body, stream)
+
+    def synchronize_event(self, event):
+        number = event.asked
+        while event.done < number:
+            self._go_on()
+
+    def synchronize(self):
+        while any(stream.entries for stream in self._streams):
+            self._go_on()
+
+    def _go_on(self):
+        for stream in self._random.sample(self._streams, len(self._streams)):
+            if stream.entries and stream.entries[0]():
+                stream.entries.popleft()
+                return
+        raise AssertionError("every stream waits for another")

@@ -1,0 +1,190 @@
+"""The update without a word from the host against the reference, which asks it: numbers, gates, clipping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from crossbow_py.averaging import SMA
+from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.engine.device_update import DeviceUpdate, gradient_norm, keep_bits, select_bits
+from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer
+from crossbow_py.engine.replicas import TrainedRow
+from crossbow_py.engine.update import Step, TorchUpdate
+from crossbow_py.errors import UserError
+
+CPU = torch.device("cpu")
+LENGTHS = (300, 37, 1)
+AVERAGING = LinearRound(correction=0.3, momentum=0.9)
+OPTIMIZERS = [
+    SGD(momentum=0.0),
+    SGD(momentum=0.9),
+    SGD(momentum=0.9, weight_decay=0.01),
+    SGD(momentum=(0.5, 0.9), weight_decay=(0.02, 0.01), nesterov=True, decay_norm_and_bias=True),
+    SGD(momentum=0.9, clip_norm=0.5),
+    SGD(momentum=0.9, clip_norm=1e9),
+    AdamW(),
+    AdamW(beta1=0.3, weight_decay=0.0, clip_norm=0.5),
+    AdamW(beta2=(0.9, 0.99), weight_decay=0.1, decay_norm_and_bias=True),
+]
+
+
+def random_row(optimizer, *, shadow=False, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+
+    def vectors():
+        return [torch.randn(length, generator=generator, dtype=dtype) for length in LENGTHS]
+
+    weights, gradients, corrections, z = (vectors() for _ in range(4))
+    state = {name: [part.abs() for part in vectors()] for name in optimizer.STATE}
+    low = [part.to(torch.bfloat16) for part in weights] if shadow else None
+    return TrainedRow(weights, gradients, corrections, state, z, low, num_decayed=2)
+
+
+def flat(row):
+    """Everything a correction writes, bit for bit comparable."""
+    vectors = [*row.weights, *row.corrections, *(part for parts in row.state.values() for part in parts)]
+    return torch.cat([*vectors, *(part.to(row.weights[0].dtype) for part in row.shadow or [])])
+
+
+def device_step(update, row, averaging, *, loss=1.0, learning_rate=0.1, steps=0):
+    """One correction; returns (finite, steps afterwards)."""
+    values = [torch.tensor(float(value), dtype=torch.float64) for value in (loss, learning_rate, steps, -1)]
+    update.correct(1, row, averaging, loss=values[0], learning_rate=values[1], step_count=values[2], finite=values[3])
+    return values[3].item(), values[2].item()
+
+
+def reference_step(optimizer, row, averaging, learning_rate, step_count):
+    """As `RoundTasks.correct` does for a finite learner."""
+    update, limit = TorchUpdate(optimizer, SMA()), optimizer.clip_norm
+    norm = update.gradient_norm(row)
+    scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
+    update.correct(1, row, averaging, Step(learning_rate, step_count, scale))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("averaging", [AVERAGING, None])
+def test_device_correction_over_several_steps_equals_the_reference(optimizer, averaging):
+    ours, reference = random_row(optimizer), random_row(optimizer)
+    update, steps = DeviceUpdate(optimizer, SMA(), CPU), 0
+    for step, rate in ((1, 0.1), (2, 0.03), (3, 0.3)):
+        for row in (ours, reference):
+            for part in row.gradients:
+                part.copy_(torch.randn(len(part), generator=torch.Generator().manual_seed(step)))
+        finite, steps = device_step(update, ours, averaging, learning_rate=rate, steps=steps)
+        reference_step(optimizer, reference, averaging, rate, step)
+        assert (finite, steps) == (1, step)
+    torch.testing.assert_close(flat(ours), flat(reference), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(flat(ours), flat(random_row(optimizer)))
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=0.01), AdamW()], ids=repr)
+def test_device_correction_in_float32_with_a_shadow_equals_the_reference(optimizer):
+    ours, reference = (random_row(optimizer, shadow=True, dtype=torch.float32) for _ in range(2))
+    # At the first step 1 − β2^t has lost half its digits in float32.
+    device_step(DeviceUpdate(optimizer, SMA(), CPU), ours, AVERAGING)
+    reference_step(optimizer, reference, AVERAGING, 0.1, 1)
+    count = flat(ours).numel() - sum(LENGTHS)
+    torch.testing.assert_close(flat(ours)[:count], flat(reference)[:count], rtol=2e-6, atol=2e-6)
+    assert all(torch.equal(low, high.bfloat16()) for low, high in zip(ours.shadow, ours.weights, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=0.01), SGD(nesterov=True, clip_norm=0.1), AdamW()], ids=repr)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_learner_that_is_not_finite_keeps_weights_and_state_to_the_bit_and_corrects_nothing(
+    optimizer, bad, where, dtype
+):
+    row = random_row(optimizer, shadow=True, dtype=dtype)
+    row.weights[0][:3] = torch.tensor([-0.0, math.inf, math.nan])  # nothing is worked out of these
+    next(iter(row.state.values()))[0][:2] = torch.tensor([-0.0, math.inf])
+    for low, high in zip(row.shadow, row.weights, strict=True):
+        low.copy_(high)
+    before = [bits(part) for part in kept_parts(row)]
+    if where == "gradient":
+        row.gradients[1][36] = bad
+    update = DeviceUpdate(optimizer, SMA(), CPU)
+    finite, steps = device_step(update, row, AVERAGING, loss=bad if where == "loss" else 1.0)
+    assert (finite, steps) == (0, 0)
+    assert all(torch.equal(bits(part), old) for part, old in zip(kept_parts(row), before, strict=True))
+    assert all(torch.equal(bits(part), torch.zeros_like(bits(part))) for part in row.corrections)
+
+
+def kept_parts(row):
+    return [*row.weights, *row.shadow, *(part for parts in row.state.values() for part in parts)]
+
+
+def bits(part):
+    return part.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]).clone()
+
+
+def test_learner_that_recovers_goes_on_counting_where_it_stood():
+    optimizer = AdamW()
+    ours, reference = random_row(optimizer), random_row(optimizer)
+    good = [part.clone() for part in ours.gradients]
+    update = DeviceUpdate(optimizer, SMA(), CPU)
+    ours.gradients[0][0] = math.nan
+    assert device_step(update, ours, AVERAGING, steps=0) == (0, 0)
+    torch._foreach_copy_(ours.gradients, good)
+    assert device_step(update, ours, AVERAGING, steps=0) == (1, 1)
+    reference_step(optimizer, reference, AVERAGING, 0.1, 1)
+    torch.testing.assert_close(flat(ours), flat(reference), rtol=1e-12, atol=1e-12)
+
+
+def test_sgd_round_equals_numbers_worked_out_by_hand():
+    one = lambda value: [torch.tensor([float(value)])]  # noqa: E731
+    row = TrainedRow(one(4), one(1), one(0), {"momentum": one(2)}, one(2), None, num_decayed=1)
+    update = DeviceUpdate(SGD(momentum=0.5, weight_decay=0.25), SMA(), CPU)
+    device_step(update, row, LinearRound(0.5, 0.5), learning_rate=0.5)
+    # c = 0.5·(4 − 2) = 1;  u = 0.5·2 + (1 + 0.25·4) = 3;  w = 4 − 0.5·3 − 1 = 1.5
+    assert [row.corrections[0].item(), row.state["momentum"][0].item(), row.weights[0].item()] == [1.0, 3.0, 1.5]
+
+
+@pytest.mark.parametrize(("norm", "scale"), [(5.0, 2 / (5 + 1e-6)), (2.0, 1.0), (2 - 1e-7, 1.0), (1.0, 1.0)])
+def test_clipping_scales_only_a_norm_above_the_limit(norm, scale):
+    gradient, zero = torch.tensor([norm], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    row = TrainedRow([zero.clone()], [gradient.clone()], [zero.clone()], {}, [zero], None, num_decayed=1)
+    device_step(DeviceUpdate(SGD(momentum=0.0, clip_norm=2.0), SMA(), CPU), row, None, learning_rate=1.0)
+    torch.testing.assert_close(row.weights[0], -gradient * scale, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=0.01, nesterov=True, clip_norm=1.0), AdamW(clip_norm=1.0)])
+def test_correction_asks_the_host_for_no_value(optimizer):
+    # Tensors on `meta` have no values: whatever read one would raise.
+    row = random_row(optimizer)
+    meta = {name: [part.to("meta") for part in parts] for name, parts in row.state.items()}
+    lists = [[part.to("meta") for part in parts] for parts in (row.weights, row.gradients, row.corrections, row.z)]
+    values = [torch.zeros((), dtype=torch.float64, device="meta") for _ in range(4)]
+    DeviceUpdate(optimizer, SMA(), torch.device("meta")).correct(
+        0, TrainedRow(*lists[:3], meta, lists[3], None, num_decayed=2), AVERAGING,
+        loss=values[0], learning_rate=values[1], step_count=values[2], finite=values[3],
+    )  # fmt: skip
+
+
+def test_gradient_norm_equals_the_reference_bit_for_bit():
+    row = random_row(SGD(), dtype=torch.float32)
+    assert gradient_norm(row.gradients).item() == TorchUpdate(SGD(), SMA()).gradient_norm(row)
+
+
+def test_selection_by_bits_takes_one_or_the_other_whatever_they_hold():
+    special = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, -3.4e38, 7.0])
+    for opened in (True, False):
+        old, new, gate = special.clone(), special.flip(0).clone(), torch.tensor(opened)
+        select_bits([old], [new], gate)
+        assert torch.equal(bits(old), bits(special.flip(0) if opened else special))
+        kept = special.clone()
+        keep_bits([kept], gate)
+        assert torch.equal(bits(kept), bits(special) if opened else torch.zeros(8, dtype=torch.int32))
+
+
+def test_optimizer_it_does_not_know_is_refused_with_the_remedy():
+    class Odd(SGD):
+        NAME = "odd"
+
+    odd = Odd()
+    assert isinstance(odd, Optimizer)
+    with pytest.raises(UserError, match=r"sgd and adamw, got optimizer=odd; set executor=serial"):
+        DeviceUpdate(odd, SMA(), CPU)

@@ -1,0 +1,469 @@
+"""executor=streams without a GPU: what it asks of the device, in which order, and that this order is enough."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import os
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.engine.device_tasks import DeviceTasks
+from crossbow_py.engine.executors import SerialExecutor
+from crossbow_py.engine.executors.device_streams import CudaStreams, prepare_environment
+from crossbow_py.engine.executors.streams import WARM_UP_ROUNDS, StreamsExecutor
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.engine.rounds import RoundOutcome
+from crossbow_py.errors import LearnerError, UserError
+from tests.recording_streams import RecordingStreams, ShuffledStreams
+from tests.support import features, linear_model, make_tasks, norm_model, plan
+
+IMAGES = features(48, (3, 6, 6))
+
+# Round 0 and 1 warm up: every task runs eagerly. Streams: s0 and s1 are the learners', high is averaging.
+ROUND_0 = [
+    # what the caller enqueued comes first
+    "caller record caller#1", "s0 wait caller#1", "s1 wait caller#1", "high wait caller#1",
+    "s0 run load(0)", "s0 run learning(0)",
+    "s1 run load(1)", "s1 run learning(1)",
+    "s0 run correction(0)", "s0 run report(0)", "s0 record s0#1",
+    "s1 run correction(1)", "s1 run report(1)", "s1 record s1#1",
+    "high wait s0#1", "high wait s1#1", "high run averaging", "high record high#1",
+]  # fmt: skip
+ROUND_1 = [
+    # learning waits for nothing, corrections for averaging(0)
+    "s0 run load(0)", "s0 run learning(0)",
+    "s1 run load(1)", "s1 run learning(1)",
+    "s0 wait high#1", "s0 run correction(0)", "s0 run report(0)", "s0 record s0#2",
+    "s1 wait high#1", "s1 run correction(1)", "s1 run report(1)", "s1 record s1#2",
+    "high wait s0#2", "high wait s1#2", "high run averaging", "high record high#2",
+    # only now does the host look at round 0
+    "host wait s0#1", "host wait s1#1", "host wait high#1",
+]  # fmt: skip
+ROUND_2 = [
+    # captured, one after another, each on its own stream, and replayed at once
+    "s0 run load(0)", "s0 capture learning(0)", "s0 replay learning(0)",
+    "s1 run load(1)", "s1 capture learning(1)", "s1 replay learning(1)",
+    "s0 wait high#2", "s0 capture correction(0)", "s0 replay correction(0)", "s0 run report(0)", "s0 record s0#3",
+    "s1 wait high#2", "s1 capture correction(1)", "s1 replay correction(1)", "s1 run report(1)", "s1 record s1#3",
+    "high wait s0#3", "high wait s1#3", "high capture averaging", "high replay averaging", "high record high#3",
+    "host wait s0#2", "host wait s1#2", "host wait high#2",
+]  # fmt: skip
+DRAIN = ["host wait s0#3", "host wait s1#3", "host wait high#3"]
+CLOSE = [
+    "host wait all",
+    "release learning(0)", "release learning(1)", "release correction(0)", "release correction(1)", "release averaging",
+]  # fmt: skip
+
+
+def with_dropout():
+    model = norm_model()
+    model.insert(4, nn.Dropout(0.3))
+    return model
+
+
+def run(runner, tasks, num_rounds, rate=lambda n: 0.05):
+    """Run rounds; returns the outcomes. Closes the executor."""
+    try:
+        outcomes = [o for n in range(num_rounds) for o in runner.submit(plan(tasks, n, rate(n)))]
+        outcomes += runner.drain()
+    finally:
+        runner.close()
+    return outcomes
+
+
+def values(outcomes):
+    return [(loss, right) for o in outcomes for loss, right in zip(o.losses, o.num_correct, strict=True)]
+
+
+def assert_banks_equal(ours, reference, tolerance=1e-8):
+    for rows in ("z", "z_prev", "weights", "buffers"):
+        left, right = getattr(ours, rows).storage, getattr(reference, rows).storage
+        assert (left - right).norm() <= tolerance * right.norm(), rows
+    for name, rows in ours.state.items():
+        assert (rows.storage - reference.state[name].storage).norm() <= tolerance * reference.state[name].storage.norm()
+    assert ours.step_counts == reference.step_counts
+    for learner in range(ours.num_learners):
+        for name, value in ours.learner_state(learner).items():
+            if not value.is_floating_point():
+                assert torch.equal(value, reference.learner_state(learner)[name]), name
+
+
+def test_three_rounds_of_two_learners_are_asked_of_the_device_in_the_order_written_here():
+    tasks, device = make_tasks(), RecordingStreams()
+    run(StreamsExecutor(tasks, device), tasks, 3)
+    assert device.log == [*ROUND_0, *ROUND_1, *ROUND_2, *DRAIN, *CLOSE]
+
+
+def test_round_without_averaging_waits_for_the_last_that_had_one_only_while_it_may_still_run():
+    tasks, device = make_tasks(rule=SMA(averaging_period=2)), RecordingStreams()
+    run(StreamsExecutor(tasks, device), tasks, 5)
+    waits = [entry for entry in device.log if entry.startswith(("s0 wait", "s0 record", "high"))]
+    # Averaging after rounds 1 and 3; the host waits for round n once round n + 1 is submitted.
+    assert waits == [
+        "s0 wait caller#1", "high wait caller#1",
+        "s0 record s0#1",
+        "s0 record s0#2", "high wait s0#2", "high wait s1#2", "high run averaging", "high record high#1",
+        "s0 wait high#1", "s0 record s0#3",
+        "s0 record s0#4", "high wait s0#4", "high wait s1#4", "high run averaging", "high record high#2",
+        "s0 wait high#2", "s0 record s0#5",
+    ]  # fmt: skip
+
+
+def test_after_a_drain_every_stream_waits_for_what_the_caller_enqueued():
+    tasks, device = make_tasks(), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    runner.submit(plan(tasks, 0))
+    runner.drain()
+    device.log.clear()
+    runner.submit(plan(tasks, 1))
+    runner.close()
+    assert device.log[:4] == ["caller record caller#2", *(f"{s} wait caller#2" for s in ("s0", "s1", "high"))]
+    assert not [entry for entry in device.log if entry.endswith("high#1")]
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), AdamW()], ids=repr)
+@pytest.mark.parametrize("make_model", [norm_model, with_dropout])
+@pytest.mark.parametrize("order", ["rows", "blocks"])
+def test_streams_after_twenty_rounds_in_float64_equal_serial(optimizer, make_model, order):
+    ours, reference = (
+        make_tasks(make_model, num_learners=3, optimizer=optimizer, data=IMAGES, order=order) for _ in range(2)
+    )
+    outcomes = run(StreamsExecutor(ours, RecordingStreams()), ours, 20)
+    expected = run(SerialExecutor(reference), reference, 20)
+    assert_banks_equal(ours.bank, reference.bank)
+    assert values(outcomes) == [pytest.approx(pair, rel=1e-8) for pair in values(expected)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()])
+def test_any_order_that_streams_and_events_allow_gives_what_serial_gives(seed, rule):
+    ours, reference = (make_tasks(with_dropout, num_learners=3, rule=rule, data=IMAGES) for _ in range(2))
+    outcomes = run(StreamsExecutor(ours, ShuffledStreams(seed)), ours, 20)
+    expected = run(SerialExecutor(reference), reference, 20)
+    assert_banks_equal(ours.bank, reference.bank)
+    assert values(outcomes) == [pytest.approx(pair, rel=1e-8) for pair in values(expected)]
+
+
+def test_without_waits_the_same_orders_give_something_else():
+    ours, reference = (make_tasks(norm_model, num_learners=3, data=IMAGES) for _ in range(2))
+    run(StreamsExecutor(ours, ShuffledStreams(0, deaf=True)), ours, 20)
+    run(SerialExecutor(reference), reference, 20)
+    with pytest.raises(AssertionError):
+        assert_banks_equal(ours.bank, reference.bank)
+
+
+def test_streams_after_one_round_in_float32_equal_serial():
+    ours, reference = (make_tasks(norm_model, data=IMAGES, precision=FP32) for _ in range(2))
+    run(StreamsExecutor(ours, RecordingStreams()), ours, 1)
+    run(SerialExecutor(reference), reference, 1)
+    assert_banks_equal(ours.bank, reference.bank, tolerance=1e-5)
+
+
+def test_bf16_streams_follow_serial_and_keep_the_shadow():
+    ours, reference = (make_tasks(norm_model, data=IMAGES, precision=BF16) for _ in range(2))
+    run(StreamsExecutor(ours, RecordingStreams()), ours, 4)
+    run(SerialExecutor(reference), reference, 4)
+    assert_banks_equal(ours.bank, reference.bank, tolerance=0.01)
+    assert torch.equal(ours.bank.shadow.storage, ours.bank.weights.storage.to(torch.bfloat16))
+
+
+def test_learning_rate_that_changes_every_round_captures_nothing_anew():
+    def rate(index):
+        return 0.1 / (index + 1)
+
+    tasks, reference, device = make_tasks(optimizer=AdamW()), make_tasks(optimizer=AdamW()), RecordingStreams()
+    run(StreamsExecutor(tasks, device), tasks, 8, rate)
+    run(SerialExecutor(reference), reference, 8, rate)
+    assert_banks_equal(tasks.bank, reference.bank)
+    assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == [
+        "averaging", "correction(0)", "correction(1)", "learning(0)", "learning(1)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("poisoned", [0, WARM_UP_ROUNDS + 1])
+def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(bad, poisoned):
+    tasks = make_tasks(rule=SMA(averaging_momentum=0.0))
+    runner, bank = StreamsExecutor(tasks, RecordingStreams()), tasks.bank
+    for n in range(poisoned):
+        runner.submit(plan(tasks, n))
+    runner.drain()
+    row, z = bank.weights.shaped(1)["weight"].clone(), bank.z.shaped()["weight"].clone()
+    momentum = bank.state["momentum"].shaped(1)["weight"].clone()
+    expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
+    whole = plan(tasks, poisoned)
+    poison(tasks, whole.starts[1], bad)
+    outcomes = runner.submit(whole) + runner.drain()
+    assert outcomes[0].non_finite_learners == [1]
+    assert not math.isfinite(outcomes[0].losses[1])
+    assert torch.equal(bank.weights.shaped(1)["weight"], row)
+    assert torch.equal(bank.state["momentum"].shaped(1)["weight"], momentum)
+    assert bank.corrections.shaped(1)["weight"].count_nonzero() == 0
+    torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
+    assert bank.step_counts[:2] == [poisoned + 1, poisoned]
+    runner.close()
+
+
+def poison(tasks, start, value):
+    """Make the batch at one stream position hold `value` and nothing else."""
+    good = tasks.feed.batch
+
+    def batch(position):
+        found = good(position)
+        return found._replace(inputs=torch.full_like(found.inputs, value)) if position == start else found
+
+    tasks.feed.batch = batch
+
+
+def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
+    banks = []
+    for executor in (SerialExecutor, lambda tasks: StreamsExecutor(tasks, RecordingStreams())):
+        tasks = make_tasks(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES)
+        runner = executor(tasks)
+        for n in range(5):
+            runner.submit(plan(tasks, n, 0.01))
+        runner.drain()
+        tasks.bank.reseed(1, [0, 2])
+        for n in range(5, 10):
+            runner.submit(plan(tasks, n, 0.01))
+        runner.drain()
+        runner.close()
+        banks.append(tasks.bank)
+    assert banks[1].step_counts == [10, 5, 10]
+    assert_banks_equal(banks[1], banks[0])
+
+
+def test_outcomes_come_one_round_late_in_order_and_with_the_losses_of_their_own_round():
+    tasks, reference = make_tasks(), make_tasks()
+    runner = StreamsExecutor(tasks, RecordingStreams())
+    outcomes = [runner.submit(plan(tasks, n)) for n in range(5)] + [runner.drain()]
+    runner.close()
+    assert [[o.plan.index for o in each] for each in outcomes] == [[], [0], [1], [2], [3], [4]]
+    expected = run(SerialExecutor(reference), reference, 5, rate=lambda n: 0.1)
+    assert values(o for each in outcomes for o in each) == [pytest.approx(pair) for pair in values(expected)]
+
+
+def test_task_that_is_no_classification_reports_no_correct_predictions():
+    data = (torch.randn(16, 4), torch.randn(16, 3))
+    tasks = make_tasks(data=data)
+    tasks.loss = nn.functional.mse_loss
+    assert {right for _, right in values(run(StreamsExecutor(tasks, RecordingStreams()), tasks, 3))} == {None}
+
+
+class NoValues(TorchDispatchMode):
+    """Raises where the host asks for a value of a tensor, which on a GPU it would wait for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host asked for a value"
+        return func(*args, **(kwargs or {}))
+
+
+def test_bodies_that_are_captured_ask_the_host_for_no_value():
+    tasks = make_tasks(norm_model, data=IMAGES, optimizer=SGD(clip_norm=1.0))
+    whole, bodies = plan(tasks, 0), DeviceTasks(tasks)
+    bodies.load(0, whole, bank_changed=True)
+    bodies.load(1, whole, bank_changed=True)
+    with NoValues():
+        for learner in (0, 1):
+            bodies.learn(learner)
+            bodies.correct(learner, whole.averaging)
+        bodies.average(RoundOutcome(whole))
+    with pytest.raises(AssertionError, match="the host asked"), NoValues():
+        tasks.learn(0, RoundOutcome(whole))
+
+
+def test_model_with_dropout_learns_without_graphs_and_says_so():
+    tasks, device = make_tasks(with_dropout, data=IMAGES), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    run(runner, tasks, 4)
+    assert len(runner.notes) == 1
+    assert "dropout" in runner.notes[0]
+    captured = {entry.split()[2] for entry in device.log if "capture" in entry}
+    assert captured == {"correction(0)", "correction(1)", "averaging"}
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random])
+def test_model_that_draws_elsewhere_learns_without_graphs_and_says_so(draw):
+    class Draws(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * (1 + draw())
+
+    tasks, device = make_tasks(lambda: Draws(4, 3)), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    run(runner, tasks, 4)
+    assert len(runner.notes) == 1
+    assert "outside nn.Dropout" in runner.notes[0]
+    assert not [entry for entry in device.log if "capture learning" in entry]
+
+
+def test_averaging_over_several_devices_is_never_captured():
+    class Two(Collective):
+        num_devices = 2
+
+    tasks, device = make_tasks(), RecordingStreams()
+    tasks.collective = Two()
+    run(StreamsExecutor(tasks, device), tasks, 4)
+    assert "high capture averaging" not in device.log
+    assert "s0 capture correction(0)" in device.log
+
+
+def test_capture_that_fails_is_one_line_with_the_remedy_and_the_cause():
+    class Refuses(RecordingStreams):
+        def capture(self, name, body, stream, pool):
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    tasks = make_tasks()
+    runner = StreamsExecutor(tasks, Refuses())
+    with pytest.raises(UserError, match=r"cannot capture learning\(0\) .*; set executor=serial\.$") as caught:
+        for n in range(3):
+            runner.submit(plan(tasks, n))
+    runner.close()
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_failing_replay_raises_with_task_round_and_stream():
+    class Breaks(RecordingStreams):
+        def replay(self, graph, stream):
+            raise RuntimeError("no luck")
+
+    tasks = make_tasks()
+    runner = StreamsExecutor(tasks, Breaks())
+    with pytest.raises(
+        LearnerError, match=r"learning\(0\) failed in round 2 on learner 0: RuntimeError: no luck"
+    ) as caught:
+        for n in range(3):
+            runner.submit(plan(tasks, n))
+    runner.close()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_failure_that_only_the_device_saw_is_raised_with_the_stream_it_ended():
+    class Fails(RecordingStreams):
+        def synchronize_event(self, event):
+            if event.label == "high#1":
+                raise RuntimeError("illegal memory access")
+
+    tasks = make_tasks()
+    runner = StreamsExecutor(tasks, Fails())
+    with pytest.raises(LearnerError, match="averaging failed in round 0 on averaging: RuntimeError: illegal memory"):
+        run(runner, tasks, 2)
+
+
+def test_failing_task_raises_with_task_round_and_stream():
+    class BrokenError(Exception):
+        pass
+
+    def fail(output, target):
+        raise BrokenError("boom")
+
+    tasks = make_tasks()
+    tasks.loss = fail
+    with pytest.raises(LearnerError, match=r"learning\(0\) failed in round 0 on learner 0: BrokenError: boom"):
+        run(StreamsExecutor(tasks, RecordingStreams()), tasks, 1)
+
+
+def test_batch_of_another_shape_is_refused_with_the_remedy():
+    tasks = make_tasks()
+    good = tasks.feed.batch
+    tasks.feed.batch = lambda start: good(start) if start < 16 else type(good(0))(*(t[:3] for t in good(start)))
+    with pytest.raises(UserError, match=r"batches of one shape, got \[3, 4\] .* after \[4, 4\] .*executor=serial"):
+        run(StreamsExecutor(tasks, RecordingStreams()), tasks, 3)
+
+
+def test_close_with_a_round_in_flight_on_a_broken_device_does_not_raise():
+    class Gone(RecordingStreams):
+        def synchronize(self):
+            raise RuntimeError("device lost")
+
+    tasks = make_tasks()
+    runner = StreamsExecutor(tasks, Gone())
+    runner.submit(plan(tasks, 0))
+    runner.close()
+    runner.close()
+
+
+def test_one_learner_runs_without_an_averaging_task():
+    ours, reference = (make_tasks(linear_model, num_learners=1) for _ in range(2))
+    device = RecordingStreams()
+    run(StreamsExecutor(ours, device), ours, 5)
+    run(SerialExecutor(reference), reference, 5)
+    assert_banks_equal(ours.bank, reference.bank)
+    assert [entry for entry in device.log if entry.startswith("high")] == ["high wait caller#1"]
+
+
+def test_bank_that_is_not_on_cuda_is_refused_with_the_remedy():
+    with pytest.raises(UserError, match="executor=streams runs on CUDA only, and device is cpu; set executor=auto"):
+        StreamsExecutor(make_tasks())
+    with pytest.raises(UserError, match="runs on CUDA only"):
+        CudaStreams(torch.device("cpu"))
+
+
+class Stand:
+    """Stands in for torch.cuda: `current` is the stack of current streams."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.asked = ["caller"], []
+        self.signature = inspect.signature(torch.cuda.graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = list(self.current)
+        self.current.append(stream)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, *args, **options):
+        self.signature.bind(*args, **options)  # of the installed torch
+        self.asked.append(options)
+        self.current.append(options["stream"])
+        try:
+            yield
+        except Exception:
+            raise RuntimeError("capture was invalidated")  # noqa: B904 - as torch does, its stream left in place
+        self.current.pop()
+
+
+def test_capture_on_cuda_uses_the_stream_of_the_replays_its_pool_and_thread_local_errors(monkeypatch):
+    stand, seen = Stand(monkeypatch), []
+    CudaStreams(torch.device("cuda")).capture("learning(0)", lambda: seen.append(stand.current[-1]), "s0", "pool")
+    assert stand.asked == [{"pool": "pool", "stream": "s0", "capture_error_mode": "thread_local"}]
+    assert (seen, stand.current) == (["s0"], ["caller"])
+
+
+def test_capture_on_cuda_that_fails_raises_what_the_body_raised_and_puts_the_stream_back(monkeypatch):
+    def body():
+        raise ValueError("the host waits")
+
+    stand = Stand(monkeypatch)
+    with pytest.raises(ValueError, match="the host waits"):
+        CudaStreams(torch.device("cuda")).capture("learning(0)", body, "s0", "pool")
+    assert stand.current == ["caller"]
+
+
+@pytest.mark.parametrize(("started", "before", "after"), [(False, None, "32"), (False, "8", "8"), (True, None, None)])
+def test_hardware_queues_are_asked_for_before_cuda_starts_unless_the_user_has(monkeypatch, started, before, after):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before)
+    try:
+        prepare_environment()
+        assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == after
+    finally:
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
