@@ -16,7 +16,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Feed, make_feed
 from crossbow_py.engine.dropout import counter_seed
-from crossbow_py.engine.executors import EXECUTORS, Executor, choose_executor
+from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.optimizers import Optimizer, for_learner
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
@@ -24,9 +24,11 @@ from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import TorchUpdate, choose_update
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, mean_evaluation
+from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.targets import one_line
+from crossbow_py.telemetry.timeline import Timeline
 
 MakeModel = Callable[[], nn.Module]
 
@@ -46,7 +48,10 @@ class DataSets:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of, built once by the trainer; `warnings` are sentences for the user."""
+    """What a run is made of, built once by the trainer.
+
+    `warnings` are sentences for the user; the `timeline`, when there is one, gets a span of every task.
+    """
 
     choices: Choices
     bank: ReplicaBank
@@ -58,6 +63,7 @@ class Parts:
     test_feed: Feed | None
     collective: Collective
     warnings: list[str]
+    timeline: Timeline | None
 
     @property
     def rule(self) -> AveragingRule:
@@ -79,7 +85,10 @@ class Parts:
             seed=seed,
             collective=self.collective,
         )
-        return choose_executor(self.choices.executor, self.choices.device, self.bank.num_learners)(tasks)
+        executor = EXECUTORS[self.choices.executor](tasks)
+        if self.timeline is not None:
+            executor.trace(self.timeline)
+        return executor
 
     def plan(self, index: int, cursor: int, factor: float) -> Round:
         """Round `index` from stream position `cursor`: which batch and learning rate each learner gets."""
@@ -148,6 +157,7 @@ def build_parts(
     metrics: Mapping[str, Metric],
     init_from: str | None,
     max_evaluation_batches: int | None,
+    timeline: Timeline | None,
 ) -> Parts:
     """Build a run's parts, once small batches of every data set went through the model. Raises UserError."""
     template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
@@ -156,10 +166,13 @@ def build_parts(
         _evaluation_feed(what, template, source, data, settings, choices, loss)
         for what, source in (("validation", data.validation), ("test", data.test))
     )
+    update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
+    warnings += [warning] if warning else []
+    choices, notes = settle_executor(template, settings, choices, update, train_feed, loss)
     bank = _bank(template, settings, choices, optimizer)
     if not rule.has_central_model:
         # Learners that share every batch and never meet must at least begin apart.
-        for learner in range(1, settings.num_learners):
+        for learner in range(1, bank.num_learners):
             own_seed = counter_seed(settings.seed, "initialisation", 0, learner)
             bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))
     evaluator = Evaluator(
@@ -170,24 +183,15 @@ def build_parts(
         max_batches=max_evaluation_batches,
         channels_last=settings.channels_last,
     )
-    update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
-    warnings += [warning] if warning else []
+    warnings += notes
     return Parts(
-        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings
+        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings, timeline
     )
 
 
 def _bank(template: nn.Module, settings: RunSettings, choices: Choices, optimizer: Optimizer) -> ReplicaBank:
     try:
-        return ReplicaBank(
-            template,
-            settings.num_learners,
-            device=choices.device,
-            precision=choices.precision,
-            state_names=optimizer.STATE,
-            channels_last=settings.channels_last,
-            order=EXECUTORS[choices.executor].ORDER,
-        )
+        return new_bank(template, settings.first_learners, choices.executor, settings, choices, optimizer)
     except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
         raise UserError(
             f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "

@@ -60,6 +60,9 @@ class TrainConfig(RunSettings, StopConditions):
     resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
     output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
+    trace: bool = setting(
+        False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
+    )
     checkpoint_every_epochs: int | None = setting(1, "checkpoint every that many epochs; null never", minimum=1)
     checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
     keep_checkpoints: int = setting(2, "newest checkpoints kept", minimum=1)

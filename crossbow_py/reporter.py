@@ -6,15 +6,18 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 import crossbow_py.version
+from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
-from crossbow_py.telemetry.events import EpochRecord, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.telemetry.timeline import TRACE_FILE
 
 _PROGRESS_EVERY_S = 0.2
 
@@ -51,6 +54,8 @@ class Reporter:
             self._dropped.append(listener)
         for listener, reason in failed:
             self.message(f"{type(listener).__name__} stops recording ({reason}); training goes on.")
+        for note in [note for listener in self._listeners for note in listener.take_notes()]:
+            self.message(note)
 
     @property
     def wall_s(self) -> float:
@@ -74,7 +79,17 @@ class Reporter:
         """An epoch is evaluated."""
         self._tell(lambda listener: listener.on_epoch(record))
 
-    def progress(self, state: RunState, learning_rate: float, planned_samples: int | None) -> None:
+    def decision(self, decision: Decision, samples_seen: int) -> None:
+        """The auto-tuner has found something out."""
+        self.info = replace(self.info, num_learners=decision.num_learners)
+        change = LearnerCount(
+            decision.action, decision.num_learners, decision.reason, samples_seen, self.meter.elapsed_s
+        )
+        self._tell(lambda listener: listener.on_learner_count(change))
+
+    def progress(
+        self, state: RunState, learning_rate: float, planned_samples: int | None, num_learners: int
+    ) -> None:
         """A few times a second, nothing in between."""
         now = self._clock()
         if now < self._next_progress_s or not state.num_losses:
@@ -90,7 +105,7 @@ class Reporter:
             train_loss=state.train_loss,
             images_per_s=rate,
             learning_rate=learning_rate,
-            num_learners=self.info.num_learners,
+            num_learners=num_learners,
             elapsed_s=self.meter.elapsed_s,
             remaining_s=remaining / cursor_rate if remaining is not None and cursor_rate > 0 else None,
         )
@@ -166,7 +181,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         executor=parts.choices.executor,
         precision=parts.choices.precision.name,
         averaging=parts.rule.NAME,
-        num_learners=settings.num_learners,
+        num_learners=parts.bank.num_learners,
         num_devices=parts.collective.num_devices,
         batch_size=settings.batch_size,
         seed=settings.seed,
@@ -176,6 +191,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         planned_samples=planned_samples,
         output_dir=str(run.output_dir) if run.output_dir else None,
         resumed_from=run.resumed_from,
+        trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
     )
 
 
@@ -204,7 +220,7 @@ def epoch_record(
         learner_accuracy=tuple(one.accuracy for one in each) or None,
         images_per_s=images_per_s,
         images_per_s_per_device=images_per_s / parts.collective.num_devices,
-        num_learners=run.settings.num_learners,
+        num_learners=parts.bank.num_learners,
         learning_rate=learning_rate,
         elapsed_s=state.elapsed_s,
         spread=parts.bank.spread() if central else None,

@@ -19,6 +19,7 @@ from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Schedule
 from crossbow_py.settings import to_mapping
+from crossbow_py.tuning import LearnerTuning
 
 
 @dataclass
@@ -35,11 +36,12 @@ class Run:
     names: dict[str, str]
     resumed_from: str | None
     state: RunState = field(default_factory=RunState)
+    tuning: LearnerTuning | None = None
 
     @property
     def samples_per_round(self) -> int:
         """How far a round moves the cursor in the sample stream: independent learners all take the same batch."""
-        return self.settings.batch_size * (self.settings.num_learners if self.parts.rule.has_central_model else 1)
+        return self.settings.batch_size * (self.parts.bank.num_learners if self.parts.rule.has_central_model else 1)
 
     @property
     def num_samples(self) -> int:
@@ -83,13 +85,14 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a checkpoint holds: tensors and plain types. The executor must be drained."""
-        if self.settings.num_learners == 1:
+        if self.parts.bank.num_learners == 1:
             self.parts.bank.adopt_learner()  # z is w
         return {
             "choices": self.parts.choices.to_plain(),
             "identity": self.identity(),
             "state": self.state.to_plain(),
             "bank": self.parts.bank.state_dict(),
+            "tuner": self.tuning.to_plain() if self.tuning else None,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -103,6 +106,8 @@ class Run:
             )
         self.parts.bank.load_state_dict(saved["bank"])
         self.state = RunState.from_plain(saved["state"])
+        if self.tuning and saved.get("tuner"):
+            self.tuning.restore(saved["tuner"])
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on: everything but stops, logging and paths."""

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from crossbow_py.engine.executors import choose_executor
+from crossbow_py.engine.executors import check_executor
+from crossbow_py.engine.executors.device_streams import prepare_environment
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.precision import Precision, PrecisionName, choose_device, choose_precision
 from crossbow_py.settings import check, setting
 
@@ -20,9 +22,12 @@ class RunSettings:
     GROUP: ClassVar[str] = ""
 
     batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
-    num_learners: int = setting(2, "learners (replicas trained side by side) per device", minimum=1)
-    executor: Literal["auto", "serial", "threads", "fused"] = setting(
-        "auto", "how learners run: auto, serial, threads or fused"
+    num_learners: int | Literal["auto"] = setting(
+        "auto", "learners (replicas trained side by side) per device; auto finds the fastest number", minimum=1
+    )
+    max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
+    executor: Literal["auto", "serial", "threads", "fused", "streams"] = setting(
+        "auto", "how learners run: auto (the fastest), serial, threads (CPU), fused or streams (CUDA, experimental)"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
@@ -37,10 +42,23 @@ class RunSettings:
     def __post_init__(self) -> None:
         check(self)
 
+    @property
+    def first_learners(self) -> int:
+        """How many a run begins with: the auto-tuner starts from one."""
+        return 1 if self.num_learners == "auto" else self.num_learners
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one learner."""
+        return self.num_learners == "auto" or self.num_learners > 1
+
 
 @dataclass(frozen=True)
 class Choices:
-    """What `auto` became: kept in checkpoints, so that a resume takes the same."""
+    """What `auto` became: kept in checkpoints, so that a resume takes the same.
+
+    `executor` is `auto` until the candidates have been measured.
+    """
 
     device: torch.device
     precision: Precision
@@ -52,13 +70,18 @@ class Choices:
 
 
 def choose(settings: RunSettings, saved: Mapping[str, Any] | None) -> Choices:
-    """Resolve `auto`: as a checkpoint says when there is one, else for this machine.
+    """Resolve `auto` but for the executor: as a checkpoint says when there is one, else for this machine.
 
     Raises UserError for what this machine cannot do.
     """
     saved = saved or {}
+    if settings.executor == StreamsExecutor.NAME and torch.cuda.is_available():
+        prepare_environment()
     device = choose_device(saved.get("device", "auto") if settings.device == "auto" else settings.device)
     precision = saved.get("precision", "auto") if settings.precision == "auto" else settings.precision
     executor = saved.get("executor", "auto") if settings.executor == "auto" else settings.executor
-    chosen = choose_executor(executor, device, settings.num_learners)
-    return Choices(device, choose_precision(precision, device), chosen.NAME)
+    if executor == "auto" and not settings.several:
+        executor = "serial"  # there is nothing to run side by side
+    if executor != "auto":
+        check_executor(executor, device)
+    return Choices(device, choose_precision(precision, device), executor)

@@ -13,8 +13,9 @@ from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.checkpoint import CheckpointSettings, holds_run, load_newest
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
+from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.optimizers import SGD, Optimizer
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Metric
@@ -26,7 +27,9 @@ from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.records import file_listeners
+from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.training_loop import Result, TrainingLoop
+from crossbow_py.tuning import MIN_GAIN, LearnerTuning
 
 
 class Trainer:
@@ -48,8 +51,9 @@ class Trainer:
         names: how the model and the data are called in records.
         max_evaluation_batches: look at no more than that many batches in an evaluation.
         notes: sentences the listeners are told when training starts.
+        trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
         batch_size: samples a learner takes per round.
-        num_learners: K, replicas trained side by side.
+        num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
         executor, device, precision, channels_last, seed, on_nonfinite: see `RunSettings`. On CPU with several learners
             the process is told to keep freed memory (`engine.executors.threads.keep_freed_memory`).
 
@@ -82,9 +86,11 @@ class Trainer:
         names: Mapping[str, str] | None = None,
         max_evaluation_batches: int | None = None,
         notes: Sequence[str] = (),
+        trace: bool = False,
         batch_size: int = 16,
-        num_learners: int = 2,
-        executor: Literal["auto", "serial", "threads", "fused"] = "auto",
+        num_learners: int | Literal["auto"] = "auto",
+        max_learners: int = 8,
+        executor: Literal["auto", "serial", "threads", "fused", "streams"] = "auto",
         device: Literal["auto", "cpu", "cuda"] = "auto",
         precision: PrecisionName = "auto",
         channels_last: bool = True,
@@ -92,7 +98,7 @@ class Trainer:
         on_nonfinite: Literal["stop", "reseed"] = "stop",
     ) -> None:
         settings = RunSettings(
-            batch_size, num_learners, executor, device, precision, channels_last, seed, on_nonfinite
+            batch_size, num_learners, max_learners, executor, device, precision, channels_last, seed, on_nonfinite
         )
         _check_groups(optimizer, schedule, averaging)
         _check_policies(settings, optimizer, averaging, max_evaluation_batches)
@@ -104,11 +110,14 @@ class Trainer:
             model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
             init_from=None if init_from is None or saved else str(init_from),
             max_evaluation_batches=max_evaluation_batches,
+            timeline=_timeline(trace, output_dir),
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
         folder = None if output_dir is None else Path(output_dir)
         self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, named, resumed_from)
+        if settings.num_learners == "auto":
+            self.run.tuning = LearnerTuning(AutoTuner(max_learners=max_learners, min_gain=MIN_GAIN))
         if saved:
             self.run.restore(saved)
 
@@ -170,9 +179,12 @@ class Trainer:
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return file_listeners(folder, self.state.samples_seen if begun else None)
+            uuids = device_uuids(self.run.parts.choices.device)
+            listeners = file_listeners(folder, self.state.samples_seen if begun else None, uuids)
         except OSError as error:
             raise UserError(f"output_dir {folder} cannot be written ({error}); choose another folder.") from error
+        timeline = self.run.parts.timeline
+        return listeners if timeline is None else [*listeners, TimelineFile(timeline, folder)]
 
 
 def _check_groups(optimizer: Any, schedule: Any, averaging: Any) -> None:
@@ -189,13 +201,21 @@ def _check_policies(
     settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, max_evaluation_batches: int | None
 ) -> None:
     optimizer.check_learners(settings.num_learners)
+    if settings.num_learners == "auto" and not rule.has_central_model:
+        raise UserError(f"averaging={rule.NAME} trains num_learners models, got auto; set how many: num_learners=4.")
     if max_evaluation_batches is not None and max_evaluation_batches < 1:
         raise UserError(f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}.")
-    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and settings.num_learners > 1):
+    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and settings.several):
         raise UserError(
             f"on_nonfinite=reseed clones the average model, and averaging={rule.NAME} with "
             f"num_learners={settings.num_learners} has none; set on_nonfinite=stop."
         )
+
+
+def _timeline(trace: bool, output_dir: str | Path | None) -> Timeline | None:
+    if trace and output_dir is None:
+        raise UserError("trace writes trace.json into the run's folder, got no output_dir; set one, or trace=false.")
+    return Timeline() if trace else None
 
 
 def _saved_run(resume: str | Path | None) -> tuple[dict[str, Any] | None, str | None, list[str]]:

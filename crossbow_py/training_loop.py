@@ -14,8 +14,10 @@ from typing import Literal
 from torch import nn
 
 from crossbow_py import checkpoint
+from crossbow_py.engine.auto_tuner import Decision
+from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import RoundOutcome
-from crossbow_py.errors import NonFiniteError, UserError
+from crossbow_py.errors import LearnerError, NonFiniteError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.reporter import Reporter, epoch_record, run_info
 from crossbow_py.run import Run
@@ -56,7 +58,6 @@ class TrainingLoop:
         self.executor = self.parts.new_executor(self.settings.seed)
         self.learning_rate = 0.0
         self._final: tuple[Evaluation, tuple[Evaluation, ...]] | None = None
-        self._restarts = self.parts.rule.restart_on_drop and self.settings.num_learners > 1
         self._last_checkpoint_s = self.state.elapsed_s
         self._last_checkpoint_samples: int | None = None
 
@@ -107,18 +108,71 @@ class TrainingLoop:
     def _run_round(self) -> None:
         state, schedule = self.state, self.job.schedule
         start = state.samples_seen
-        if self._restarts and schedule.drops_between(state.last_round_start, start, self.num_samples):
+        bank = self.parts.bank
+        restarts = self.parts.rule.restart_on_drop and bank.num_learners > 1
+        if restarts and schedule.drops_between(state.last_round_start, start, self.num_samples):
             self._restart()
         factor = schedule.factor(start, self.num_samples, self.total_samples)
         plan = self.parts.plan(state.round_index, start, factor)
-        self._absorb(self.executor.submit(plan))
+        try:
+            self._absorb(self.executor.submit(plan))
+        except LearnerError as error:
+            self._step_back(error)
+            return
         state.round_index, state.last_round_start = state.round_index + 1, start
         state.samples_seen += self.job.samples_per_round
+        images = self.settings.batch_size * bank.num_learners
         if state.sick_learners:
             self._reseed()
         self.learning_rate = plan.learning_rates[0]
-        self.meter.update(self.settings.batch_size * self.settings.num_learners)
-        self.reporter.progress(state, self.learning_rate, self.total_samples)
+        self.meter.update(images)
+        self.reporter.progress(state, self.learning_rate, self.total_samples, bank.num_learners)
+        self._tell_notes()
+        if self.job.tuning and (decision := self.job.tuning.after_round(images, self.meter.elapsed_s)):
+            self._follow(decision)
+
+    def _tell_notes(self) -> None:
+        for note in self.executor.notes:
+            self.reporter.message(note)
+        self.executor.notes.clear()
+
+    def _follow(self, decision: Decision) -> None:
+        """Do what the auto-tuner decided."""
+        if decision.reason:
+            self.reporter.decision(decision, self.state.samples_seen)
+        if decision.num_learners != self.parts.bank.num_learners:
+            self._drain()
+            self._set_learners(decision.num_learners)
+
+    def _set_learners(self, num_learners: int) -> None:
+        """Grow or shrink the bank under a new executor; what memory does not hold, the auto-tuner takes back."""
+        self.executor.close()
+        while True:
+            try:
+                self.parts.bank.resize(num_learners)
+                self.executor = self.parts.new_executor(self.settings.seed)
+                return
+            except (RuntimeError, MemoryError) as error:
+                if num_learners == 1 or not is_out_of_memory(error):
+                    raise
+            num_learners = self._give_up_learners()
+
+    def _give_up_learners(self) -> int:
+        """How many learners memory may hold, after it did not hold the last number."""
+        assert self.job.tuning is not None, "only the auto-tuner changes the number of learners"
+        free_memory(self.parts.choices.device)
+        decision = self.job.tuning.out_of_memory()
+        self.reporter.decision(decision, self.state.samples_seen)
+        return decision.num_learners
+
+    def _step_back(self, error: LearnerError) -> None:
+        """A round died for want of memory after the auto-tuner had added learners: take them away and go on.
+
+        What the learners had done in that round stays; its losses are not counted.
+        """
+        if self.job.tuning is None or self.parts.bank.num_learners == 1 or not is_out_of_memory(error.__cause__):
+            raise error
+        self._set_learners(self._give_up_learners())
 
     def _restart(self) -> None:
         self._drain()
@@ -127,7 +181,10 @@ class TrainingLoop:
 
     def _drain(self) -> None:
         """Wait for what is in flight; the bank may be read and changed afterwards."""
-        self._absorb(self.executor.drain())
+        try:
+            self._absorb(self.executor.drain())
+        except LearnerError as error:
+            self._step_back(error)
 
     def _absorb(self, outcomes: Sequence[RoundOutcome]) -> None:
         """Count losses; note learners that were gated, or stop for them."""
@@ -135,7 +192,7 @@ class TrainingLoop:
             self.state.absorb(outcome)
             sick = outcome.non_finite_learners
             # With every learner gone there is nothing healthy to clone, so reseeding would loop for ever.
-            everyone = len(self.state.sick_learners) == self.settings.num_learners
+            everyone = len(self.state.sick_learners) == self.parts.bank.num_learners
             if sick and (self.settings.on_nonfinite == "stop" or everyone):
                 raise NonFiniteError(sick[0], outcome.plan.index, self.job.newest_checkpoint(), everyone)
 
@@ -147,7 +204,7 @@ class TrainingLoop:
         """
         self._drain()
         sick, self.state.sick_learners = self.state.sick_learners, {}
-        healthy = [learner for learner in range(self.settings.num_learners) if learner not in sick]
+        healthy = [learner for learner in range(self.parts.bank.num_learners) if learner not in sick]
         for learner, round_index in sorted(sick.items()):
             self.parts.bank.reseed(learner, healthy)
             self.reporter.message(

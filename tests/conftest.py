@@ -75,3 +75,11 @@ def _restore(environment: dict[str, str], torch_settings: tuple[int, torch.dtype
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(gradients)
+
+
+@pytest.fixture(autouse=True)
+def known_executor() -> Iterator[None]:
+    """What `executor=auto` takes is known beforehand, so that no test measures unless it means to."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("crossbow_py.calibration.Memory.recall", lambda memory, key: "threads")
+        yield

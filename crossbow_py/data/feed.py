@@ -81,7 +81,11 @@ class ResidentFeed(Feed):
 
     def _picks(self, starts: Sequence[int]) -> Tensor:
         runs = [run for start in starts for run in segments(start, self.batch_size, self.num_samples)]
-        parts = [self._tables(epoch)[:, first:last] for epoch, first, last in runs]
+        tables = [self._tables(epoch) for epoch, _, _ in runs]
+        if self._targets.device.type == "cuda":
+            for table in tables:  # the cache may drop it while this stream still reads it
+                table.record_stream(torch.cuda.current_stream())
+        parts = [table[:, first:last] for table, (_, first, last) in zip(tables, runs, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -48,10 +48,15 @@ class Optimizer(ABC):
     def __post_init__(self) -> None:
         check(self)
 
-    def check_learners(self, num_learners: int) -> None:
+    def check_learners(self, num_learners: int | Literal["auto"]) -> None:
         """Raise UserError when a per-learner list has not one entry a learner."""
         for field in fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, tuple) and num_learners == "auto":
+                raise UserError(
+                    f"optimizer.{field.name} lists {len(value)} values, and num_learners is auto; give one value for "
+                    f"all, or set num_learners={len(value)}."
+                )
             if isinstance(value, tuple) and len(value) != num_learners:
                 raise UserError(
                     f"optimizer.{field.name} lists {len(value)} values for {num_learners} learners; "

@@ -55,6 +55,11 @@ def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def device_uuids(device: torch.device) -> tuple[str, ...]:
+    """The UUID of a CUDA device, by which NVML knows it; nothing for another."""
+    return (str(torch.cuda.get_device_properties(device).uuid),) if device.type == "cuda" else ()
+
+
 def full_precision_parameters(module: nn.Module) -> set[str]:
     """Names of parameters that stay in master precision under bf16: BatchNorm's, whose sums need the digits."""
     return {

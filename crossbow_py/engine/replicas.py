@@ -195,10 +195,14 @@ class ReplicaBank:
             self.adopt_learner()
         buffers = self.central_buffers()
         if num_learners > self.capacity:
-            saved = self.state_dict()
-            self.num_learners = num_learners
-            self._allocate(num_learners)
-            self._load_rows(saved, before)
+            saved, capacity = self.state_dict(), self.capacity
+            try:
+                self._allocate(num_learners)
+            except (RuntimeError, MemoryError):  # no memory left: as before
+                self._allocate(capacity)
+                raise
+            finally:
+                self._load_rows(saved, before)
         self.num_learners = num_learners
         for learner in range(before, num_learners):
             self.reset_learner(learner)

@@ -8,38 +8,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class LearningTask:
     """Forward and backward of one learner on one batch."""
 
+    NAME: ClassVar[str] = "learning"
+
     learner: int
     round_index: int
 
     def __str__(self) -> str:
-        return f"learning({self.learner})"
+        return f"{self.NAME}({self.learner})"
 
 
 @dataclass(frozen=True)
 class CorrectionTask:
     """The learner's gradient step and, in rounds that average, its correction."""
 
+    NAME: ClassVar[str] = "correction"
+
     learner: int
     round_index: int
 
     def __str__(self) -> str:
-        return f"correction({self.learner})"
+        return f"{self.NAME}({self.learner})"
 
 
 @dataclass(frozen=True)
 class AveragingTask:
     """The step of the central average model."""
 
+    NAME: ClassVar[str] = "averaging"
+
     round_index: int
 
     def __str__(self) -> str:
-        return "averaging"
+        return self.NAME
 
 
 Task = LearningTask | CorrectionTask | AveragingTask

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from crossbow_py.telemetry.events import EpochRecord, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 
 CONSOLE_LOG = "console.log"
@@ -49,10 +49,11 @@ class ConsoleListener(Listener):
         self._next_line_s = 0.0
         self._planned_samples: int | None = None
         self._planned_epochs = _NOTHING_PLANNED
+        self._trace_path: str | None = None
 
     def on_start(self, info: RunInfo) -> None:
         """The header, and the live line under it."""
-        self._planned_samples = info.planned_samples
+        self._planned_samples, self._trace_path = info.planned_samples, info.trace_path
         if info.planned_samples is not None:
             self._planned_epochs = f"{info.planned_samples / info.num_train_samples:g}"
         for line in header_lines(info):
@@ -77,6 +78,10 @@ class ConsoleListener(Listener):
         """One line that stays."""
         self._say(epoch_line(record, self._planned_epochs))
 
+    def on_learner_count(self, change: LearnerCount) -> None:
+        """A sentence that stays."""
+        self._say(f"auto-tuner: {change.reason}")
+
     def on_message(self, message: str) -> None:
         """A sentence that stays."""
         self._say(message)
@@ -86,6 +91,8 @@ class ConsoleListener(Listener):
         self._stop_live()
         for line in final_lines(summary):
             self._say(line)
+        if self._trace_path is not None and Path(self._trace_path).exists():
+            self._say(f"  timeline       {self._trace_path} (open it in ui.perfetto.dev)")
 
     def close(self) -> None:
         """Give the terminal back (cursor shown, live line gone) and close the log."""

@@ -33,6 +33,7 @@ class RunInfo:
     planned_samples: int | None = None
     output_dir: str | None = None
     resumed_from: str | None = None
+    trace_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,17 @@ class Progress:
     num_learners: int
     elapsed_s: float
     remaining_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LearnerCount:
+    """A decision of the auto-tuner: `action` is grow, shrink or stay (settled), `reason` a sentence for the user."""
+
+    action: str
+    num_learners: int
+    reason: str
+    samples_seen: int
+    elapsed_s: float
 
 
 @dataclass(frozen=True)
@@ -123,6 +135,9 @@ class Listener:
     def on_epoch(self, record: EpochRecord) -> None:
         """An epoch is closed and evaluated."""
 
+    def on_learner_count(self, change: LearnerCount) -> None:
+        """The auto-tuner decided about the number of learners."""
+
     def on_message(self, message: str) -> None:
         """A sentence for the user: a decision taken, a restart, a reseed, a checkpoint fallen back to."""
 
@@ -131,6 +146,10 @@ class Listener:
 
     def on_end(self, summary: Summary) -> None:
         """The run ended in an orderly way, whatever the status."""
+
+    def take_notes(self) -> list[str]:
+        """Sentences for the user that came up since the last call; asked for after every hook."""
+        return []
 
     def close(self) -> None:
         """Release files and the terminal. Called once, also after an error; must not raise."""

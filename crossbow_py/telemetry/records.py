@@ -9,10 +9,13 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.telemetry.events import EpochRecord, Listener, RunInfo, Summary
+from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, RunInfo, Summary
+from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
 
 METRICS_FILE = "metrics.jsonl"
@@ -31,19 +34,27 @@ _LEADING_SUMMARY = (
 )  # fmt: skip
 
 
-def file_listeners(output_dir: Path, resumed_samples: int | None) -> list[Listener]:
+def file_listeners(
+    output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = ()
+) -> list[Listener]:
     """Listeners that write the run's files under `output_dir`, which exists.
 
     Args:
         output_dir: the run's folder; its config.yaml, when there is one, is shown in TensorBoard.
         resumed_samples: samples seen at the checkpoint the run goes on from; whatever was recorded beyond it is
             dropped. None for a fresh run, which drops every earlier record.
+        device_uuids: the run's CUDA devices, to be watched; see `SystemMonitor`.
     """
     config = output_dir / CONFIG_FILE
     text = config.read_text() if config.exists() else None
     return [
         RunRecords(output_dir, resumed_samples),
-        TensorBoardScalars(output_dir / TENSORBOARD_FOLDER, resumed_samples, config_text=text),
+        TensorBoardScalars(
+            output_dir / TENSORBOARD_FOLDER,
+            resumed_samples,
+            config_text=text,
+            new_monitor=partial(SystemMonitor, device_uuids),
+        ),
     ]
 
 
@@ -60,12 +71,18 @@ class RunRecords(Listener):
         if self._resumed_samples is None:
             self._metrics.unlink(missing_ok=True)
         elif self._metrics.exists():
-            kept = [line for line in read_metrics(self._metrics) if line["samples_seen"] <= self._resumed_samples]
+            kept = [line for line in _read_lines(self._metrics) if line["samples_seen"] <= self._resumed_samples]
             write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_epoch(self, record: EpochRecord) -> None:
         """One line, flushed, so that a killed run has all but the epoch it was in."""
         line = json.dumps(_ordered(dataclasses.asdict(record), _LEADING_METRICS))
+        with self._metrics.open("a") as file:
+            file.write(line + "\n")
+
+    def on_learner_count(self, change: LearnerCount) -> None:
+        """A line of its own, told apart from those of epochs by `event`."""
+        line = json.dumps({"event": "auto_tuner", **dataclasses.asdict(change)})
         with self._metrics.open("a") as file:
             file.write(line + "\n")
 
@@ -76,7 +93,12 @@ class RunRecords(Listener):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl. A line torn by a crash is left out."""
+    """The epochs of a metrics.jsonl."""
+    return [line for line in _read_lines(path) if "event" not in line]
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines. One torn by a crash is left out."""
     lines = []
     for text in path.read_text(errors="replace").splitlines():
         try:

@@ -121,7 +121,7 @@ class SystemScalars(Listener):
         self, monitor: SystemMonitor, write: Callable[[str, float, int], object], interval_s: float = 5.0
     ) -> None:
         self._monitor, self._write, self._interval_s = monitor, write, interval_s
-        self._next_point_s = 0.0
+        self._next_point_s, self._warned = 0.0, False
 
     def on_progress(self, progress: Progress) -> None:
         """A point, when one is due; quantities that are not known are left out."""
@@ -131,6 +131,13 @@ class SystemScalars(Listener):
         for tag, value in _scalars(self._monitor.sample()).items():
             if value is not None:
                 self._write(tag, value, progress.samples_seen)
+
+    def take_notes(self) -> list[str]:
+        """The monitor's warning, once."""
+        if self._warned or self._monitor.warning is None:
+            return []
+        self._warned = True
+        return [self._monitor.warning]
 
     def close(self) -> None:
         """Close the monitor."""

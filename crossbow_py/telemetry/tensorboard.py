@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from crossbow_py.telemetry.events import EpochRecord, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.system import SystemMonitor, SystemScalars
 
 _LAYOUT = {
     "training": {
         "loss": ["Multiline", ["loss/train", "loss/test", "loss/validation"]],
         "accuracy": ["Multiline", ["accuracy/train", "accuracy/test", "accuracy/validation"]],
         "throughput": ["Multiline", ["throughput/images_per_s", "throughput/images_per_s_per_device"]],
+    },
+    "system": {
+        "memory of the host": ["Multiline", ["system/process_memory_gib", "system/host_memory_available_gib"]],
+        "busy CPU cores": ["Multiline", ["system/process_cpu_cores"]],
+    },
+}
+# Only for runs on GPUs: on others these charts would stay empty. The tags are regular expressions.
+_GPU_LAYOUT = {
+    "gpu": {
+        "utilization": ["Multiline", [r"gpu/\d+/utilization_percent"]],
+        "memory": ["Multiline", [r"gpu/\d+/memory_gib"]],
+        "power": ["Multiline", [r"gpu/\d+/power_w"]],
+        "temperature": ["Multiline", [r"gpu/\d+/temperature_c"]],
     }
 }
 
 
 class TensorBoardScalars(Listener):
-    """Writes one run's event file.
+    """Writes one run's event file, samples of the machine among it.
 
     Args:
         folder: where TensorBoard looks.
         resumed_samples: points of an earlier process beyond that many samples are hidden; None hides them all.
         config_text: the run's configuration, shown as text.
         interval_s: at least that many seconds of training between two points inside an epoch.
+        new_monitor: makes what looks at the machine, once the run starts.
     """
 
     def __init__(
-        self, folder: Path, resumed_samples: int | None, config_text: str | None = None, interval_s: float = 0.5
+        self,
+        folder: Path,
+        resumed_samples: int | None,
+        config_text: str | None = None,
+        interval_s: float = 0.5,
+        new_monitor: Callable[[], SystemMonitor] = SystemMonitor,
     ) -> None:
         self._folder, self._config_text, self._interval_s = folder, config_text, interval_s
+        self._new_monitor = new_monitor
         self._purge_step = 0 if resumed_samples is None else resumed_samples + 1
         self._writer: SummaryWriter | None = None
+        self._system: SystemScalars | None = None
         self._num_devices = 1
         self._next_point_s = 0.0
         self._last_samples = -1
@@ -42,13 +65,16 @@ class TensorBoardScalars(Listener):
         """Open the event file; the configuration and the layout of the charts come first."""
         self._num_devices = info.num_devices
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        self._writer.add_custom_scalars(_LAYOUT)
+        self._system = SystemScalars(self._new_monitor(), self._writer.add_scalar)
+        self._writer.add_custom_scalars({**_LAYOUT, **(_GPU_LAYOUT if info.device.startswith("cuda") else {})})
         if self._config_text is not None:
             indented = "\n".join("    " + line for line in self._config_text.splitlines())
             self._writer.add_text("config", indented, info.samples_seen)
 
     def on_progress(self, progress: Progress) -> None:
         """Points inside an epoch, ever further apart: a short run shows a curve and a long one stays a small file."""
+        if self._system is not None:
+            self._system.on_progress(progress)
         if progress.elapsed_s < self._next_point_s:
             return
         self._next_point_s = progress.elapsed_s + max(self._interval_s, progress.elapsed_s / 500)
@@ -88,14 +114,27 @@ class TensorBoardScalars(Listener):
         if self._writer is not None:
             self._writer.flush()
 
+    def on_learner_count(self, change: LearnerCount) -> None:
+        """A mark in the text, and the count as a step in its curve."""
+        if self._writer is not None:
+            self._writer.add_text("auto_tuner", change.reason, change.samples_seen)
+            self._writer.add_scalar("num_learners", change.num_learners, change.samples_seen)
+
     def on_end(self, summary: Summary) -> None:
         """The final figures as text."""
         if self._writer is not None:
             text = f"{summary.status}: {summary.stop_reason}; test accuracy {summary.test_accuracy}"
             self._writer.add_text("result", text, summary.samples_seen)
 
+    def take_notes(self) -> list[str]:
+        """What the monitor of the machine has to say."""
+        return self._system.take_notes() if self._system is not None else []
+
     def close(self) -> None:
-        """Flush and end the writer's thread."""
+        """Let the machine go, flush and end the writer's thread."""
+        if self._system is not None:
+            self._system.close()
+            self._system = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None

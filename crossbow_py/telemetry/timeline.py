@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from crossbow_py.telemetry.events import Listener, RunInfo, Summary
 from crossbow_py.telemetry.records import write_atomically
 
+TRACE_FILE = "trace.json"
 LAST_ROW = "averaging"
 MAX_SPANS = 200_000
 _NS_PER_US = 1000
@@ -81,6 +83,11 @@ class Timeline:
                 self._refused += 1
 
     @property
+    def kept_spans(self) -> int:
+        """Spans that `write` would write."""
+        return min(len(self._spans), self._max_spans)
+
+    @property
     def dropped_spans(self) -> int:
         """Spans that came when the timeline was full."""
         return self._refused + max(0, len(self._spans) - self._max_spans)
@@ -105,6 +112,44 @@ class Timeline:
         """Write the trace to `path`, whole or not at all, in a folder that exists. Raises OSError when it cannot."""
         # A value JSON has no type for is shown as its text, so that a slip in an argument does not cost the trace.
         write_atomically(path, json.dumps(self.trace(), allow_nan=False, default=str) + "\n")
+
+
+class TimelineFile(Listener):
+    """Writes a timeline into the run's folder when the run ends, whatever the status.
+
+    Args:
+        timeline: holds the spans of this process; a second call of `fit` adds to it and writes it again.
+        folder: the run's.
+    """
+
+    def __init__(self, timeline: Timeline, folder: Path) -> None:
+        self._timeline, self._path = timeline, folder / TRACE_FILE
+        self._notes: list[str] = []
+
+    def on_start(self, info: RunInfo) -> None:
+        """Drop the file of an earlier process, which would pass for this one's."""
+        self._path.unlink(missing_ok=True)
+
+    def on_end(self, summary: Summary) -> None:
+        """The file; what is missing from it becomes a note."""
+        timeline = self._timeline
+        try:
+            timeline.write(self._path)
+        except OSError as error:
+            self._notes.append(f"No timeline was written to {self._path} ({error}).")
+            return
+        if timeline.dropped_spans:
+            self._notes.append(
+                f"The timeline has the first {timeline.kept_spans:,} tasks of the run; the {timeline.dropped_spans:,} "
+                "after them found no room."
+            )
+        elif not timeline.kept_spans:
+            self._notes.append(f"The timeline is empty: executor={summary.executor} recorded no task.")
+
+    def take_notes(self) -> list[str]:
+        """See Listener."""
+        notes, self._notes = self._notes, []
+        return notes
 
 
 def ordered_rows(rows: Iterable[str]) -> list[str]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from crossbow_py import SGD, Augmentation, CheckpointSettings
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feed import make_feed
+from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.optimizers import AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update import TorchUpdate
-from tests.support import features, norm_model, run_rounds
+from crossbow_py.telemetry.timeline import Timeline
+from tests.support import features, norm_model, plan, run_rounds
 from tests.trainers import equal_states, image_model, images, make_trainer
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +65,31 @@ def test_serial_on_cuda_after_one_round_in_float32_equals_cpu():
 def test_bf16_on_cuda_follows_float32():
     ours, reference = (state_after("cuda", SGD(momentum=0.0), precision, 3) for precision in (BF16, FP32))
     assert 0 < (ours - reference).norm() / reference.norm() < 0.01
+
+
+def test_serial_on_cuda_traced_has_spans_of_its_stream_one_after_another():
+    tasks, timeline = tasks_on("cuda", SGD(), FP32), Timeline()
+    begin_ns = timeline.clock()
+    runner = EXECUTORS["serial"](tasks)
+    runner.trace(timeline)
+    for n in range(5):
+        runner.submit(plan(tasks, n))
+    runner.drain()
+    end_ns = timeline.clock()
+    spans = timeline._spans
+    assert [span.name for span in spans[:7]] == ["learning"] * 3 + ["correction"] * 3 + ["averaging"]
+    assert len(spans) == 5 * 7
+    assert all(before.end_ns <= after.start_ns for before, after in pairwise(spans))
+    assert all(span.start_ns < span.end_ns for span in spans)
+    assert begin_ns <= spans[0].start_ns
+    assert spans[-1].end_ns <= end_ns + 1_000_000  # two clocks, and one of them told in steps
+
+
+def test_run_on_cuda_is_watched_by_nvml_and_its_scalars_are_recorded(tmp_path):
+    make_trainer(device="cuda", output_dir=tmp_path).fit(max_epochs=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"system/process_memory_gib", "gpu/0/memory_gib"} <= set(events.Tags()["scalars"])
 
 
 def test_bank_on_cuda_is_in_blocks_and_its_prefix_is_a_grouped_weight_without_a_copy():

@@ -38,8 +38,8 @@ class FunctionalDropout(nn.Module):
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"batch_size": "16"}, "batch_size must be a whole number, got '16'"),
         ({"num_learners": 0}, "num_learners must be at least 1, got 0"),
-        ({"num_learners": True}, "num_learners must be a whole number, got True"),
-        ({"executor": "streams"}, "executor must be one of auto, serial, threads, got 'streams'"),
+        ({"num_learners": True}, "num_learners must be a whole number or one of auto, got True"),
+        ({"executor": "stream"}, "executor must be one of auto, serial, threads, fused, streams, got 'stream'"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, got 'tpu'"),
         ({"precision": "fp16"}, "precision must be one of auto, fp32, bf16, got 'fp16'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
@@ -57,7 +57,8 @@ def test_choose_takes_what_a_checkpoint_says_only_where_auto_is_asked_for():
     assert (kept.executor, kept.precision, kept.device) == ("serial", BF16, CPU)
     asked = choose(RunSettings(device="cpu", executor="threads", precision="fp32"), saved)
     assert (asked.executor, asked.precision) == ("threads", FP32)
-    assert choose(RunSettings(device="cpu"), None).executor == "threads"
+    assert choose(RunSettings(device="cpu"), None).executor == "auto"  # to be measured
+    assert choose(RunSettings(device="cpu", num_learners=1), None).executor == "serial"
 
 
 def test_seeded_model_follows_from_the_seed_and_leaves_torchs_generator_alone():

@@ -62,16 +62,31 @@ def test_every_listener_is_told_everything_in_order():
         ]  # fmt: skip
 
 
+def test_notes_of_a_listener_reach_every_listener_as_messages_once():
+    class Noting(Recorder):
+        def take_notes(self):
+            told = ("message", "a note") in self.calls
+            return [] if told else ["a note"]
+
+    noting, other = Noting(), Recorder()
+    reporter = Reporter([noting, other], ThroughputMeter(Clock()), Clock())
+    reporter.start(INFO)
+    reporter.epoch("record")
+    for listener in (noting, other):
+        assert [name for name, _ in listener.calls] == ["start", "message", "epoch"]
+        assert listener.of("message") == ["a note"]
+
+
 def test_progress_comes_a_few_times_a_second_and_not_before_the_first_loss():
     reporter, (listener,), clock = make_reporter()
     state = RunState(samples_seen=8)
-    reporter.progress(state, 0.1, 100)
+    reporter.progress(state, 0.1, 100, 2)
     assert listener.of("progress") == []
     state.loss_sum, state.num_losses = 3.0, 2
     for _ in range(100):  # two seconds
         clock.now += 0.02
         reporter.meter.update(8)
-        reporter.progress(state, 0.1, 100)
+        reporter.progress(state, 0.1, 100, 2)
     shown = listener.of("progress")
     assert 9 <= len(shown) <= 11
     first = shown[0]

@@ -199,6 +199,12 @@ def test_resume_with_more_changed_than_stops_names_the_keys_with_both_values() -
     assert "max_epochs" not in said
 
 
+def test_resume_with_a_trace_or_without_is_allowed() -> None:
+    past_run(output_dir="a")
+    with open_run(config(output_dir="a", resume="auto", trace=True)) as folder:
+        assert folder.resume == Path("a")
+
+
 def test_resume_with_another_data_root_is_allowed() -> None:
     lenet = compose(["+experiment=lenet", "output_dir=a"])
     with open_run(lenet) as folder:

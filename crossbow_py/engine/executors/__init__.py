@@ -1,4 +1,4 @@
-"""Executors by name, and the choice `auto` makes."""
+"""Executors by name, and which of them run where."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import torch
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.errors import UserError
 
 EXECUTORS: dict[str, type[Executor]] = {
-    executor.NAME: executor for executor in (SerialExecutor, ThreadsExecutor, FusedExecutor)
+    executor.NAME: executor for executor in (SerialExecutor, ThreadsExecutor, FusedExecutor, StreamsExecutor)
 }
 
 
-def choose_executor(name: str, device: torch.device, num_learners: int) -> type[Executor]:
-    """The executor class for a name; `auto` takes threads for several learners on CPU, else serial.
-
-    Raises UserError for an executor that cannot run on the device.
-    """
-    if name == "auto":
-        name = "threads" if device.type == "cpu" and num_learners > 1 else "serial"
-    if name == "threads" and device.type != "cpu":
-        raise UserError(f"executor=threads runs on CPU only, and device is {device.type}; set executor=auto.")
-    return EXECUTORS[name]
+def check_executor(name: str, device: torch.device) -> None:
+    """Raise UserError for an executor that cannot run on the device."""
+    where = EXECUTORS[name].DEVICE
+    if where is not None and device.type != where:
+        raise UserError(f"executor={name} runs on {where} only, and device is {device.type}; set executor=auto.")
 
 
-__all__ = ["EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "choose_executor"]
+def candidates(device: torch.device) -> list[str]:
+    """What `executor=auto` chooses from on a device."""
+    fitting = [name for name, executor in EXECUTORS.items() if executor.DEVICE in (None, device.type)]
+    return [name for name in fitting if not EXECUTORS[name].EXPERIMENTAL]
+
+
+__all__ = ["EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "candidates", "check_executor"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 
+from crossbow_py.engine.executors.spans import TaskSpans, spans_on
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Launch, Scheduler
+from crossbow_py.telemetry.timeline import Timeline
 
 
 class Executor(ABC):
@@ -18,12 +21,32 @@ class Executor(ABC):
     """
 
     NAME: str
+    DEVICE: str | None = None  # the only type of device it runs on; None is any
     ORDER: Order | None = None  # of the bank it wants; None leaves it to the device
+    EXPERIMENTAL = False  # asked for by name alone, never taken by `auto`
 
     def __init__(self, tasks: RoundTasks) -> None:
         self.tasks = tasks
         self.scheduler = Scheduler(tasks.bank.num_learners)
         self._in_flight: deque[RoundOutcome] = deque()
+        self.notes: list[str] = []  # sentences for the user; read after every round
+        self._spans: TaskSpans | None = None
+
+    def trace(self, timeline: Timeline) -> None:
+        """Add a span to `timeline` for what runs from the next round on."""
+        self._spans = spans_on(self.tasks.bank.device, timeline)
+
+    def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
+        """Around work as it runs, after what it waits for: measured when the executor traces, else nothing."""
+        return nullcontext() if self._spans is None else self._spans.span(name, row, round_index)
+
+    def run_task(self, launch: Launch, outcome: RoundOutcome) -> None:
+        """Run a launch's body in the calling thread, as a span on the launch's stream when the executor traces."""
+        if self._spans is None:
+            self.tasks.run(launch.task, outcome)
+            return
+        with self._spans.span(launch.task.NAME, launch.stream, launch.task.round_index):
+            self.tasks.run(launch.task, outcome)
 
     def submit(self, plan: Round) -> list[RoundOutcome]:
         """Issue a round; wait for the one before and return its outcome (none for the first after a drain).
@@ -39,6 +62,8 @@ class Executor(ABC):
         """Wait for everything in flight; afterwards the bank may be read and changed by the caller."""
         outcomes = self._collect(leave=0)
         self.scheduler.synchronize()
+        if self._spans is not None:
+            self._spans.resolve()
         return outcomes
 
     def _collect(self, leave: int) -> list[RoundOutcome]:

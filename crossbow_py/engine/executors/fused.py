@@ -31,6 +31,7 @@ class FusedExecutor(Executor):
     def __init__(self, tasks: RoundTasks) -> None:
         super().__init__(tasks)
         self._graph = FusedGraph(tasks.bank.template, tasks.feed.batch(0).inputs, tasks.bank)
+        self._noted = False
         self._rows = StackedRows(tasks.bank) if tasks.bank.order == "blocks" else None
 
     @property
@@ -41,10 +42,18 @@ class FusedExecutor(Executor):
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         try:
             self._update(self._learn(outcome), outcome)
+            self._note_loops()
         except CrossbowError:
             raise
         except Exception as error:
             raise LearnerError("round", outcome.plan.index, _STREAM, error) from error
+
+    def _note_loops(self) -> None:
+        """Say once which operators the first round found without a rule."""
+        if self.looped and not self._noted:
+            names = ", ".join(sorted(set(self.looped)))
+            self.notes.append(f"Operators run learner by learner, for want of a rule that fuses them: {names}.")
+        self._noted = True
 
     def _update(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
         """Corrections of all learners and the step of z: in one pass where there is native code for it."""

@@ -16,7 +16,7 @@ class SerialExecutor(Executor):
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         for launch in launches:
             try:
-                self.tasks.run(launch.task, outcome)
+                self.run_task(launch, outcome)
             except CrossbowError:
                 raise
             except Exception as error:

@@ -39,6 +39,7 @@ class ThreadsExecutor(Executor):
     """
 
     NAME = "threads"
+    DEVICE = "cpu"
 
     def __init__(self, tasks: RoundTasks) -> None:
         super().__init__(tasks)
@@ -87,7 +88,7 @@ class ThreadsExecutor(Executor):
                 event.wait()
             try:
                 if self._failure is None:
-                    self.tasks.run(entry.launch.task, entry.outcome)
+                    self.run_task(entry.launch, entry.outcome)
             except BaseException as error:  # a user's function may even raise SystemExit
                 self._fail(entry, error)
             finally:

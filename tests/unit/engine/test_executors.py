@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
-from crossbow_py.engine.executors import EXECUTORS, choose_executor
+from crossbow_py.engine.executors import EXECUTORS, candidates, check_executor
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.errors import LearnerError, UserError
@@ -245,13 +245,17 @@ def test_bf16_learners_follow_float32_closely(executor):
     assert 0 < (banks["bf16"] - banks["fp32"]).norm() / banks["fp32"].norm() < 0.01
 
 
-def test_auto_takes_threads_for_several_learners_on_cpu_and_serial_otherwise():
+def test_auto_chooses_from_what_runs_on_the_device_and_is_not_experimental():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose_executor("auto", cpu, 2).NAME == "threads"
-    assert choose_executor("auto", cpu, 1).NAME == "serial"
-    assert choose_executor("auto", cuda, 4).NAME == "serial"
-    with pytest.raises(UserError, match="executor=threads runs on CPU only"):
-        choose_executor("threads", cuda, 2)
+    assert candidates(cpu) == ["serial", "threads", "fused"]
+    assert candidates(cuda) == ["serial", "fused"]
+
+
+def test_executor_that_does_not_run_on_the_device_is_refused():
+    with pytest.raises(UserError, match="executor=threads runs on cpu only, and device is cuda"):
+        check_executor("threads", torch.device("cuda"))
+    with pytest.raises(UserError, match="executor=streams runs on cuda only, and device is cpu"):
+        check_executor("streams", torch.device("cpu"))
 
 
 def test_dtype_of_the_reference_precision_is_float64_throughout():

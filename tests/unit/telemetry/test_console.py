@@ -61,6 +61,17 @@ def test_final_block_says_accuracy_time_throughput_and_where_the_files_are(event
     assert "tensorboard --logdir runs/x/tensorboard" in said
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_final_block_names_the_timeline_where_one_was_written(tmp_path: Path, events: Any, written: bool) -> None:
+    stream, path = io.StringIO(), tmp_path / "trace.json"
+    console = ConsoleListener(stream=stream)
+    console.on_start(events.run_info(trace_path=str(path)))
+    if written:
+        path.touch()
+    console.on_end(events.summary())
+    assert (f"  timeline       {path} (open it in ui.perfetto.dev)" in stream.getvalue()) == written
+
+
 def test_plain_progress_is_one_line_in_ten_seconds_and_every_epoch(events: Any) -> None:
     now = [0.0]
     stream = io.StringIO()

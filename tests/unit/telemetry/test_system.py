@@ -291,6 +291,17 @@ def test_scalars_under_frequent_progress_come_early_and_then_at_the_interval(eve
     assert memory == [100, 1100, 2100]
 
 
+def test_notes_of_the_scalars_are_the_monitors_warning_once_when_a_sample_finds_it(events: Any) -> None:
+    nvml = FakeNvml()
+    monitor, _ = gpus(nvml)
+    scalars = SystemScalars(monitor, Points())
+    assert scalars.take_notes() == []
+    nvml.broken = {"utilization", "memory", "power", "temperature"}
+    scalars.on_progress(events.progress(16))
+    assert scalars.take_notes() == ["No more telemetry of GPU 0, because it answers none of NVML's queries."]
+    assert scalars.take_notes() == []
+
+
 def test_close_of_the_scalars_closes_the_monitor() -> None:
     nvml = FakeNvml()
     monitor, _ = gpus(nvml)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
+from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
 
 
@@ -103,6 +107,62 @@ def test_texts_and_layout_are_written_with_the_run(tmp_path: Path, events: Any) 
     assert "config/text_summary" in tags
     assert "result/text_summary" in tags
     assert "custom_scalars__config__" in tags
+
+
+class Monitor(SystemMonitor):
+    """A machine of 3 GiB in use and one GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = 0
+
+    def sample(self) -> SystemSample:
+        return SystemSample(3 * 2**30, 48 * 2**30, 64 * 2**30, 1.5, (GpuSample(0, 87.0, 12 * 2**30, 312.5, 61.0),))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_progress_brings_scalars_of_the_machine_into_the_same_event_file(tmp_path: Path, events: Any) -> None:
+    monitor = Monitor()
+    scalars = TensorBoardScalars(tmp_path, None, new_monitor=lambda: monitor)
+    scalars.on_start(events.run_info())
+    for second in range(12):
+        scalars.on_progress(events.progress(second * 100, elapsed_s=float(second)))
+    scalars.close()
+    assert _points(tmp_path, "system/process_memory_gib") == [(0, 3.0), (500, 3.0), (1000, 3.0)]
+    assert _points(tmp_path, "system/process_cpu_cores") == [(0, 1.5), (500, 1.5), (1000, 1.5)]
+    assert _points(tmp_path, "gpu/0/power_w") == [(0, 312.5), (500, 312.5), (1000, 312.5)]
+    assert len(list(tmp_path.iterdir())) == 1
+    assert monitor.closed == 1
+
+
+def test_notes_of_the_scalars_are_what_keeps_a_gpu_from_being_watched(tmp_path: Path, events: Any) -> None:
+    nobodys = ("GPU-00000000-0000-0000-0000-000000000000",)
+    scalars = TensorBoardScalars(tmp_path, None, new_monitor=partial(SystemMonitor, nobodys))
+    assert scalars.take_notes() == []
+    scalars.on_start(events.run_info())
+    (note,) = scalars.take_notes()
+    assert "telemetry" in note
+    assert scalars.take_notes() == []
+    scalars.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "categories"), [("cpu", ["training", "system"]), ("cuda:0", ["training", "system", "gpu"])]
+)
+def test_layout_has_charts_of_the_machine_and_on_cuda_of_the_gpus(
+    tmp_path: Path, events: Any, device: str, categories: list[str]
+) -> None:
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info(device=device))
+    scalars.close()
+    (written,) = _read(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
+    assert sorted(category.title for category in layout.category) == sorted(categories)
+    tags = {tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag}
+    assert {"system/process_memory_gib", "system/host_memory_available_gib", "system/process_cpu_cores"} <= tags
+    assert (r"gpu/\d+/power_w" in tags) == ("gpu" in categories)
 
 
 def test_close_twice_or_before_the_start_leaves_no_thread(tmp_path: Path, events: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.telemetry.timeline import Timeline, ordered_rows
+from crossbow_py.telemetry.timeline import Timeline, TimelineFile, ordered_rows
 
 US, MS = 1_000, 1_000_000  # nanoseconds
 
@@ -221,3 +221,28 @@ def test_file_with_arguments_json_has_no_word_for_is_json_all_the_same(timeline:
 def test_file_in_a_folder_that_is_not_there_raises_oserror(timeline: Timeline, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         timeline.write(tmp_path / "missing" / "trace.json")
+
+
+def test_timeline_file_of_a_run_is_there_at_its_end_and_an_older_one_is_gone_at_its_start(
+    timeline: Timeline, tmp_path: Path, events: Any
+) -> None:
+    (tmp_path / "trace.json").write_text("of an earlier process")
+    file = TimelineFile(timeline, tmp_path)
+    file.on_start(events.run_info())
+    assert list(tmp_path.iterdir()) == []
+    timeline.add("learning", "learner 0", 0, 1, {"round": 0})
+    file.on_end(events.summary())
+    assert strict((tmp_path / "trace.json").read_text()) == timeline.trace()
+    assert file.take_notes() == []
+
+
+def test_timeline_file_that_cannot_be_written_or_has_no_task_says_so_once(
+    timeline: Timeline, tmp_path: Path, events: Any
+) -> None:
+    missing, empty = TimelineFile(timeline, tmp_path / "missing"), TimelineFile(timeline, tmp_path)
+    missing.on_end(events.summary())
+    (note,) = missing.take_notes()
+    assert note.startswith(f"No timeline was written to {tmp_path}/missing/trace.json (")
+    empty.on_end(events.summary(executor="streams"))
+    assert empty.take_notes() == ["The timeline is empty: executor=streams recorded no task."]
+    assert empty.take_notes() == missing.take_notes() == []

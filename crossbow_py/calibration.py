@@ -1,0 +1,150 @@
+"""What `executor=auto` takes: every candidate runs a few rounds of the very job, and the fastest one is remembered.
+
+Rounds run on a bank of their own that is thrown away, so nothing of the run has to be put back. Choices are remembered
+by what they depend on, model, batch size, precision and device, in a file in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossbow_py.averaging.rule import AveragingRule
+from crossbow_py.engine.executors import Executor
+from crossbow_py.engine.rounds import Round
+from crossbow_py.errors import CrossbowError, UserError
+
+_WINDOW_S = 0.25
+_WINDOWS = 3
+_SLOW_S = 1.0
+_MAX_KEPT = 500
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An executor with a number of learners; `build` gives it and what its rounds are."""
+
+    executor: str
+    num_learners: int
+    build: Callable[[], tuple[Executor, Callable[[int], Round]]]
+
+
+def still_round(index: int, num_learners: int, batch_size: int, rule: AveragingRule) -> Round:
+    """A round that averages as the rule does, at a learning rate of 0."""
+    return Round(
+        index=index,
+        starts=tuple((index * num_learners + j) * batch_size for j in range(num_learners)),
+        learning_rates=(0.0,) * num_learners,
+        averaging=rule.linear_round(index, num_learners),
+    )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found: the executor, images/s of every candidate `(executor, learners)`, sentences for the user."""
+
+    executor: str
+    images_per_s: dict[tuple[str, int], float]
+    notes: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """For the user."""
+        each = ", ".join(f"{name} {rate:,.0f} with {k}" for (name, k), rate in self.images_per_s.items())
+        return f"Executor {self.executor} was the fastest here (images/s: {each}); remembered for the next run."
+
+
+def calibrate(candidates: Sequence[Candidate], batch_size: int) -> Calibration:
+    """Measure the candidates one after another. Raises UserError when none of them can run."""
+    rates: dict[tuple[str, int], float] = {}
+    refusals: dict[str, str] = {}
+    for candidate in candidates:
+        if candidate.executor in refusals:
+            continue
+        try:
+            rates[candidate.executor, candidate.num_learners] = _images_per_s(candidate, batch_size)
+        except (CrossbowError, RuntimeError, MemoryError) as error:
+            refusals[candidate.executor] = " ".join(str(error).split())[:200]
+    if not rates:
+        raise UserError(f"no executor can run this model: {'; '.join(refusals.values())}")
+    best = max(rates, key=lambda key: rates[key])
+    notes = tuple(f"Executor {name} is left out: {reason}" for name, reason in refusals.items())
+    return Calibration(best[0], rates, notes)
+
+
+def _images_per_s(candidate: Candidate, batch_size: int) -> float:
+    """Median over a few windows, after a warm-up."""
+    executor, plan = candidate.build()
+    try:
+        index = 0
+
+        def window(seconds: float) -> float:
+            nonlocal index
+            begun, rounds = time.perf_counter(), 0
+            while rounds < 2 or time.perf_counter() - begun < seconds:
+                executor.submit(plan(index))
+                index, rounds = index + 1, rounds + 1
+            executor.drain()
+            return rounds * batch_size * candidate.num_learners / (time.perf_counter() - begun)
+
+        begun, warm = time.perf_counter(), window(0.0)
+        if time.perf_counter() - begun > _SLOW_S:
+            return max(warm, window(0.0))
+        return statistics.median(window(_WINDOW_S) for _ in range(_WINDOWS))
+    finally:
+        executor.close()
+
+
+def fingerprint(**facts: Any) -> str:
+    """A key for what a choice depends on; torch, the cores and the processor or GPU are added."""
+    device = torch.device(facts["device"])
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    facts = {**facts, "where": where, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        names = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
+        return f"{sorted(names)} x{len(os.sched_getaffinity(0))}"
+    return str(os.cpu_count())
+
+
+class Memory:
+    """Choices of earlier runs, in one small file. A file that cannot be read or written is no reason to stop."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or Path.home() / ".cache" / "crossbow_py" / "executors.json"
+
+    def recall(self, key: str) -> str | None:
+        """The executor remembered for a fingerprint."""
+        return self._read().get(key)
+
+    def remember(self, key: str, executor: str) -> None:
+        """Keep a choice; the oldest ones are dropped."""
+        kept = {**self._read(), key: executor}
+        text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            temporary.write_text(text)
+            temporary.replace(self._path)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            values = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return {}
+        plain = values if isinstance(values, dict) else {}
+        return {str(key): value for key, value in plain.items() if isinstance(value, str)}

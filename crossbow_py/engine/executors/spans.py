@@ -1,0 +1,127 @@
+"""When tasks really ran, for the timeline: by the host's clock on CPU, by events on the stream on CUDA.
+
+On CUDA the host is far ahead of the device, so its clock says when a task was enqueued. There a task lies between two
+events, and their times are read once the device has passed them; the host never waits for that while rounds go on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from crossbow_py.telemetry.timeline import Timeline
+
+_NS_PER_MS = 1_000_000
+# Events tell times as float32 milliseconds: to 0.06 µs over a second, to 0.06 ms over a quarter of an hour.
+_FARTHEST_MS = 1000.0
+
+
+class Mark(Protocol):
+    """A moment on a stream: what is used of a recorded `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Block the host until the device has passed it."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to `end`; the device has passed both."""
+
+
+class TaskSpans(ABC):
+    """Measures blocks where they run, and adds them to a timeline."""
+
+    @abstractmethod
+    def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
+        """Measure the block: `name` of round `round_index`, shown on `row`."""
+
+    @abstractmethod
+    def resolve(self) -> None:
+        """Wait for the blocks so far; afterwards the timeline has them all."""
+
+
+class HostSpans(TaskSpans):
+    """For tasks that are over when their call returns, on any number of threads."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+
+    def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
+        """See TaskSpans; a block that raises is kept too."""
+        return self._timeline.span(name, row, round=round_index)
+
+    def resolve(self) -> None:
+        """See TaskSpans: a block's end is known when it ends."""
+
+
+class _Block(NamedTuple):
+    name: str
+    row: str
+    round_index: int
+    start: Mark
+    end: Mark
+
+
+class StreamSpans(TaskSpans):
+    """For tasks enqueued on one stream. Used from one thread; not one span of it has been taken on a GPU yet.
+
+    Made, it blocks the host until the stream is idle, and notes one moment on both clocks. All times are that moment
+    plus what has passed on the device's clock: where the two clocks drift apart, spans go with the device.
+
+    Args:
+        timeline: where spans go.
+        mark: records an event on the stream, without blocking the host.
+    """
+
+    def __init__(self, timeline: Timeline, mark: Callable[[], Mark]) -> None:
+        self._timeline, self._mark = timeline, mark
+        self._blocks: deque[_Block] = deque()
+        mark().synchronize()  # host–device synchronisation: nothing may lie before the moment on the stream
+        before_ns, self._origin = timeline.clock(), mark()
+        self._origin.synchronize()  # host–device synchronisation
+        self._origin_ns = (before_ns + timeline.clock()) // 2
+
+    @contextmanager
+    def span(self, name: str, row: str, round_index: int) -> Iterator[None]:
+        """See TaskSpans. Records an event on either side; the host does not block. A block that raises is left out."""
+        start = self._mark()
+        yield
+        self._blocks.append(_Block(name, row, round_index, start, self._mark()))
+        # Events of long epochs do not pile up: what the device has passed is read at once.
+        while self._blocks and self._blocks[0].end.query():
+            self._read(self._blocks.popleft())
+
+    def resolve(self) -> None:
+        """See TaskSpans."""
+        if self._blocks:
+            self._blocks[-1].end.synchronize()  # host–device synchronisation
+        while self._blocks:
+            self._read(self._blocks.popleft())
+
+    def _read(self, block: _Block) -> None:
+        start_ns = self._time_ns(block.start)
+        if start_ns - self._origin_ns >= _FARTHEST_MS * _NS_PER_MS:
+            self._origin, self._origin_ns = block.start, start_ns
+        self._timeline.add(block.name, block.row, start_ns, self._time_ns(block.end), {"round": block.round_index})
+
+    def _time_ns(self, mark: Mark) -> int:
+        return self._origin_ns + round(self._origin.elapsed_time(mark) * _NS_PER_MS)
+
+
+def spans_on(device: torch.device, timeline: Timeline) -> TaskSpans:
+    """The way to measure tasks that run on the device, on CUDA those on its current stream."""
+    if device.type != "cuda":
+        return HostSpans(timeline)
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return StreamSpans(timeline, mark)

@@ -1,0 +1,97 @@
+"""Which executor a run takes: the one asked for, tried; or, for `auto`, the fastest, measured once and remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.calibration import Candidate, Memory, calibrate, fingerprint, still_round
+from crossbow_py.data.feed import Feed
+from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.fusion.graph import FusionError, exported
+from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.rounds import Loss, Round, RoundTasks
+from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.errors import UserError
+from crossbow_py.run_settings import Choices, RunSettings
+
+
+def settle_executor(
+    template: nn.Module, settings: RunSettings, choices: Choices, update: TorchUpdate, feed: Feed, loss: Loss
+) -> tuple[Choices, list[str]]:
+    """Try an executor that was asked for, or take the fastest; see `calibration`. Raises UserError."""
+    if choices.executor == FusedExecutor.NAME:
+        try:
+            exported(template, feed.batch(0).inputs, choices.precision)
+        except FusionError as error:
+            raise UserError(f"executor=fused cannot run this model: {error}; set executor=auto.") from error
+    if choices.executor != "auto":
+        return choices, []
+    memory, key = Memory(), _fingerprint(template, settings, choices, update, feed)
+    remembered = memory.recall(key)
+    if remembered in candidates(choices.device):
+        return dataclasses.replace(choices, executor=remembered), []
+
+    def candidate(name: str, num_learners: int) -> Candidate:
+        def build() -> tuple[Executor, Callable[[int], Round]]:
+            bank = new_bank(template, num_learners, name, settings, choices, update.optimizer)
+            tasks = RoundTasks(bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective())
+            return EXECUTORS[name](tasks), lambda index: still_round(index, num_learners, feed.batch_size, update.rule)
+
+        return Candidate(name, num_learners, build)
+
+    found = calibrate(
+        [candidate(name, k) for name in candidates(choices.device) for k in _counts(name, settings)],
+        settings.batch_size,
+    )
+    memory.remember(key, found.executor)
+    return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
+
+
+def _counts(name: str, settings: RunSettings) -> list[int]:
+    """With how many learners an executor shows what it can do: all there may be, and as many as there are cores."""
+    if settings.num_learners != "auto":
+        return [settings.num_learners]
+    limit, cores = settings.max_learners, torch.get_num_threads()
+    return sorted({min(limit, 4), limit} if name == FusedExecutor.NAME else {min(limit, max(2, cores))})
+
+
+def _fingerprint(
+    template: nn.Module, settings: RunSettings, choices: Choices, update: TorchUpdate, feed: Feed
+) -> str:
+    inputs = feed.batch(0).inputs
+    return fingerprint(
+        model=f"{template}",
+        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
+        inputs=(tuple(inputs.shape), str(inputs.dtype)),
+        learners=(settings.num_learners, settings.max_learners),
+        device=str(choices.device),
+        precision=choices.precision.name,
+        update=(update.NAME, update.optimizer.NAME, update.rule.NAME),
+    )
+
+
+def new_bank(
+    template: nn.Module,
+    num_learners: int,
+    executor: str,
+    settings: RunSettings,
+    choices: Choices,
+    optimizer: Optimizer,
+) -> ReplicaBank:
+    """A bank in the order the executor wants. Raises RuntimeError or MemoryError when memory does not hold it."""
+    return ReplicaBank(
+        template,
+        num_learners,
+        device=choices.device,
+        precision=choices.precision,
+        state_names=optimizer.STATE,
+        channels_last=settings.channels_last,
+        order=EXECUTORS[executor].ORDER,
+    )

@@ -1,0 +1,168 @@
+"""`trace=true`: a whole run's trace.json, and what it shows of the order of tasks."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from collections import defaultdict
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from crossbow_py import NonFiniteError, UserError
+from crossbow_py import trainer as trainer_module
+from crossbow_py.telemetry.timeline import Timeline
+from crossbow_py.train import main
+from tests.trainers import Recorder, blobs, image_model, images, make_trainer
+
+NANOSECOND = 1e-3  # in the trace's microseconds
+
+
+class Span(NamedTuple):
+    name: str
+    row: str
+    round_index: int
+    start: float
+    end: float
+
+
+def read_trace(folder: Path) -> list[Span]:
+    """The spans of a run's trace.json, in the order they began."""
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return [
+        Span(event["name"], rows[event["tid"]], event["args"]["round"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def overlap(one: Span, other: Span) -> bool:
+    return min(one.end, other.end) > max(one.start, other.start)
+
+
+def by_task(spans: list[Span]) -> dict[tuple[str, int], list[Span]]:
+    """The spans of each (task, round)."""
+    found = defaultdict(list)
+    for span in spans:
+        found[span.name, span.round_index].append(span)
+    return found
+
+
+def by_row(spans: list[Span]) -> dict[str, list[Span]]:
+    found = defaultdict(list)
+    for span in spans:
+        found[span.row].append(span)
+    return found
+
+
+def traced(folder: Path, **options: Any) -> list[Span]:
+    """A run of 64 rounds on images, four learners: what its trace shows."""
+    data = {"model": image_model, "train_data": images(64 * 16)}
+    make_trainer(**{**data, "num_learners": 4, "output_dir": folder, "trace": True, **options}).fit(max_rounds=64)
+    return read_trace(folder)
+
+
+def test_averaging_of_a_round_overlaps_learning_of_the_next_and_corrections_wait_for_it(tmp_path: Path) -> None:
+    spans = traced(tmp_path, executor="threads")
+    found = by_task(spans)
+    assert {name: len([span for span in spans if span.name == name]) for name, _ in found} == {
+        "learning": 4 * 64, "correction": 4 * 64, "averaging": 64,
+    }  # fmt: skip
+    overlapping = [
+        n
+        for n in range(63)
+        if any(overlap(found["averaging", n][0], learning) for learning in found["learning", n + 1])
+    ]
+    assert overlapping, "averaging never overlapped the next round's learning"
+    for n in range(64):
+        (averaging,) = found["averaging", n]
+        assert all(correction.end <= averaging.start + NANOSECOND for correction in found["correction", n])
+        assert all(averaging.end <= correction.start + NANOSECOND for correction in found["correction", n + 1])
+
+
+def test_rows_of_a_threads_trace_are_the_streams_and_run_one_task_at_a_time(tmp_path: Path) -> None:
+    rows = by_row(traced(tmp_path, executor="threads"))
+    assert set(rows) == {"learner 0", "learner 1", "learner 2", "learner 3", "averaging"}
+    for spans in rows.values():
+        assert all(before.end <= after.start + NANOSECOND for before, after in pairwise(spans))
+
+
+def test_trace_of_the_serial_executor_shows_tasks_one_after_another_in_issue_order(tmp_path: Path) -> None:
+    spans = traced(tmp_path, executor="serial", num_learners=2)
+    assert all(before.end <= after.start + NANOSECOND for before, after in pairwise(spans))
+    assert [(span.name, span.row) for span in spans[:5]] == [
+        ("learning", "learner 0"), ("learning", "learner 1"),
+        ("correction", "learner 0"), ("correction", "learner 1"), ("averaging", "averaging"),
+    ]  # fmt: skip
+
+
+def test_trace_of_a_second_fit_has_both(tmp_path: Path) -> None:
+    trainer = make_trainer(output_dir=tmp_path, trace=True)
+    for _ in range(2):
+        trainer.fit(max_rounds=3)
+    assert {span.round_index for span in read_trace(tmp_path)} == set(range(6))
+
+
+def test_run_without_trace_writes_none(tmp_path: Path) -> None:
+    recorder = Recorder()
+    make_trainer(output_dir=tmp_path, callbacks=[recorder]).fit(max_rounds=2)
+    assert not (tmp_path / "trace.json").exists()
+    assert recorder.of("start")[0].trace_path is None
+
+
+def test_trace_without_output_dir_is_refused_with_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"trace writes trace.json .* got no output_dir; set one, or trace=false"):
+        make_trainer(trace=True)
+
+
+def test_trace_of_a_run_that_fails_is_written(tmp_path: Path) -> None:
+    inputs, targets = blobs(40)
+    inputs[:] = math.nan
+    with pytest.raises(NonFiniteError):
+        make_trainer(train_data=(inputs, targets), output_dir=tmp_path, trace=True).fit(max_epochs=1)
+    assert {span.name for span in read_trace(tmp_path)} == {"learning", "correction", "averaging"}
+
+
+def test_trace_of_a_run_stopped_by_a_signal_is_written(tmp_path: Path) -> None:
+    class Stop(Recorder):
+        def on_epoch(self, record: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = make_trainer(output_dir=tmp_path, trace=True, callbacks=[Stop()])
+    assert trainer.fit(max_epochs=3, handle_signals=True).status == "terminated"
+    assert {span.round_index for span in read_trace(tmp_path)} == set(range(5))
+
+
+def test_resume_may_switch_tracing_on_and_shows_only_its_own_rounds(tmp_path: Path) -> None:
+    make_trainer(output_dir=tmp_path).fit(max_rounds=3)
+    make_trainer(output_dir=tmp_path, resume=tmp_path, trace=True).fit(max_rounds=2)
+    assert {span.round_index for span in read_trace(tmp_path)} == {3, 4}
+
+
+def test_trace_of_more_tasks_than_it_holds_is_cut_off_with_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_module, "Timeline", partial(Timeline, max_spans=7))
+    recorder = Recorder()
+    make_trainer(output_dir=tmp_path, trace=True, callbacks=[recorder]).fit(max_rounds=3)
+    assert len(read_trace(tmp_path)) == 7
+    assert recorder.of("message") == [
+        "The timeline has the first 7 tasks of the run; the 8 after them found no room."
+    ]
+
+
+def test_command_with_trace_says_where_the_timeline_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["+experiment=digits", "device=cpu", "num_learners=2", "max_rounds=2", "output_dir=run", "trace=true"]
+    assert main(arguments) == 0
+    assert "  timeline       run/trace.json (open it in ui.perfetto.dev)\n" in capsys.readouterr().out
+    assert read_trace(Path("run"))
+    assert "trace: true" in Path("run/config.yaml").read_text()
+    assert main([*arguments[:-1], "max_rounds=3", "resume=auto", "trace=false"]) == 0

@@ -1,0 +1,142 @@
+"""How `executor=auto` chooses, remembers, and lives with candidates that cannot run."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossbow_py import Trainer, calibration
+from crossbow_py.calibration import Candidate, Memory, calibrate, fingerprint
+from crossbow_py.errors import CrossbowError, UserError
+from tests.trainers import image_model, images, make_trainer
+
+
+class FakeExecutor:
+    """Takes as long for a round as it is told, on a clock of its own."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds, self.closed = clock, seconds, False
+
+    def submit(self, plan):
+        self.clock.now += self.seconds
+
+    def drain(self):
+        pass
+
+    def close(self):
+        self.closed = True
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(calibration, "time", clock)
+    return clock
+
+
+def candidate(name, learners, executor):
+    return Candidate(name, learners, lambda: (executor, lambda index: index))
+
+
+def test_calibration_takes_the_executor_with_the_most_images_per_second(clock):
+    slow, fast, faster = (FakeExecutor(clock, seconds) for seconds in (0.04, 0.02, 0.01))
+    sides = [candidate("serial", 4, slow), candidate("threads", 2, fast), candidate("fused", 2, faster)]
+    found = calibrate(sides, batch_size=10)
+    # 4·10 / 0.04, 2·10 / 0.02 and 2·10 / 0.01
+    rates = {("serial", 4): 1000.0, ("threads", 2): 1000.0, ("fused", 2): 2000.0}
+    assert found.images_per_s == pytest.approx(rates)
+    assert (found.executor, found.notes) == ("fused", ())
+    assert slow.closed and fast.closed and faster.closed
+
+
+def test_calibration_of_a_slow_candidate_is_cut_short(clock):
+    calibrate([candidate("serial", 1, FakeExecutor(clock, 3.0))], batch_size=1)
+    assert clock.now <= 12.0  # two rounds to warm up and two to measure
+
+
+def test_candidate_that_cannot_run_is_left_out_and_named(clock):
+    def fails():
+        raise CrossbowError("torch.export cannot capture it")
+
+    sides = [Candidate("fused", k, fails) for k in (2, 4)] + [candidate("serial", 2, FakeExecutor(clock, 0.1))]
+    found = calibrate(sides, batch_size=1)
+    assert found.executor == "serial"
+    assert found.notes == ("Executor fused is left out: torch.export cannot capture it",)
+
+
+def test_calibration_with_no_candidate_left_is_the_users_to_know():
+    def fails():
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(UserError, match="no executor can run this model: no kernel"):
+        calibrate([Candidate("fused", 2, fails)], batch_size=1)
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch, known_executor):
+    """A memory of the test's own, in place of what `conftest` pretends."""
+    monkeypatch.setattr(Memory, "recall", lambda self, key: self._read().get(key))
+    monkeypatch.setattr(Memory, "__init__", lambda self, path=None: setattr(self, "_path", tmp_path / "choices.json"))
+    return tmp_path / "choices.json"
+
+
+def test_memory_keeps_choices_and_survives_a_damaged_file(memory):
+    Memory().remember("a", "threads")
+    Memory().remember("b", "fused")
+    assert (Memory().recall("a"), Memory().recall("b"), Memory().recall("c")) == ("threads", "fused", None)
+    memory.write_text("{damaged")
+    assert Memory().recall("a") is None
+    Memory().remember("a", "serial")
+    assert Memory().recall("a") == "serial"
+
+
+def test_fingerprint_follows_from_every_fact():
+    facts = {"device": "cpu", "model": "a", "batch_size": 4}
+    assert fingerprint(**facts) == fingerprint(**facts)
+    others = [{**facts, "model": "b"}, {**facts, "batch_size": 8}]
+    assert len({fingerprint(**facts), *(fingerprint(**other) for other in others)}) == 3
+
+
+def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
+    calls = []
+
+    def counting(candidates, batch_size):
+        calls.append([(side.executor, side.num_learners) for side in candidates])
+        return calibrate(candidates, batch_size)
+
+    monkeypatch.setattr("crossbow_py.executor_choice.calibrate", counting)
+    monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
+    options = {"model": image_model, "train_data": images(96), "batch_size": 4, "num_learners": 2, "device": "cpu"}
+    first = Trainer(**options)
+    assert calls == [[("serial", 2), ("threads", 2), ("fused", 2)]]
+    second = Trainer(**options)
+    assert len(calls) == 1
+    assert first.run.parts.choices.executor == second.run.parts.choices.executor
+    assert any("was the fastest here" in warning for warning in first.run.parts.warnings)
+    Trainer(**{**options, "batch_size": 8})
+    assert len(calls) == 2
+
+
+def test_measuring_leaves_no_trace_in_the_run(memory, monkeypatch):
+    monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
+    monkeypatch.setattr("crossbow_py.executor_choice.candidates", lambda device: ["threads"])
+    options = {"model": image_model, "train_data": images(96), "batch_size": 4, "num_learners": 2, "device": "cpu"}
+    measured, asked = Trainer(**options), Trainer(**options, executor="threads")
+    results = [trainer.fit(max_rounds=6) for trainer in (measured, asked)]
+    for ours, theirs in zip(*(result.model.state_dict().values() for result in results), strict=True):
+        assert ours.equal(theirs)
+
+
+def test_fused_for_a_model_that_cannot_be_exported_is_one_clear_sentence():
+    class Branches(type(image_model())):
+        def forward(self, inputs):
+            return super().forward(inputs if inputs.sum() > 0 else -inputs)
+
+    with pytest.raises(UserError, match=r"executor=fused cannot run this model: .*set executor=auto"):
+        make_trainer(model=lambda: Branches(*image_model()), train_data=images(24), executor="fused")
