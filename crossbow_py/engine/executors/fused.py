@@ -41,7 +41,10 @@ class FusedExecutor(Executor):
 
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         try:
-            self._update(self._learn(outcome), outcome)
+            with self.span("pass", _STREAM, outcome.plan.index):
+                gradients = self._learn(outcome)
+            with self.span("update", _STREAM, outcome.plan.index):
+                self._update(gradients, outcome)
             self._note_loops()
         except CrossbowError:
             raise
