@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Feed, make_feed
-from crossbow_py.engine.executors.threads import keep_freed_memory
+from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.precision import cast_module, choose_precision
 from experiments.common.machine import usable_cores
-from experiments.throughput.gate import Gate
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Workload
+from experiments.throughput.gate import Gate, Ready
+from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
 
-_TUNING_ROUNDS, _TUNING_S, _WARM_STEPS = 3, 0.4, 3
+_WARM_STEPS = 3
 _ALL_COUNTS_UP_TO = 8
 _SEED = 0
 
@@ -43,17 +43,17 @@ def forms(precision: str) -> list[Form]:
     return [Form(*parts) for parts in itertools.product(arithmetics, ("foreach", "fused"))]
 
 
-def tuned_single(precision: str, workload: Workload, gate: Gate) -> None:
+def tuned_single(precision: str, workload: Workload, gate: Gate, effort: Effort) -> None:
     """Find the fastest form and thread count, then train with them for ever."""
     keep_freed_memory()
     torch.backends.cudnn.benchmark = True
     steps = {form: make_step(form, workload) for form in forms(precision)}
     counts = thread_counts(usable_cores()) if workload.device == "cpu" else [torch.get_num_threads()]
-    form, threads = fastest(steps, counts)
+    form, threads = fastest(steps, counts, effort)
     torch.set_num_threads(threads)
     step = steps[form]
     del steps
-    gate.ready(threads, " ".join(form))
+    gate.ready(Ready(threads, " ".join(form)))
     while True:
         step()
         gate.tick(workload.batch_size)
@@ -65,29 +65,35 @@ def thread_counts(cores: int) -> list[int]:
     return sorted({*range(1, min(cores, _ALL_COUNTS_UP_TO) + 1), *(power for power in powers if power <= cores), cores})
 
 
-def fastest(steps: dict[Form, Step], counts: list[int]) -> tuple[Form, int]:
+def fastest(steps: dict[Form, Step], counts: list[int], effort: Effort) -> tuple[Form, int]:
     """The (form, threads) with the highest rate in any of a few interleaved short windows.
 
     The best window counts and not the median, because load from elsewhere only ever makes one slower.
     """
+    begun_s = time.perf_counter()
     rates = dict.fromkeys(itertools.product(steps, counts), 0.0)
-    for _ in range(_TUNING_ROUNDS):
+    for trial in range(effort.trials):
+        if trial and time.perf_counter() - begun_s > effort.trials_limit_s:
+            break
         for form, threads in rates:
             torch.set_num_threads(threads)
-            rates[form, threads] = max(rates[form, threads], _steps_per_s(steps[form]))
+            rates[form, threads] = max(rates[form, threads], _steps_per_s(steps[form], effort.trial_s))
     return max(rates, key=lambda choice: rates[choice])
 
 
-def _steps_per_s(step: Step) -> float:
-    for _ in range(_WARM_STEPS):
+def _steps_per_s(step: Step, seconds: float) -> float:
+    """Rate over at least `seconds`, after a few steps to warm up; where steps are that long, after one."""
+    warm, begun_s = 0, time.perf_counter()
+    while warm == 0 or (warm < _WARM_STEPS and time.perf_counter() - begun_s < seconds):
         step()
+        warm += 1
     _synchronize()
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < _TUNING_S:
+    count, begun_s = 0, time.perf_counter()
+    while count == 0 or time.perf_counter() - begun_s < seconds:
         step()
         count += 1
     _synchronize()
-    return count / (time.perf_counter() - start)
+    return count / (time.perf_counter() - begun_s)
 
 
 def make_step(form: Form, workload: Workload) -> Step:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks, count_correct
 from crossbow_py.engine.scheduler import Launch
 from crossbow_py.engine.update import NativeUpdate, StackedRows
@@ -30,6 +31,8 @@ class FusedExecutor(Executor):
 
     def __init__(self, tasks: RoundTasks) -> None:
         super().__init__(tasks)
+        if tasks.bank.device.type == "cpu":
+            keep_freed_memory()
         self._graph = FusedGraph(tasks.bank.template, tasks.feed.batch(0).inputs, tasks.bank)
         self._noted = False
         self._rows = StackedRows(tasks.bank) if tasks.bank.order == "blocks" else None

@@ -6,7 +6,6 @@ side. Two intra-op threads on one small batch lose to one: the parallel regions 
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import threading
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from crossbow_py.engine.executors.base import Executor
+from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import Task
 from crossbow_py.errors import CrossbowError, LearnerError
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -111,17 +109,3 @@ class ThreadsExecutor(Executor):
             entries.put(None)
         for thread in self._threads:
             thread.join()
-
-
-def keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks instead of returning them to the kernel after every round.
-
-    Activations are freed and allocated again each round; by default each time costs page faults (measured on two
-    cores, ResNet-32 b=16, 45 steps: over 10⁵ faults against 2 to 10 · 10³). It holds for the whole process, for good.
-    Elsewhere than with glibc nothing is done.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Older glibc caps the mmap threshold at 32 MiB. Trimming is touched only when that worked: alone, it would turn
-    # off glibc's own growing threshold and make things worse.
-    if mallopt is not None and (mallopt(_M_MMAP_THRESHOLD, 2**30) or mallopt(_M_MMAP_THRESHOLD, 2**25)):
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
