@@ -21,6 +21,7 @@ from crossbow_py.engine.update import NativeUpdate, StackedRows
 from crossbow_py.errors import CrossbowError, LearnerError
 
 _STREAM = "all learners"
+_IGNORED = -100  # targets that cross_entropy leaves out of its mean
 
 
 class FusedExecutor(Executor):
@@ -69,6 +70,7 @@ class FusedExecutor(Executor):
             self._rows.gradients = self._in_place(gradients)
             norms = update.gradient_norms(self._rows)
             update.correct_all(self._rows, averaging, [tasks.next_step(j, norms[j], outcome) for j in learners])
+            self._rows.gradients = tasks.bank.stacked_gradients()  # lets go of autograd's
             if averaging is not None:
                 tasks.move(outcome)
             return
@@ -79,16 +81,21 @@ class FusedExecutor(Executor):
             tasks.average(outcome)
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients where autograd left them, if their values lie as the bank's do; else copied to the bank's."""
-        views = self.tasks.bank.stacked_gradients()
-        return [
-            gradient
-            if gradient is not None and gradient.stride() == view.stride() and gradient.dtype == view.dtype
-            else view.copy_(gradient)
-            if gradient is not None
-            else view.zero_()
-            for view, gradient in zip(views, gradients, strict=True)
-        ]
+        """Gradients where autograd left them, if their values lie as the bank's do; else copied to the bank's.
+
+        The update writes them, so one that autograd gave to several parameters serves the first alone.
+        """
+        found: list[Tensor] = []
+        taken: set[int] = set()
+        for view, gradient in zip(self.tasks.bank.stacked_gradients(), gradients, strict=True):
+            if gradient is None:
+                found.append(view.zero_())
+            elif gradient.data_ptr() in taken or not _lies_as(gradient, view):
+                found.append(view.copy_(gradient))
+            else:
+                found.append(gradient)
+                taken.add(gradient.data_ptr())
+        return found
 
     def _learn(self, outcome: RoundOutcome) -> tuple[Tensor | None, ...]:
         """Gradients `[K, *shape]` of all learners; losses and correct predictions to the outcome."""
@@ -110,12 +117,16 @@ class FusedExecutor(Executor):
         """One loss a learner `[K]`; cross-entropy of classes in one call, any other in a loop."""
         if self.tasks.loss is nn.functional.cross_entropy and outputs.ndim == 3 and targets.ndim == 2:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-            return each.view(targets.shape).mean(1)
+            return each.view(targets.shape).sum(1) / (targets != _IGNORED).sum(1)
         pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
         return torch.stack([self.tasks.loss(output, target) for output, target in pairs])
 
     def _wait(self, outcome: RoundOutcome) -> None:
         """The round was over when it was issued."""
+
+
+def _lies_as(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.stride() == other.stride() and tensor.dtype == other.dtype
 
 
 def _count_correct(outputs: Tensor, targets: Tensor) -> list[float | None]:
@@ -124,5 +135,3 @@ def _count_correct(outputs: Tensor, targets: Tensor) -> list[float | None]:
         return [count_correct(output, target) for output, target in zip(outputs, targets, strict=True)]
     found: Sequence[float] = (outputs.argmax(2) == targets).sum(1).tolist()  # host–device synchronisation on CUDA
     return [float(count) for count in found]
-
-

@@ -34,7 +34,8 @@ from crossbow_py.engine.fusion.values import (
 POINTWISE = frozenset({
     "clone", "detach", "to", "_to_copy", "type_as", "relu6", "selu", "celu", "rsub", "square", "softplus", "clamp",
     "clip", "logical_not", "masked_fill", "float_power", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "mish",
-    "silu", "true_divide", "relu", "gelu", "elu", "where",
+    "silu", "true_divide", "relu", "gelu", "elu", "where", "log_sigmoid", "floor_divide", "__and__", "__or__",
+    "__xor__", "absolute", "negative", "multiply", "divide", "subtract",
 })  # fmt: skip
 _FORMAT = "memory_format"  # layouts are ours to choose
 _DIMENSIONS = ("dim", "dims", "dim0", "dim1", "source", "destination")
@@ -53,10 +54,12 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
             return value.tensor
         return with_rank(stack(value, call.num_learners), rank)
 
-    in_place = is_in_place(call.target) and _writable(args[0], keep)
-    operator = call.target if in_place else call.functional
+    in_place = call.may_write and _writable(args[0], keep)
     plain = [map_values(argument, tensor) for argument in args]
-    result = operator(*plain, **{name: map_values(value, tensor) for name, value in kwargs.items()})
+    named = {name: map_values(value, tensor) for name, value in kwargs.items()}
+    result = call.target(*plain, **named) if in_place else call.functional(*plain, **named)
+    if is_in_place(call.target):
+        result = result.to(plain[0].dtype)  # which writing keeps, whatever the others are
     return wrap(result, Layout.CHANNELS if keep else Layout.STACK)
 
 
@@ -96,6 +99,9 @@ def dimensional(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if not dimensions:
         return _over_everything(call, name, named)
     rank = next(_rank(value) for value in values_in(list(named.values())) if isinstance(value, Fused))
+    rank += name == "stack"  # whose dimension is one of the result's
+    if not rank:
+        raise NotFusedError  # a single value, of which dimension -1 is none of its own
     for key in dimensions:
         named[key] = _shifted(name, named[key], rank)
     plain = {key: map_values(value, lambda own: stack(own, call.num_learners)) for key, value in named.items()}
@@ -110,8 +116,8 @@ def _shifted(name: str, dims: Any, rank: int) -> Any:
             raise NotFusedError
         return list(range(1, rank + 1))
     if isinstance(dims, list | tuple):
-        return [dim + 1 if dim >= 0 else dim for dim in dims]
-    return dims + 1 if dims >= 0 else dims
+        return [dim % rank + 1 for dim in dims]
+    return dims % rank + 1
 
 
 def _over_everything(call: Call, name: str, named: dict[str, Any]) -> Fused:
@@ -137,19 +143,20 @@ def _stays_in_channels(name: str, named: Mapping[str, Any]) -> bool:
 
 def _in_channels(call: Call, named: dict[str, Any]) -> Fused:
     if "tensors" in named:
-        parts = [apart(value.tensor, 1, call.num_learners) for value in named["tensors"]]
-        joined = torch.cat(parts, dim=2).flatten(1, 2)
-        if joined.ndim == 4:
-            joined = joined.contiguous(memory_format=torch.channels_last)
-        return Fused(joined, Layout.CHANNELS)
+        own = [value.tensor for value in named["tensors"]]
+        if own[0].ndim == 4:  # in memory order, so that the result is channels-last without another copy
+            parts = [apart(tensor.movedim(1, -1), -1, call.num_learners) for tensor in own]
+            return Fused(torch.cat(parts, dim=-1).flatten(-2).movedim(-1, 1), Layout.CHANNELS)
+        parts = [apart(tensor, 1, call.num_learners) for tensor in own]
+        return Fused(torch.cat(parts, dim=2).flatten(1, 2), Layout.CHANNELS)
     return Fused(run(call.functional, {**named, "self": named["self"].tensor}), Layout.CHANNELS)
 
 
-@rule("t")
+@rule("t", "mT")
 def transposed(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Matrices are transposed, vectors stay."""
     own = stack(args[0], call.num_learners)
-    return Fused(own.transpose(1, 2) if own.ndim == 3 else own, Layout.STACK)
+    return Fused(own.transpose(-2, -1) if own.ndim > 2 else own, Layout.STACK)
 
 
 @rule("index_select")
@@ -185,6 +192,13 @@ def expand(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     return Fused(own.expand(call.num_learners, *call.shape), Layout.STACK)
 
 
+@rule("repeat")
+def repeat(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Learners are not repeated."""
+    own, sizes = args
+    return Fused(with_rank(stack(own, call.num_learners), len(sizes)).repeat(1, *sizes), Layout.STACK)
+
+
 @rule("pad", "constant_pad_nd")
 def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Space is padded in any layout; constants also along channels and the batch, in STACK."""
@@ -192,8 +206,9 @@ def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     own, widths = named["self"], named["pad"]
     spatial = len(widths) // 2 <= _rank(own) - 2
     layout = Layout.CHANNELS if spatial and own.layout is Layout.CHANNELS else Layout.STACK
-    constant = named.get("mode", "constant") == "constant"
-    if not constant:  # other modes know images alone
+    if named.get("mode", "constant") != "constant":  # other modes know images alone
+        if len(widths) // 2 != _rank(own) - 2:
+            raise NotFusedError  # without a batch
         layout = Layout.CHANNELS
     named["self"] = channels(own, call.num_learners) if layout is Layout.CHANNELS else stack(own, call.num_learners)
     return Fused(run(call.functional, named), layout)
@@ -202,5 +217,7 @@ def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def add_to_integer_buffers(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """`num_batches_tracked += 1` of every learner's own module."""
     own: PerLearner = args[0]
+    if kwargs or isinstance(args[1], Fused | PerLearner):
+        raise NotFusedError
     torch._foreach_add_(own.tensors, args[1])
     return own

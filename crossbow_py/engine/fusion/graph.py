@@ -8,10 +8,14 @@ one, is replaced by the loop from then on, and the operator is named in `looped`
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import logging
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,21 +26,17 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from crossbow_py.engine.fusion import elementwise, layers
-from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, is_in_place, loop
-from crossbow_py.engine.fusion.values import Fused, Layout, PerLearner, stack, values_in, wrap
+from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
+from crossbow_py.engine.fusion.values import Fused, Layout, PerLearner, map_values, stack, values_in, wrap
+from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write, find_writes
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.errors import CrossbowError
+
+__all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
 _RULE_MODULES = (elementwise, layers)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
-
-
 _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
-
-
-class FusionError(CrossbowError):
-    """A model cannot run fused; the message says why, as half a sentence."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,14 @@ class Parameters:
 
 @dataclass
 class _Step:
-    """One node: where its arguments come from, what runs it, and what is not needed afterwards."""
+    """One node: what runs it, which other names get what it wrote, and what is not needed afterwards."""
 
     node: Node
     call: Call
-    rule: Rule
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    finished: list[Node]
-    writes: bool
-    settled: bool
+    others: tuple[Node, ...]
+    rule: Rule = loop
+    settled: bool = False
+    finished: list[Node] = field(default_factory=list)
 
 
 class FusedGraph:
@@ -69,8 +67,12 @@ class FusedGraph:
         example: a batch of inputs of one learner `[B, ...]`, in compute precision.
         bank: whose rows the learners are.
 
+    Attributes:
+        looped: operators without a rule, run learner by learner; known after the first run.
+
     Raises:
-        FusionError: the model cannot be exported, or writes through a view.
+        FusionError: the model cannot be exported, returns something else than one tensor, or writes what cannot be
+            followed.
     """
 
     def __init__(self, template: nn.Module, example: Tensor, bank: ReplicaBank) -> None:
@@ -84,22 +86,26 @@ class FusedGraph:
         }
         nodes = list(program.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
-        self._steps = [self._step(node) for node in nodes if node.op == "call_function" and not _is_assertion(node)]
-        self._output = _single_output(nodes[-1])
+        self._output = _single_output(program)
+        writes = _writes(program)
+        self._written = {node.args[0] for node, write in writes.items() if write.must_write}
+        calls = [node for node in nodes if node.op == "call_function" and not _is_assertion(node)]
+        self._steps = [self._step(node, writes.get(node, NOTHING)) for node in calls]
+        self._shared: bool | None = None
         _free_after_use(self._steps, self._output)
-        _check_writes(self._steps)
         self.parameters = self._bind()
 
-    def _step(self, node: Node) -> _Step:
-        shape = node.meta["val"].shape if isinstance(node.meta.get("val"), Tensor) else None
-        if not (isinstance(node.target, OpOverload) or node.target is operator.getitem):
-            raise FusionError(f"its graph holds {node.target}, which is no operator")
-        k, generators = self._bank.num_learners, self._bank.generators
-        call = Call(node.target, None if shape is None else tuple(shape), k, generators)  # type: ignore[arg-type]
-        chosen = _getitem if node.target is operator.getitem else _rule_for(call)
-        known = node.target is operator.getitem
-        writes = not known and is_in_place(call.target)
-        return _Step(node, call, chosen, node.args, node.kwargs, [], writes, settled=known)
+    def _step(self, node: Node, write: Write) -> _Step:
+        value = node.meta.get("val")
+        call = Call(
+            node.target,  # type: ignore[arg-type]
+            tuple(value.shape) if isinstance(value, Tensor) else None,
+            self._bank.num_learners,
+            self._bank.generators,
+            may_write=write.may_write,
+            must_write=write.must_write,
+        )
+        return _Step(node, call, write.others)
 
     def _bind(self) -> Parameters:
         """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy."""
@@ -123,45 +129,51 @@ class FusedGraph:
 
     def run(self, inputs: Tensor, shared: bool) -> Tensor:
         """Outputs `[K, B, ...]` from inputs `[K, B, ...]`, or from `[B, ...]` that all learners share."""
+        if shared is not self._shared:
+            self._forget(shared)
         values: dict[Node, Any] = {node: self._leaf(node, inputs, shared) for node in self._inputs}
         for step in self._steps:
-            args = [_resolve(argument, values) for argument in step.args]
-            kwargs = {name: _resolve(value, values) for name, value in step.kwargs.items()}
+            args = [_resolve(argument, values) for argument in step.node.args]
+            kwargs = {name: _resolve(value, values) for name, value in step.node.kwargs.items()}
             result = step.rule(step.call, args, kwargs) if step.settled else self._first(step, args, kwargs)
             values[step.node] = result
-            if step.writes:
-                values[step.args[0]] = result
+            for node in step.others:
+                values[node] = result
             for node in step.finished:
                 values.pop(node, None)
         output: Fused = values[self._output]
         return stack(output, self._bank.num_learners)
 
+    def _forget(self, shared: bool) -> None:
+        """Which rule serves hangs on what learners share."""
+        self._shared = shared
+        self.looped.clear()
+        for step in self._steps:
+            step.settled = False
+
     def _leaf(self, node: Node, inputs: Tensor, shared: bool) -> Fused | PerLearner:
         kind, name = self._sources[node.name]
         if kind is InputKind.USER_INPUT:
             return Fused(inputs, Layout.SHARED if shared else Layout.STACK)
-        if kind is InputKind.CONSTANT_TENSOR or name in self._constants:
+        if kind is InputKind.CONSTANT_TENSOR:
             return Fused(self._constants[name], Layout.SHARED)
         if name in self.parameters.trained:
             return Fused(self.parameters.trained[name], Layout.STACK)
-        return self.parameters.others[name]
+        value = self.parameters.others[name]
+        if isinstance(value, PerLearner) and node not in self._written:
+            return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers: a mask, indices
+        return value
 
     def _first(self, step: _Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step for the first time, and find out whether its rule serves it."""
-        step.settled = True
-        values = values_in([*args, *kwargs.values()])
-        same = all(isinstance(value, Fused) and value.layout is Layout.SHARED for value in values)
-        if args and isinstance(args[0], PerLearner) and base_name(step.call.target) == "add":
-            step.rule = elementwise.add_to_integer_buffers
-        elif same and not _draws(step.call):
-            step.rule = _shared
+        step.settled, step.rule = True, _choose(step.call, args, kwargs)
         try:
             result = step.rule(step.call, args, kwargs)
-            if step.rule is not loop and not _fits(result, step.call):
+            if step.rule is not loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
                 raise NotFusedError
         except torch.OutOfMemoryError:
             raise
-        except (NotFusedError, RuntimeError, AttributeError, TypeError, IndexError):
+        except (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration):
             step.rule = loop
             result = loop(step.call, args, kwargs)
         if step.rule is loop:
@@ -170,7 +182,11 @@ class FusedGraph:
 
 
 def exported(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
-    """The template's graph for batches like the example; kept as long as the template, for banks of other sizes."""
+    """The template's graph for batches like the example; kept as long as the template, for banks of other sizes.
+
+    Raises:
+        FusionError: see `FusedGraph`.
+    """
     graphs = _EXPORTED.setdefault(template, {})
     key = (tuple(example.shape), example.dtype, precision.name)
     if key not in graphs:
@@ -181,10 +197,29 @@ def exported(template: nn.Module, example: Tensor, precision: Precision) -> torc
 def _export(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
     module = cast_module(copy.deepcopy(template), precision).train()
     try:
-        return torch.export.export(module, (example,), strict=False)
+        with _quiet():
+            program = torch.export.export(module, (example,), strict=False)
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]})") from error
+    _single_output(program)
+    _writes(program)
+    for node in program.graph.nodes:
+        _check_operator(node)
+    return program
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing on stderr: torch prints graphs and advice to authors of graphs, and what matters is in the exception."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _constants(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
@@ -201,28 +236,58 @@ def _first_names(template: nn.Module) -> dict[str, str]:
     return names
 
 
-def _single_output(node: Node) -> Node:
-    outputs = [entry for entry in node.args[0] if isinstance(entry, Node)]  # type: ignore[union-attr]
-    if len(outputs) != 1:
-        raise FusionError(f"it returns {len(outputs)} tensors, and one is needed")
+def _single_output(program: torch.export.ExportedProgram) -> Node:
+    spec, returned = program.call_spec.out_spec, program.graph.output_node().args[0]
+    outputs = [entry for entry in returned if isinstance(entry, Node)] if isinstance(returned, list | tuple) else []
+    if spec is None or not spec.is_leaf() or not outputs:
+        kind = "no tensor" if spec is None or spec.is_leaf() else f"a {getattr(spec.type, '__name__', spec.type)}"
+        raise FusionError(f"it returns {kind}, and one tensor is needed")
     return outputs[0]
+
+
+def _writes(program: torch.export.ExportedProgram) -> dict[Node, Write]:
+    """What the graph's in-place operators write. Buffers keep it; parameters and constants may not be written."""
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    inputs = {node: kinds[node.name] for node in program.graph.nodes if node.op == "placeholder"}
+    buffers = {node for node, kind in inputs.items() if kind is InputKind.BUFFER}
+    fixed = {node for node, kind in inputs.items() if kind not in (InputKind.BUFFER, InputKind.USER_INPUT)}
+    return find_writes(list(program.graph.nodes), buffers, fixed)
+
+
+def _check_operator(node: Node) -> None:
+    """Refuse what cannot be right for several learners, whatever runs it."""
+    target, value = node.target, node.meta.get("val")
+    if node.op != "call_function" or target is operator.getitem:
+        return
+    if not isinstance(target, OpOverload):
+        raise FusionError(f"its graph holds {getattr(target, '__name__', target)}, which is no operator")
+    name = base_name(target)
+    if value is not None and not isinstance(value, Tensor | list | tuple):
+        raise FusionError(f"it makes a number of a tensor ({name}), and learners may have different ones")
+    if name.startswith("as_strided"):
+        raise FusionError(f"it looks into memory ({name}), which learners share")
 
 
 def _is_assertion(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and base_name(node.target) in _ASSERTIONS
 
 
-def _rule_for(call: Call) -> Rule:
+def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Rule:
+    """The rule for an operator, by its name, its tags and what it is given."""
+    if call.target is operator.getitem:
+        return _getitem
+    values = values_in([*args, *kwargs.values()])
+    if any(isinstance(value, PerLearner) for value in values):
+        counts = call.must_write and isinstance(args[0], PerLearner) and base_name(call.target) == "add"
+        return elementwise.add_to_integer_buffers if counts else loop
+    if not _draws(call) and all(value.layout is Layout.SHARED for value in values if isinstance(value, Fused)):
+        return _shared
     name = base_name(call.target)
-    if name in RULES:
-        return elementwise.pointwise if _is_two_tensor_form(call, name) else RULES[name]
-    pointwise = torch.Tag.pointwise in call.target.tags or name in elementwise.POINTWISE
+    two = name in ("max", "min") and call.target._overloadname == "other"  # element-wise, unlike `max(x, dim)`
+    pointwise = torch.Tag.pointwise in call.target.tags or name in elementwise.POINTWISE or two
+    if name in RULES and not two and not call.must_write:
+        return RULES[name]
     return elementwise.pointwise if pointwise else loop
-
-
-def _is_two_tensor_form(call: Call, name: str) -> bool:
-    """`max(x, y)`, which is element-wise, unlike `max(x, dim)`."""
-    return name in ("max", "min") and call.target._overloadname == "other"
 
 
 def _draws(call: Call) -> bool:
@@ -235,26 +300,25 @@ def _getitem(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _shared(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """What is the same for all learners is computed once."""
-
-    def plain(argument: Any) -> Any:
-        if isinstance(argument, Fused):
-            return argument.tensor
-        return [plain(entry) for entry in argument] if isinstance(argument, list | tuple) else argument
-
-    return wrap(call.target(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()}), Layout.SHARED)
+    plain = [map_values(argument, lambda value: value.tensor) for argument in args]
+    named = {name: map_values(value, lambda own: own.tensor) for name, value in kwargs.items()}
+    return wrap(call.perform(plain, named), Layout.SHARED)
 
 
-def _fits(result: Any, call: Call) -> bool:
-    """Whether a result has the shape of K exported ones."""
-    if not isinstance(result, Fused) or call.shape is None:
+def _fits(result: Any, exported: Any, num_learners: int) -> bool:
+    """Whether a result has the shapes and formats of K exported ones."""
+    if isinstance(exported, list | tuple):
+        parts = isinstance(result, list) and len(result) == len(exported)
+        return parts and all(_fits(own, one, num_learners) for own, one in zip(result, exported, strict=True))
+    if not isinstance(result, Fused) or not isinstance(exported, Tensor):
         return True
-    shape, k = call.shape, call.num_learners
+    shape = tuple(exported.shape)
     expected = {
         Layout.SHARED: shape,
-        Layout.STACK: (k, *shape),
-        Layout.CHANNELS: (*shape[:1], k * shape[1], *shape[2:]) if len(shape) > 1 else None,
+        Layout.STACK: (num_learners, *shape),
+        Layout.CHANNELS: (*shape[:1], num_learners * shape[1], *shape[2:]) if len(shape) > 1 else None,
     }
-    return tuple(result.tensor.shape) == expected[result.layout]
+    return tuple(result.tensor.shape) == expected[result.layout] and result.tensor.dtype == exported.dtype
 
 
 def _resolve(argument: Any, values: Mapping[Node, Any]) -> Any:
@@ -274,25 +338,3 @@ def _free_after_use(steps: list[_Step], output: Node) -> None:
     for node, step in last.items():
         if node is not output:
             step.finished.append(node)
-
-
-def _check_writes(steps: list[_Step]) -> None:
-    """Refuse an operator that writes through a view whose base is used otherwise: layouts here may be copies."""
-    for step in steps:
-        if not step.writes:
-            continue
-        written = step.args[0]
-        if isinstance(written, Node) and written.op == "call_function" and _is_view(written):
-            base = written.args[0]
-            if isinstance(base, Node) and len(base.users) > 1:
-                raise FusionError(f"it writes through a view ({base_name(step.call.target)}_)")
-
-
-def _is_view(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return target is operator.getitem
-    info = target._schema.arguments[0].alias_info if target._schema.arguments else None
-    return info is not None and not info.is_write
-
-

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.engine.fusion.registry import Call, NotFusedError, arguments_by_name, rule, run
+from crossbow_py.engine.fusion.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
 from crossbow_py.engine.fusion.values import Fused, Layout, apart, channels, stack, with_rank
 
 
@@ -52,7 +53,9 @@ def batch_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def group_norm(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """K times the groups."""
     named = arguments_by_name(call, args, kwargs)
-    named["input"] = channels(named["input"], call.num_learners)
+    own = channels(named["input"], call.num_learners)
+    # torch 2.13 crashes in the backward pass of a channels-last input that needs no gradient itself.
+    named["input"] = own if own.requires_grad else own.contiguous()
     named["num_groups"] *= call.num_learners
     for name in ("weight", "bias"):
         named[name] = _flat(named[name], call.num_learners)
@@ -125,6 +128,22 @@ def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     return Fused(torch.matmul(left, right), Layout.STACK)
 
 
+@rule("einsum")
+def einsum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One more letter, in front, of the terms that differ by learner. An equation without `->` is left to the loop."""
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
+    learner = next(letter for letter in ascii_letters if letter not in args[0])
+    terms = inputs.split(",")
+    if not arrow or len(terms) != len(args[1]):
+        raise NotFusedError
+    shared = [value.layout is Layout.SHARED for value in args[1]]
+    terms = [term if same else learner + term for term, same in zip(terms, shared, strict=True)]
+    tensors = [
+        value.tensor if same else stack(value, call.num_learners) for value, same in zip(args[1], shared, strict=True)
+    ]
+    return Fused(call.target(f"{','.join(terms)}->{learner}{output}", tensors, **kwargs), Layout.STACK)
+
+
 @rule("embedding")
 def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """One table of K·V rows; learner j's indices begin at j·V."""
@@ -133,7 +152,11 @@ def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NotFusedError
     table, indices = stack(named["weight"], call.num_learners), stack(named["indices"], call.num_learners)
     first = torch.arange(call.num_learners, device=table.device) * table.shape[1]
-    found = nn.functional.embedding(with_rank(first, indices.ndim - 1) + indices, table.flatten(0, 1))
+    found = nn.functional.embedding(
+        with_rank(first, indices.ndim - 1) + indices,
+        table.flatten(0, 1),
+        scale_grad_by_freq=named["scale_grad_by_freq"],
+    )
     return Fused(found, Layout.STACK)
 
 
@@ -176,13 +199,25 @@ _POOLING = [
 )  # fmt: skip
 def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Operators that do to every channel the same: K·C of them are K times C."""
-    if call.shape is not None and len(call.shape) < 3:
+    name = base_name(call.target)
+    if _rank(args[0]) != 2 + next((int(letter) for letter in name if letter.isdigit()), 2):
         raise NotFusedError  # an image without a batch
     own = channels(args[0], call.num_learners)
     result = call.target(own, *args[1:], **kwargs)
     if isinstance(result, Tensor):
         return Fused(result, Layout.CHANNELS)
     return [Fused(entry, Layout.CHANNELS) for entry in result]
+
+
+@rule("prelu")
+def prelu(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """One slope for every channel, or one for all of a learner's."""
+    own, slopes = args
+    if _rank(own) < 2:
+        raise NotFusedError  # a vector without a batch
+    values = channels(own, call.num_learners)
+    each = stack(slopes, call.num_learners).expand(-1, values.shape[1] // call.num_learners)
+    return Fused(call.target(values, each.flatten(0, 1)), Layout.CHANNELS)
 
 
 @rule("dropout", "feature_dropout")

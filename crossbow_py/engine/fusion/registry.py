@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,17 +25,27 @@ class Call:
         shape: of one learner's result; None when it is no tensor.
         num_learners: K.
         generators: each learner's own stream of random numbers.
+        may_write: of an in-place operator, whether it may overwrite the memory of its first argument.
+        must_write: whether it has to: what it changes is a buffer, and outlives the run.
     """
 
     target: OpOverload
     shape: tuple[int, ...] | None
     num_learners: int
     generators: list[torch.Generator]
+    may_write: bool = False
+    must_write: bool = False
 
     @property
     def functional(self) -> OpOverload:
         """The operator that does the same and leaves its argument alone."""
         return functional(self.target)
+
+    def perform(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The operator on tensors; one in place on a copy, unless it may overwrite."""
+        if is_in_place(self.target) and not self.may_write:
+            return self.target(args[0].clone(), *args[1:], **kwargs)
+        return self.target(*args, **kwargs)
 
 
 Rule = Callable[[Call, list[Any], Mapping[str, Any]], Any]
@@ -64,6 +74,13 @@ def is_in_place(target: OpOverload) -> bool:
     info = arguments[0].alias_info if arguments else None
     name = str(target._schema.name)
     return info is not None and info.is_write and name.endswith("_") and not name.endswith("__")
+
+
+def is_view(target: OpOverload) -> bool:
+    """Whether the result is a view of the first argument."""
+    arguments = target._schema.arguments
+    info = arguments[0].alias_info if arguments else None
+    return info is not None and not info.is_write
 
 
 def functional(target: OpOverload) -> OpOverload:
@@ -95,10 +112,13 @@ def run(target: OpOverload, named: Mapping[str, Any]) -> Any:
 
 def loop(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """The operator once for every learner, as it was exported: right for everything, fast for nothing."""
-    learners = range(call.num_learners)
+    # Only buffers are written where they lie: a learner's part is a view, and its neighbours' share its version.
+    call = replace(call, may_write=call.must_write)
     results = []
-    for learner in learners:
+    for learner in range(call.num_learners):
         own = [of_learner(argument, learner, call.num_learners) for argument in args]
         named = {name: of_learner(value, learner, call.num_learners) for name, value in kwargs.items()}
-        results.append(call.target(*own, **named))
-    return stacked_results(results)
+        if is_view(call.target):  # what is a view of one learner's tensor need not be one of its part of all
+            own[0] = own[0].contiguous()
+        results.append(call.perform(own, named))
+    return args[0] if call.must_write else stacked_results(results)

@@ -1,0 +1,125 @@
+"""In-place operators of an exported graph: what they may write, and which values change with them.
+
+Values of all learners do not always lie in memory as one learner's would: what was a view may be a copy here, and what
+was a copy a view. So a write is followed by name, not by memory: every name of the tensor written gets the new value.
+Where other tensors of the same memory are used afterwards, only memory could tell their values: such graphs are
+refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from crossbow_py.engine.fusion.registry import base_name, is_in_place
+from crossbow_py.errors import CrossbowError
+
+_RETURNS_ITS_INPUT = ("type_as", "dropout", "feature_dropout")  # some of them sometimes, and without saying so
+
+
+class FusionError(CrossbowError):
+    """A model cannot run fused; the message says why, as half a sentence."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """One in-place operator.
+
+    Attributes:
+        others: further names of the tensor written that are used afterwards.
+        may_write: whether its first argument has memory of its own, which may be overwritten.
+        must_write: whether it changes a buffer, which outlives the run.
+    """
+
+    others: tuple[Node, ...] = ()
+    may_write: bool = False
+    must_write: bool = False
+
+
+NOTHING = Write()
+
+
+def find_writes(nodes: Sequence[Node], buffers: Collection[Node], fixed: Collection[Node]) -> dict[Node, Write]:
+    """All in-place operators of a graph.
+
+    Args:
+        nodes: of the graph, in order, the output last.
+        buffers: placeholders that may be written, and keep what was written.
+        fixed: placeholders that may not be written.
+
+    Raises:
+        FusionError: what is written cannot be followed by name.
+    """
+    position = {node: index for index, node in enumerate(nodes)}
+    last = {node: max((position[user] for user in node.users), default=-1) for node in nodes}
+    memory = {node: _memory(node) for node in nodes}
+    found = {}
+    for node in nodes:
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, OpOverload) or not target._schema.is_mutable:
+            continue
+        written = node.args[0] if node.args else None
+        if not is_in_place(target) or not isinstance(written, Node):
+            raise FusionError(f"it writes to several tensors in one operator ({target._schema.name})")
+        now, tensor = position[node], _tensor(written)
+        together = [other for other in nodes[:now] if memory[other] is memory[written] and last[other] > now]
+        if any(_tensor(other) is not tensor for other in together):
+            raise FusionError(f"it writes through a view ({base_name(target)}_)")
+        _check_target(node, memory[written], tensor, buffers, fixed)
+        found[node] = Write(
+            others=tuple(together),
+            may_write=tensor in buffers or (tensor is memory[tensor] and tensor.op == "call_function"),
+            must_write=tensor in buffers,
+        )
+    return found
+
+
+def _check_target(node: Node, base: Node, tensor: Node, buffers: Collection[Node], fixed: Collection[Node]) -> None:
+    if base in fixed:
+        raise FusionError(f"it writes to {base.name}, which is no buffer")
+    if base in buffers and tensor is not base:
+        raise FusionError(f"it writes through a view of a buffer ({node.target})")
+
+
+def _tensor(node: Node) -> Node:
+    """The first name of a tensor: in-place operators return what they wrote."""
+    while _is_write(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _memory(node: Node) -> Node:
+    """The node that made the memory a value may lie in."""
+    base = _base(node)
+    while base is not None:
+        node, base = base, _base(base)
+    return node
+
+
+def _base(node: Node) -> Node | None:
+    """The node whose memory this one's value may share."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return None
+    first, target = node.args[0], node.target
+    if target is operator.getitem:
+        return _base(first)  # of the parts of a split; results of other operators have memory of their own
+    if not isinstance(target, OpOverload):
+        return None
+    shares = target._schema.arguments[0].alias_info is not None or _returns_its_input(node, target)
+    return first if shares else None
+
+
+def _returns_its_input(node: Node, target: OpOverload) -> bool:
+    name = base_name(target)
+    if name not in _RETURNS_ITS_INPUT:
+        return False
+    drops = "dropout" in name and len(node.args) == 3 and node.args[1] != 0 and bool(node.args[2])
+    return not drops
+
+
+def _is_write(node: Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and is_in_place(node.target)

@@ -1,0 +1,439 @@
+"""Every rule of fusion: single operators for three learners against three ordinary modules, values and gradients.
+
+Each case meets its operator in all three layouts: on the raw input (shared by all learners, or a batch each), on values
+`[K, ...]` (scaled by a parameter), and on values with channels together (out of a convolution or a norm).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.precision import FP64
+from crossbow_py.engine.replicas import ReplicaBank
+
+# As many learners as samples, and images as wide as they are high: values mixed up must not be found by their shape.
+K = B = 3
+IMAGE, SEQUENCE, ROWS, VOLUME = (B, 8, 6, 6), (B, 8, 6), (B, 6), (B, 4, 4, 4, 4)
+
+
+class Case(NamedTuple):
+    """`operator(x, w, module)`; what it is told, and what it may do."""
+
+    operator: Callable[[Tensor, Tensor, nn.Module], Tensor]
+    x: tuple[int, ...] = IMAGE
+    w: tuple[int, ...] = (1,)
+    looped: bool = False  # a rule does not cover it, in one of the layouts at least
+    parts: Callable[[], dict[str, nn.Module | Tensor]] = dict
+
+
+class Model(nn.Module):
+    """The operator on the input in three layouts; its results as one vector."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.scale, self.w = nn.Parameter(torch.rand(case.x[1:]) + 0.5), nn.Parameter(torch.rand(case.w) + 0.5)
+        channels = case.x[1]
+        mix = {2: nn.BatchNorm1d, 3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(case.x)]
+        self.mix = mix(channels) if len(case.x) == 2 else mix(channels, channels, 1)
+        for name, part in case.parts().items():
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raw = x.clone()
+        values = [self.case.operator(arrived, self.w, self) for arrived in (raw, x * self.scale, self.mix(x))]
+        return torch.cat([value.reshape(-1).to(x.dtype) for value in values])
+
+
+def pairwise(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([first.reshape(-1), second.reshape(-1).to(first.dtype)])
+
+
+INDEX = torch.tensor([4, 0, 3, 3])
+TRIANGLE = torch.ones(6, 6, dtype=torch.bool).tril()
+
+CASES: dict[str, Case] = {
+    # Reductions
+    "max of everything": Case(lambda x, w, m: x.max()),
+    "min of everything": Case(lambda x, w, m: x.min()),
+    "max along a dimension": Case(lambda x, w, m: pairwise(*x.max(2))),
+    "min along the channels": Case(lambda x, w, m: x.min(1, keepdim=True).values),
+    "max of two": Case(lambda x, w, m: torch.max(x, x.roll(1, 0))),
+    "var": Case(lambda x, w, m: x.var()),
+    "std along space": Case(lambda x, w, m: x.std((2, 3))),
+    "var along negative dimensions": Case(lambda x, w, m: x.var((-1, 1), unbiased=False, keepdim=True)),
+    "var of everything by correction": Case(lambda x, w, m: x.var(None, correction=0)),
+    "var_mean": Case(lambda x, w, m: pairwise(*torch.var_mean(x, (1, 3)))),
+    "var_mean of everything": Case(lambda x, w, m: pairwise(*torch.var_mean(x)), looped=True),
+    "mean of everything": Case(lambda x, w, m: x.mean()),
+    "mean of nothing but one value": Case(lambda x, w, m: x.mean().mean()),
+    "mean of everything by an empty list": Case(lambda x, w, m: x.mean(())),
+    "sum with a format": Case(lambda x, w, m: x.sum(dtype=torch.float32)),
+    "sum over the batch": Case(lambda x, w, m: x.sum(0)),
+    "sum over the batch and space": Case(lambda x, w, m: x.sum((0, -1))),
+    "prod along a dimension": Case(lambda x, w, m: x.prod(-1)),
+    "prod of everything": Case(lambda x, w, m: (1 + x / 100).prod()),
+    "logsumexp": Case(lambda x, w, m: x.logsumexp((1, 2))),
+    "norm": Case(lambda x, w, m: x.norm()),
+    "norm along a dimension": Case(lambda x, w, m: x.norm(dim=1, keepdim=True)),
+    "amax over space": Case(lambda x, w, m: x.amax((2, 3))),
+    "any and all": Case(lambda x, w, m: pairwise((x > 0).any(1).double(), (x > -1).all())),
+    "softmax of one value": Case(lambda x, w, m: x.mean().softmax(-1) * x.mean(), looped=True),
+    "softmax over channels": Case(lambda x, w, m: x.softmax(1)),
+    "log_softmax over the batch": Case(lambda x, w, m: functional.log_softmax(x, 0)),
+    "cumsum": Case(lambda x, w, m: x.cumsum(1) + x.cumsum(-1)),
+    "cumprod": Case(lambda x, w, m: x.cumprod(2)),
+    # Choosing
+    "argmax as an index": Case(lambda x, w, m: x.gather(1, x.argmax(1, keepdim=True))),
+    "argmax of everything": Case(lambda x, w, m: x.argmax(), looped=True),
+    "topk": Case(lambda x, w, m: pairwise(*x.topk(2, 1))),
+    "sort": Case(lambda x, w, m: pairwise(*x.sort(-1, descending=True))),
+    "sort along the batch, stable": Case(lambda x, w, m: torch.sort(x, dim=0, stable=True).values),
+    "gather": Case(lambda x, w, m: x.gather(-1, m.index.expand(*x.shape[:-1], 4)), parts=lambda: {"index": INDEX}),
+    "index_select": Case(lambda x, w, m: x.index_select(1, torch.tensor([4, 0, 3, 3]))),
+    "index_select of own indices": Case(
+        lambda x, w, m: x.index_select(1, m.index), looped=True, parts=lambda: {"index": INDEX}
+    ),
+    "advanced index": Case(lambda x, w, m: x[:, torch.tensor([1, 0]), torch.tensor([2, 2])], looped=True),
+    "unbind": Case(lambda x, w, m: pairwise(x.unbind(0)[1], x.unbind(-1)[0])),
+    "narrow": Case(lambda x, w, m: x.narrow(1, 2, 3)),
+    "select": Case(lambda x, w, m: x[:, -1] + x[1, 0]),
+    "slice": Case(lambda x, w, m: x[1:, ::2, -2:]),
+    "split": Case(lambda x, w, m: x.split([3, 5], 1)[1] + x.split(5, 1)[0]),
+    "masked_fill": Case(lambda x, w, m: x.masked_fill(x > 0.3, 2.0)),
+    "masked_fill by a constant mask": Case(lambda x, w, m: x.masked_fill(TRIANGLE, 2.0)),
+    "masked_fill by a value": Case(lambda x, w, m: x.masked_fill(x > 0.3, w.sum()), looped=True),
+    "where": Case(lambda x, w, m: torch.where(x > 0, x, w), w=(8, 1, 1)),
+    "where with numbers": Case(lambda x, w, m: torch.where(x > 0, 1.0, x)),
+    "diagonal": Case(lambda x, w, m: x.diagonal(dim1=2, dim2=3), looped=True),
+    "tril": Case(lambda x, w, m: x.tril(), looped=True),
+    # Order and shape
+    "roll": Case(lambda x, w, m: x.roll((1, 2), (1, -1))),
+    "roll of everything": Case(lambda x, w, m: x.roll(5), looped=True),
+    "flip": Case(lambda x, w, m: x.flip((0, -1))),
+    "transpose": Case(lambda x, w, m: x.transpose(1, -1) * w, w=(8,)),
+    "t of a matrix": Case(lambda x, w, m: x.t() @ w, x=ROWS, w=(B, 2)),
+    "t of a vector": Case(lambda x, w, m: x[0].t() * w, x=ROWS, w=(6,)),
+    "mT": Case(lambda x, w, m: x.mT @ w, w=(6, 2)),
+    "permute": Case(lambda x, w, m: x.permute(0, -1, 2, -3) * w, w=(8,)),
+    "movedim": Case(lambda x, w, m: x.movedim(1, -1) * w + x.movedim((1, 2), (-1, 0)).mean(0).unsqueeze(1), w=(8,)),
+    "unsqueeze and squeeze": Case(lambda x, w, m: (x.unsqueeze(-1) * w).squeeze(1), w=(2,)),
+    "view": Case(lambda x, w, m: x.reshape(-1, 2, 4, 36).flatten(2) * w, w=(144,)),
+    "view as integers": Case(lambda x, w, m: x.contiguous().view(torch.int64).sign(), looped=True),
+    "unflatten": Case(lambda x, w, m: x.unflatten(1, (2, 4)).sum(1)),
+    "expand": Case(lambda x, w, m: x.mean(1, keepdim=True).expand(-1, 5, -1, -1) * w, w=(5, 1, 6)),
+    "expand with new dimensions": Case(lambda x, w, m: w.expand(2, 3, 6) * x.mean(), w=(3, 6)),
+    "expand of an input": Case(lambda x, w, m: x.expand(2, *x.shape) * w, w=(2, 1, 1, 1, 6)),
+    "stack": Case(lambda x, w, m: torch.stack([x, x * 2], -1).prod(1)),
+    "repeat": Case(lambda x, w, m: x.repeat(1, 2, 1, 1)),
+    "repeat_interleave": Case(lambda x, w, m: x.repeat_interleave(2, 1), looped=True),
+    "unfold": Case(lambda x, w, m: functional.unfold(x, 3), looped=True),
+    "channel shuffle": Case(lambda x, w, m: torch.stack(x.chunk(2, 1), 2).flatten(1, 2) * w, w=(8, 1, 1)),
+    "shuffle of groups": Case(
+        lambda x, w, m: m.conv(functional.channel_shuffle(x, 2)),
+        looped=True,
+        parts=lambda: {"conv": nn.Conv2d(8, 2, 1)},
+    ),
+    "pixel_shuffle": Case(lambda x, w, m: functional.pixel_shuffle(x, 2) * w, w=(12,)),
+    "pixel_unshuffle": Case(lambda x, w, m: functional.pixel_unshuffle(x, 2) * w, w=(3,)),
+    "pixel_shuffle of a single image": Case(
+        lambda x, w, m: (
+            functional.pixel_shuffle(x.transpose(0, 1)[:, 0].unsqueeze(1).expand(-1, 4, -1), 2) if x.ndim == 3 else x
+        ),
+        x=SEQUENCE,
+        looped=True,
+    ),
+    # Joining
+    "cat of batches": Case(lambda x, w, m: torch.cat([x, x * 2], 0)),
+    "cat of channels": Case(
+        lambda x, w, m: torch.cat([x, m.conv(x), m.conv(x)], 1) * w,
+        w=(14, 1, 1),
+        parts=lambda: {"conv": nn.Conv2d(8, 3, 1)},
+    ),
+    "cat of channels that only convolutions made": Case(
+        lambda x, w, m: m.last(torch.cat([m.conv(x), m.conv(x.flip(2)), m.other(x)], 1)),
+        parts=lambda: {"conv": nn.Conv2d(8, 3, 1), "other": nn.Conv2d(8, 2, 1), "last": nn.Conv2d(8, 3, 3)},
+    ),
+    "cat of the last dimension": Case(
+        lambda x, w, m: torch.cat([x, m.conv(x)], -1), parts=lambda: {"conv": nn.Conv2d(8, 8, 1)}
+    ),
+    "cat of sequences": Case(
+        lambda x, w, m: torch.cat([m.conv(x), m.conv(x * 2)], 1) * w,
+        x=SEQUENCE,
+        w=(6, 1),
+        parts=lambda: {"conv": nn.Conv1d(8, 3, 1)},
+    ),
+    "cat with a token": Case(lambda x, w, m: torch.cat([w.expand(B, -1, -1), x], 1), x=SEQUENCE, w=(1, 6)),
+    # Values and broadcasting
+    "scale of channels": Case(lambda x, w, m: x * w, x=SEQUENCE, w=(8, 1)),
+    "scale of the last dimension": Case(lambda x, w, m: x * w + 1, w=(6,)),
+    "one scalar": Case(lambda x, w, m: x * w.sum()),
+    "bias used raw": Case(lambda x, w, m: x + w, x=ROWS, w=(6,)),
+    "shared constants": Case(lambda x, w, m: x * torch.arange(6.0, dtype=x.dtype) + torch.ones(8, 1, 1) / 2),
+    "buffer": Case(lambda x, w, m: x * m.factor, parts=lambda: {"factor": torch.rand(8, 1, 1)}),
+    "integer buffer": Case(lambda x, w, m: x * m.factor + m.factor, parts=lambda: {"factor": torch.arange(6)}),
+    "mask in a buffer": Case(lambda x, w, m: x.masked_fill(m.mask, 0), parts=lambda: {"mask": TRIANGLE}),
+    "higher rank of a parameter": Case(lambda x, w, m: (x[0, 0, 0] * w).sum((1, 2)), w=(2, 3, 1, 6)),
+    "power of a number": Case(lambda x, w, m: 2**x + x**2 + x.abs() ** w),
+    "clamp by tensors": Case(lambda x, w, m: x.clamp(min=w, max=w + 1), w=(8, 1, 1)),
+    "comparison as a factor": Case(lambda x, w, m: (x > w) * x, w=(6,)),
+    "glu": Case(lambda x, w, m: functional.glu(x, 1)),
+    "logarithms and friends": Case(lambda x, w, m: (x.abs() + 1).log() + x.erf() + x.sin() + torch.lerp(x, x * 2, w)),
+    "threshold": Case(lambda x, w, m: functional.threshold(x, 0.1, 20)),
+    "softplus": Case(lambda x, w, m: functional.softplus(x, 2.0) + functional.mish(x) + functional.silu(x)),
+    "gelu": Case(
+        lambda x, w, m: functional.gelu(x) + functional.gelu(x, approximate="tanh") + functional.logsigmoid(x)
+    ),
+    "prelu of one": Case(lambda x, w, m: functional.prelu(x, w), w=(1,)),
+    "prelu of channels": Case(lambda x, w, m: functional.prelu(x, w), w=(8,)),
+    "prelu of rows": Case(lambda x, w, m: functional.prelu(x, w), x=ROWS, w=(6,)),
+    "memory formats": Case(
+        lambda x, w, m: (
+            x.clone(memory_format=torch.channels_last).contiguous() * w + x.to(memory_format=torch.channels_last)
+        )
+    ),
+    "formats of numbers": Case(
+        lambda x, w, m: x.float().double() + x.to(torch.float32) + x.type_as(w).detach(), looped=True
+    ),
+    # In place
+    "relu_": Case(
+        lambda x, w, m: (x * 1).relu_() + functional.relu(m.conv(x), inplace=True),
+        parts=lambda: {"conv": nn.Conv2d(8, 8, 1)},
+    ),
+    "relu_ on the value itself": Case(lambda x, w, m: x.relu_() + x),
+    "mul_ by a scalar": Case(lambda x, w, m: (x * 1).mul_(w.sum()).add_(x, alpha=2)),
+    "add_ of channels": Case(
+        lambda x, w, m: (y := x * 2).add_(m.conv(x)) * y + m.conv(x).add_(x), parts=lambda: {"conv": nn.Conv2d(8, 8, 1)}
+    ),
+    "add_ of a wider format": Case(lambda x, w, m: (x.float().add_(x * 1e-3) * 1e6).double()),
+    "sigmoid_": Case(lambda x, w, m: (x * 2).sigmoid_() * x),
+    "pow_": Case(lambda x, w, m: (x * 1).pow_(2)),
+    "fill_ and copy_": Case(lambda x, w, m: torch.zeros(6, dtype=x.dtype).copy_(w) * x, w=(6,), looped=True),
+    "tanh_ in a loop": Case(lambda x, w, m: torch.zeros_like(x).copy_(x).tanh_(), looped=True),
+    "masked_fill_": Case(lambda x, w, m: (x * 1).masked_fill_(x > 0, 0.5)),
+    "index_put": Case(lambda x, w, m: (x * 1).index_put((torch.tensor([1]),), w), looped=True),
+    "write after a view was read": Case(lambda x, w, m: [y := x * 1, y.flatten(1).sum() + y.add_(1).sum()][1]),
+    "write through the only view": Case(lambda x, w, m: (x * 1).flatten(1).add_(w), w=(288,)),
+    # Layers
+    "convolution in groups": Case(lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, groups=2)}),
+    "convolution dilated": Case(lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, dilation=2)}),
+    "convolution same": Case(
+        lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, (3, 2), padding="same")}
+    ),
+    "convolution valid": Case(lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, padding="valid")}),
+    "convolution with padding of a kind": Case(
+        lambda x, w, m: m.conv(x), parts=lambda: {"conv": nn.Conv2d(8, 4, 3, padding=1, padding_mode="circular")}
+    ),
+    "convolution transposed in groups": Case(
+        lambda x, w, m: m.conv(x),
+        parts=lambda: {"conv": nn.ConvTranspose2d(8, 4, 3, stride=2, groups=2, output_padding=1)},
+    ),
+    "convolution of a single image": Case(
+        lambda x, w, m: m.conv(x[0]), looped=True, parts=lambda: {"conv": nn.Conv2d(8, 4, 3)}
+    ),
+    "convolution by a constant": Case(
+        lambda x, w, m: functional.conv2d(x, torch.ones(8, 1, 3, 3, dtype=x.dtype) / 9, groups=8), looped=True
+    ),
+    "convolution by a buffer": Case(
+        lambda x, w, m: functional.conv2d(x, m.blur, groups=8), parts=lambda: {"blur": torch.rand(8, 1, 3, 3)}
+    ),
+    "convolution by computed filters": Case(
+        lambda x, w, m: functional.conv2d(x, (w - w.mean((1, 2, 3), keepdim=True)) / w.std()),
+        w=(4, 8, 3, 3),
+    ),
+    "convolution used twice": Case(
+        lambda x, w, m: m.conv(m.conv(x).relu()), parts=lambda: {"conv": nn.Conv2d(8, 8, 3, padding=1)}
+    ),
+    "convolution in three dimensions": Case(
+        lambda x, w, m: m.conv(x), x=VOLUME, parts=lambda: {"conv": nn.Conv3d(4, 2, 3)}
+    ),
+    "batch_norm of images": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.BatchNorm2d(8)}),
+    "batch_norm of rows": Case(lambda x, w, m: m.norm(x), x=ROWS, parts=lambda: {"norm": nn.BatchNorm1d(6)}),
+    "batch_norm without statistics": Case(
+        lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.BatchNorm2d(8, affine=False, track_running_stats=False)}
+    ),
+    "instance_norm with statistics": Case(
+        lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.InstanceNorm2d(8, affine=True, track_running_stats=True)}
+    ),
+    "instance_norm of sequences": Case(
+        lambda x, w, m: m.norm(x), x=SEQUENCE, parts=lambda: {"norm": nn.InstanceNorm1d(8)}
+    ),
+    "group_norm": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.GroupNorm(2, 8)}),
+    "group_norm of rows": Case(lambda x, w, m: m.norm(x), x=ROWS, parts=lambda: {"norm": nn.GroupNorm(3, 6)}),
+    "layer_norm": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.LayerNorm((6, 6))}),
+    "layer_norm without bias": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.LayerNorm(6, bias=False)}),
+    "rms_norm": Case(lambda x, w, m: m.norm(x), parts=lambda: {"norm": nn.RMSNorm(6)}),
+    "local_response_norm": Case(lambda x, w, m: functional.local_response_norm(x, 3)),
+    "linear": Case(lambda x, w, m: m.fc(x), parts=lambda: {"fc": nn.Linear(6, 4)}),
+    "linear of a vector": Case(lambda x, w, m: m.fc(x[0, 0, 0]), parts=lambda: {"fc": nn.Linear(6, 4)}),
+    "linear without bias": Case(lambda x, w, m: m.fc(x), x=ROWS, parts=lambda: {"fc": nn.Linear(6, 4, bias=False)}),
+    "linear of a constant": Case(lambda x, w, m: functional.linear(x, torch.ones(2, 6, dtype=x.dtype)), looped=True),
+    "linear used twice": Case(lambda x, w, m: m.fc(m.fc(x).tanh()), x=ROWS, parts=lambda: {"fc": nn.Linear(6, 6)}),
+    "bilinear": Case(lambda x, w, m: m.fc(x, x), x=ROWS, looped=True, parts=lambda: {"fc": nn.Bilinear(6, 6, 2)}),
+    "embedding": Case(lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w), x=ROWS, w=(5, 2)),
+    "embedding with padding": Case(
+        lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w, padding_idx=1), x=ROWS, w=(5, 2), looped=True
+    ),
+    "embedding by frequency": Case(
+        lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w, scale_grad_by_freq=True), x=ROWS, w=(5, 2)
+    ),
+    "one_hot": Case(
+        lambda x, w, m: functional.one_hot((x.abs() * 9).long() % 5, 5).to(w.dtype) @ w, x=ROWS, w=(5, 2), looped=True
+    ),
+    "matmul": Case(lambda x, w, m: x @ w, w=(6, 4)),
+    "matmul of matrices": Case(lambda x, w, m: x[0, 0] @ x, w=(6, 4)),
+    "matmul with a vector": Case(lambda x, w, m: x @ w, w=(6,), looped=True),
+    "matmul of vectors": Case(lambda x, w, m: x[0, 0, 0] @ w, w=(6,), looped=True),
+    "bmm": Case(lambda x, w, m: torch.bmm(x, x.transpose(1, 2)) * w, x=SEQUENCE, w=(8, 8)),
+    "baddbmm": Case(lambda x, w, m: torch.baddbmm(w, x, x.mT), x=SEQUENCE, w=(8, 8), looped=True),
+    "addmm": Case(lambda x, w, m: torch.addmm(w, x, x.mT), x=ROWS, w=(3, 3), looped=True),
+    "einsum": Case(lambda x, w, m: torch.einsum("bchw,cd->bdhw", x, w), w=(8, 2)),
+    "einsum with dots": Case(lambda x, w, m: torch.einsum("...ij,jk->...ik", x, w), w=(6, 2)),
+    "einsum without a result": Case(lambda x, w, m: torch.einsum("bi,ij", x, w), x=ROWS, w=(6, 2), looped=True),
+    "cosine_similarity": Case(lambda x, w, m: functional.cosine_similarity(x, w, dim=-1), w=(6,), looped=True),
+    "normalize": Case(lambda x, w, m: functional.normalize(x, dim=1) * w, w=(8, 1, 1)),
+    # Attention
+    "attention": Case(lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x)),
+    "attention of rank 3": Case(lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x), x=SEQUENCE),
+    "attention of rank 2": Case(
+        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x), x=ROWS, looped=True
+    ),
+    "attention, causal and scaled": Case(
+        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, is_causal=True, scale=0.3)
+    ),
+    "attention with a mask": Case(lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, TRIANGLE)),
+    "attention with a mask for samples and heads": Case(
+        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, (x @ x.mT).abs() < 9)
+    ),
+    "attention with a mask for samples": Case(
+        lambda x, w, m: functional.scaled_dot_product_attention(x, x * w, x, TRIANGLE.expand(B, 1, 6, 6))
+    ),
+    "attention with a bias for heads": Case(
+        lambda x, w, m: functional.scaled_dot_product_attention(x, x, x, w), w=(8, 6, 6)
+    ),
+    "attention with a bias for all": Case(
+        lambda x, w, m: functional.scaled_dot_product_attention(x, x, x, w), w=(6, 6)
+    ),
+    "attention of groups": Case(
+        lambda x, w, m: functional.scaled_dot_product_attention(x, x[:, :2] * w, x[:, 2:4], enable_gqa=True)
+    ),
+    # Pooling and resizing
+    "max_pool": Case(lambda x, w, m: functional.max_pool2d(x, 3, 2, 1)),
+    "max_pool with indices": Case(lambda x, w, m: pairwise(*functional.max_pool2d(x, 3, 2, 1, return_indices=True))),
+    "max_pool without channels": Case(lambda x, w, m: functional.max_pool2d(x[:, 0], 3, 2, 1), looped=True),
+    "avg_pool with ceil_mode": Case(
+        lambda x, w, m: functional.avg_pool2d(x, 4, 4, 1, ceil_mode=True, count_include_pad=False)
+    ),
+    "avg_pool without channels": Case(lambda x, w, m: functional.avg_pool2d(x[:, 0], 3, 2, 1), looped=True),
+    "avg_pool of sequences": Case(lambda x, w, m: functional.avg_pool1d(x, 2), x=SEQUENCE),
+    "max_pool of rows": Case(lambda x, w, m: functional.max_pool1d(x, 2), x=ROWS, looped=True),
+    "max_pool of volumes": Case(lambda x, w, m: functional.max_pool3d(x, 2), x=VOLUME),
+    "adaptive_avg_pool": Case(lambda x, w, m: functional.adaptive_avg_pool2d(x, (4, 1))),
+    "adaptive_max_pool": Case(lambda x, w, m: functional.adaptive_max_pool2d(x, (4, 1)) * w, w=(8, 1, 1)),
+    "adaptive_max_pool without channels": Case(lambda x, w, m: functional.adaptive_max_pool2d(x[:, 0], 2), looped=True),
+    "adaptive_max_pool of sequences": Case(lambda x, w, m: functional.adaptive_max_pool1d(x, 4), x=SEQUENCE),
+    "lp_pool": Case(lambda x, w, m: functional.lp_pool2d(x, 2, 2)),
+    "upsample bilinear": Case(lambda x, w, m: functional.interpolate(x, size=(9, 4), mode="bilinear")),
+    "upsample bilinear, corners aligned": Case(
+        lambda x, w, m: functional.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True)
+    ),
+    "upsample bicubic": Case(lambda x, w, m: functional.interpolate(x, scale_factor=1.5, mode="bicubic")),
+    "upsample nearest": Case(lambda x, w, m: functional.interpolate(x, scale_factor=2) * w, w=(8, 1, 1)),
+    "upsample of sequences": Case(lambda x, w, m: functional.interpolate(x, size=9, mode="linear"), x=SEQUENCE),
+    "upsample of volumes": Case(lambda x, w, m: functional.interpolate(x, size=5, mode="trilinear"), x=VOLUME),
+    "resize antialiased": Case(
+        lambda x, w, m: functional.interpolate(x, size=4, mode="bilinear", antialias=True), looped=True
+    ),
+    "grid_sample": Case(
+        lambda x, w, m: functional.grid_sample(
+            x, functional.affine_grid(w.expand(B, 2, 3), [B, 8, 4, 4], False), align_corners=False
+        ),
+        w=(2, 3),
+        looped=True,
+    ),
+    "reflection pad": Case(lambda x, w, m: functional.pad(x, (1, 2, 0, 1), "reflect") * w, w=(9,)),
+    "replication pad of sequences": Case(
+        lambda x, w, m: functional.pad(x, (1, 2), "replicate") * w, x=SEQUENCE, w=(9,)
+    ),
+    "reflection pad without channels": Case(
+        lambda x, w, m: functional.pad(x[:, 0], (1, 2, 0, 1), "reflect"), looped=True
+    ),
+    "reflection pad of rows": Case(lambda x, w, m: functional.pad(x, (1, 2), "reflect"), x=ROWS, looped=True),
+    "circular pad": Case(lambda x, w, m: functional.pad(x, (1, 2, 0, 1), "circular") * w, w=(9,)),
+    "constant pad": Case(lambda x, w, m: functional.pad(x, (1, -1, 0, 1), value=3.0)),
+    "constant pad of channels": Case(lambda x, w, m: functional.pad(x, (0, 0, 1, 0, 2, 1)) * w, w=(11, 1, 1)),
+    "constant pad of the batch": Case(lambda x, w, m: functional.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))),
+    "constant pad of rows": Case(lambda x, w, m: functional.pad(x, (1, 0), value=1.0) * w, x=ROWS, w=(7,)),
+}
+
+
+def build(case: Case) -> tuple[list[nn.Module], ReplicaBank]:
+    """K ordinary models with weights of their own, and a bank that holds the same."""
+    torch.manual_seed(4)
+    template = Model(case).double()
+    models = []
+    for _ in range(K):
+        model = copy.deepcopy(template)
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.rand_like(parameter) - 0.3)
+        models.append(model.train())
+    bank = ReplicaBank(
+        template, K, device=torch.device("cpu"), precision=FP64, state_names=("momentum",), order="blocks"
+    )
+    for learner, model in enumerate(models):
+        bank.load_learner(learner, model)
+    return models, bank
+
+
+def gradients_of(outputs: Tensor, cotangent: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    if not outputs.requires_grad:
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    found = torch.autograd.grad((outputs * cotangent).sum(), parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+
+
+def check_run(graph: FusedGraph, bank: ReplicaBank, models: list[nn.Module], inputs: Tensor, shared: bool) -> None:
+    """Values, gradients and buffers of one run against those of the models.
+
+    Args:
+        inputs: a batch for all `[B, ...]` when shared, else one each `[K, B, ...]`.
+    """
+    batches = [inputs if shared else inputs[learner] for learner in range(K)]
+    ours = graph.run(inputs.clone(), shared)
+    theirs = [model(batch.clone()) for model, batch in zip(models, batches, strict=True)]
+    torch.testing.assert_close(ours.detach(), torch.stack(theirs).detach(), rtol=1e-9, atol=1e-9)
+    cotangent = torch.randn_like(ours)
+    trained = graph.parameters.trained
+    found = dict(zip(trained, gradients_of(ours, cotangent, list(trained.values())), strict=True))
+    for learner, (model, output) in enumerate(zip(models, theirs, strict=True)):
+        parameters = dict(model.named_parameters())
+        expected = gradients_of(output, cotangent[learner], list(parameters.values()))
+        for name, gradient in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[name][learner], gradient, rtol=1e-9, atol=1e-9)
+        state = bank.learner_state(learner)
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(state[name], buffer, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_operator_for_three_learners_equals_three_modules(name):
+    case = CASES[name]
+    models, bank = build(case)
+    inputs = torch.randn(K, *case.x, dtype=torch.float64)
+    graph = FusedGraph(bank.template, inputs[0], bank)
+    check_run(graph, bank, models, inputs, shared=False)
+    check_run(graph, bank, models, inputs + 0.1, shared=False)  # rules that did not fit are settled now
+    assert bool(graph.looped) == case.looped, graph.looped
+    graph = FusedGraph(bank.template, inputs[0], bank)
+    check_run(graph, bank, models, inputs[0], shared=True)
