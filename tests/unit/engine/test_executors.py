@@ -57,7 +57,7 @@ def test_threads_after_one_round_in_float32_equal_serial():
     assert (storages[0] - storages[1]).norm() / storages[0].norm() <= 1e-5
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_executor_run_twice_is_bit_identical(executor):
     storages = []
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_executor_run_twice_is_bit_identical(executor):
     assert torch.equal(*storages)
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_one_learner_equals_a_plain_torch_sgd_loop(executor):
     optimizer = SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, decay_norm_and_bias=True)
     tasks = make_tasks(norm_model, num_learners=1, optimizer=optimizer, data=IMAGES)
@@ -84,7 +84,7 @@ def test_one_learner_equals_a_plain_torch_sgd_loop(executor):
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_independent_learners_train_as_if_alone(executor):
     tasks = make_tasks(
         num_learners=2, rule=Independent(), optimizer=SGD(learning_rate=(0.1, 0.3), momentum=(0.9, 0.0))
@@ -116,7 +116,7 @@ def test_clipping_scales_a_learners_gradient_to_the_norm_as_torch_does():
     torch.testing.assert_close(tasks.bank.learner_state(0)["weight"], (model.weight - model.weight.grad).detach())
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad):
     inputs, targets = features(64)
@@ -137,13 +137,18 @@ def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad):
 
 def poison(tasks, start, value):
     """Make the batch at one stream position hold `value` and nothing else."""
-    good = tasks.feed.batch
+    good, all_good = tasks.feed.batch, tasks.feed.batches
 
     def batch(position):
         found = good(position)
         return found._replace(inputs=torch.full_like(found.inputs, value)) if position == start else found
 
-    tasks.feed.batch = batch
+    def batches(positions):
+        found = all_good(positions)
+        found.inputs[list(positions).index(start)] = value
+        return found
+
+    tasks.feed.batch, tasks.feed.batches = batch, batches
 
 
 def test_threads_learning_overlaps_averaging_and_correction_waits_for_it():
@@ -198,7 +203,7 @@ def test_threads_task_that_raises_even_system_exit_does_not_hang(error):
     runner.close()
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_outcomes_come_one_round_late_and_in_order(executor):
     tasks = make_tasks()
     runner = EXECUTORS[executor](tasks)
@@ -235,7 +240,7 @@ def test_threads_close_with_rounds_in_flight_ends_every_thread():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_bf16_learners_follow_float32_closely(executor):
     banks = {}
     for precision in (FP32, BF16):

@@ -1,0 +1,241 @@
+"""The fused executor on whole networks: what serial gives, without a loop over learners; and models it cannot run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.errors import LearnerError
+from crossbow_py.models import MODELS
+from tests import networks
+from tests.support import features, make_tasks, plan
+
+ZOO = {
+    "mlp": (1, 28, 28),
+    "lenet": (1, 28, 28),
+    **{f"resnet{depth}": (3, 32, 32) for depth in (20, 32, 44, 56, 110)},
+    "vgg16": (3, 32, 32),
+}
+LOOPED = {networks.LstmClassifier: ["lstm"]}  # the one operator here without a rule
+SHALLOW = ["mlp", "lenet", "resnet20"]
+
+
+def deep(names):
+    """Parameters of tests that take minutes for the larger models."""
+    return [name if name in SHALLOW else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+class Result:
+    """What some rounds of one executor leave behind."""
+
+    def __init__(self, tasks, executor, num_rounds, shared):
+        runner = EXECUTORS[executor](tasks)
+        outcomes = []
+        for n in range(num_rounds):
+            whole = plan(tasks, n, 0.05)
+            if shared:
+                whole = dataclasses.replace(whole, starts=whole.starts[:1] * len(whole.starts))
+            outcomes += runner.submit(whole)
+        outcomes += runner.drain()
+        runner.close()
+        self.looped = getattr(runner, "looped", None)
+        self.losses = [outcome.losses for outcome in outcomes]
+        self.num_correct = [outcome.num_correct for outcome in outcomes]
+        bank = tasks.bank
+        self.states = [bank.learner_state(learner) for learner in range(bank.num_learners)]
+        if tasks.update.rule.has_central_model:
+            self.states.append(bank.central_state())
+
+
+def run(executor, make_model, data, *, num_rounds=20, rule=None, shared=False, **options):
+    """Three learners with weights of their own where the rule allows it."""
+    rule = rule or SMA()
+    tasks = make_tasks(make_model, num_learners=3, data=data, rule=rule, order="blocks", **options)
+    if not rule.has_central_model:
+        for learner in range(3):
+            torch.manual_seed(5 + learner)
+            tasks.bank.load_learner(learner, make_model(seed=None))
+    return Result(tasks, executor, num_rounds, shared)
+
+
+def assert_equal(ours, reference, tolerance):
+    """Weights and finite buffers within a relative norm, integers and masks exactly."""
+    for mine, theirs in zip(ours.states, reference.states, strict=True):
+        for name, expected in theirs.items():
+            if expected.is_floating_point() and expected.isfinite().all():
+                assert (mine[name] - expected).norm() <= tolerance * (expected.norm() + 1e-3), name
+            else:
+                assert torch.equal(mine[name], expected), name
+
+
+def maker(network):
+    def make(seed=1):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return network()
+
+    return make
+
+
+def zoo_model(name):
+    return maker(lambda: MODELS[name]().build(ZOO[name], 10))
+
+
+@pytest.mark.parametrize("network", networks.NETWORKS)
+@pytest.mark.parametrize("rule", [SMA(), Independent()], ids=["sma", "independent"])
+def test_fused_after_twenty_rounds_in_float64_equals_serial(network, rule):
+    shared = isinstance(rule, Independent)  # an ensemble: all learners on one stream of batches
+    serial, fused = (
+        run(executor, maker(network), networks.inputs_for(network), rule=rule, shared=shared)
+        for executor in ("serial", "fused")
+    )
+    assert_equal(fused, serial, 1e-8)
+    assert torch.tensor(fused.losses) == pytest.approx(torch.tensor(serial.losses), rel=1e-8)
+    assert fused.num_correct == serial.num_correct
+    assert sorted(set(fused.looped)) == LOOPED.get(network, [])
+
+
+@pytest.mark.parametrize("name", deep(ZOO))
+def test_fused_zoo_model_after_twenty_rounds_in_float64_equals_serial_and_loops_over_nothing(name):
+    data = features(48, ZOO[name], 10)
+    serial, fused = (run(executor, zoo_model(name), data, num_rounds=20) for executor in ("serial", "fused"))
+    assert_equal(fused, serial, 1e-8)
+    assert fused.looped == []
+
+
+@pytest.mark.parametrize("name", deep(ZOO))
+def test_fused_zoo_model_after_one_round_in_float32_equals_serial(name):
+    data = features(48, ZOO[name], 10)
+    serial, fused = (
+        run(executor, zoo_model(name), data, num_rounds=1, precision=FP32) for executor in ("serial", "fused")
+    )
+    assert_equal(fused, serial, 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3, nesterov=True, clip_norm=0.5), AdamW()])
+def test_fused_with_weight_decay_clipping_and_adamw_equals_serial(optimizer):
+    network = networks.DepthwiseSeparable
+    serial, fused = (
+        run(executor, maker(network), networks.inputs_for(network), optimizer=optimizer, num_rounds=8)
+        for executor in ("serial", "fused")
+    )
+    assert_equal(fused, serial, 1e-8)
+
+
+@pytest.mark.parametrize("network", [networks.SqueezeExcite, networks.Transformer, networks.UNet])
+def test_fused_in_bf16_follows_serial_in_bf16(network):
+    fp32, serial, fused = (
+        run(executor, maker(network), networks.inputs_for(network), num_rounds=3, precision=precision)
+        for executor, precision in (("serial", FP32), ("serial", BF16), ("fused", BF16))
+    )
+    assert sorted(set(fused.looped)) == []
+    for ours, rounded, exact in zip(fused.losses, serial.losses, fp32.losses, strict=True):
+        assert ours == pytest.approx(rounded, rel=0.05)
+        assert ours != exact
+
+
+def test_fused_learners_draw_dropout_masks_of_their_own():
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 3, bias=False))
+    nn.init.ones_(model[2].weight)
+    data = torch.ones(64, 4), torch.arange(64) % 3
+    tasks = make_tasks(lambda: model, num_learners=3, data=data, rule=Independent(), order="blocks")
+    runner = EXECUTORS["fused"](tasks)
+    runner.submit(dataclasses.replace(plan(tasks, 0), starts=(0, 0, 0)))
+    runner.drain()
+    runner.close()
+    first, *others = (tasks.bank.learner_state(learner)["2.weight"] for learner in range(3))
+    assert all(not torch.equal(first, other) for other in others)
+
+
+def test_targets_that_cross_entropy_ignores_are_left_out_of_the_mean():
+    inputs, targets = features(48)
+    targets[::3] = -100
+    serial, fused = (
+        run(executor, maker(lambda: nn.Linear(4, 3)), (inputs, targets)) for executor in ("serial", "fused")
+    )
+    assert_equal(fused, serial, 1e-10)
+    assert math.isfinite(fused.losses[-1][0])
+
+
+class BranchOnValues(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+
+class ReturnsTwo(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class ReturnsDictionary(nn.Linear):
+    def forward(self, x):
+        return {"logits": super().forward(x)}
+
+
+class WritesThroughAView(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        y[:, 0].mul_(2)
+        return y
+
+
+class NumberOfATensor(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(self.weight.norm())
+
+
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        (BranchOnValues, "torch.export cannot capture it"),
+        (ReturnsTwo, "it returns a tuple, and one tensor is needed"),
+        (ReturnsDictionary, "it returns a dict, and one tensor is needed"),
+        (WritesThroughAView, r"it writes through a view \(mul_\)"),
+        (NumberOfATensor, "torch.export cannot capture it|it makes a number of a tensor"),
+    ],
+)
+def test_model_that_cannot_be_fused_is_refused_in_one_line(network, reason, capfd):
+    with pytest.raises(FusionError, match=reason) as refused:
+        EXECUTORS["fused"](make_tasks(lambda: network(4, 3), order="blocks"))
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_fused_round_that_fails_says_which_and_why():
+    def fail(output, target):
+        raise ValueError("boom")
+
+    tasks = make_tasks(order="blocks")
+    tasks.loss = fail
+    runner = EXECUTORS["fused"](tasks)
+    with pytest.raises(LearnerError, match="round failed in round 0 on all learners: ValueError: boom"):
+        runner.submit(plan(tasks, 0))
+    runner.close()
+
+
+def test_looped_operators_are_named_once_in_a_note():
+    network = networks.LstmClassifier
+    tasks = make_tasks(maker(network), data=networks.inputs_for(network), order="blocks")
+    runner = EXECUTORS["fused"](tasks)
+    for n in range(3):
+        runner.submit(plan(tasks, n))
+    runner.close()
+    assert runner.notes == ["Operators run learner by learner, for want of a rule that fuses them: lstm."]
+
+
+def test_rows_of_banks_in_either_order_serve_fused_rounds():
+    results = []
+    for order in ("rows", "blocks"):
+        network = networks.SqueezeExcite
+        tasks = make_tasks(maker(network), data=networks.inputs_for(network), order=order)
+        results.append(Result(tasks, "fused", 6, shared=False))
+    assert_equal(*results, 1e-10)
