@@ -10,7 +10,7 @@ from typing import Any
 
 from crossbow_py.engine.precision import PrecisionName
 from experiments.throughput.gate import Ready, Window
-from experiments.throughput.sides import EXECUTOR_SIDES, SINGLE_SIDES, Side
+from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 
 ATTEMPTS = 3
 _ORDER_SEED = 0
@@ -41,29 +41,30 @@ def measure(
     take_window: Callable[[Side], Window],
     repetitions: int,
     max_foreign_share: float,
-    before_retry: Callable[[], None],
+    may_retry: Callable[[], bool],
 ) -> None:
-    """Add `repetitions` windows to every measurement, all sides taking turns in a new random order each time.
-
-    A window during which others took more than `max_foreign_share` of the cores is dropped and tried again, up to
-    ATTEMPTS times in all; `before_retry` is where to wait for the others to be gone.
-    """
+    """Add `repetitions` windows to every measurement, all sides taking turns in a new random order each time."""
     order, draw = list(measurements), random.Random(_ORDER_SEED)
     for _ in range(repetitions):
         draw.shuffle(order)
         for measurement in order:
-            measurement.windows.append(_clean_window(measurement, take_window, max_foreign_share, before_retry))
+            measurement.windows.append(clean_window(measurement, take_window, max_foreign_share, may_retry))
 
 
-def _clean_window(
+def clean_window(
     measurement: Measurement,
     take_window: Callable[[Side], Window],
     max_foreign_share: float,
-    before_retry: Callable[[], None],
+    may_retry: Callable[[], bool],
 ) -> float | None:
+    """Images/s of one window; None when none was clean.
+
+    A window during which others took more than `max_foreign_share` of the cores is dropped and tried again, up to
+    ATTEMPTS times in all; `may_retry` is where to wait for the others to be gone, or to say that there is no time.
+    """
     for attempt in range(ATTEMPTS):
-        if attempt:
-            before_retry()
+        if attempt and not may_retry():
+            break
         window = take_window(measurement.side)
         if window.foreign_share is None or window.foreign_share <= max_foreign_share:
             return window.images_per_s
@@ -113,7 +114,7 @@ def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 def _is_base(base: Side, side: Side) -> bool:
     if base.side == "tuned_single":
-        return side.side in EXECUTOR_SIDES and base.precision == side.precision
+        return side.side not in SINGLE_SIDES and base.precision == side.precision
     return base.side == "default_loop" and side.side != "default_loop"
 
 
@@ -137,7 +138,10 @@ def plan_sides(
     *,
     serial_learners: Sequence[int],
 ) -> list[Side]:
-    """Every side to measure. `default_loop` is float32 alone; an executor runs with and without averaging."""
+    """Every side to measure. `default_loop` is float32 alone; an executor runs with and without averaging.
+
+    `auto` runs with averaging, since how many independent models to train is not a question of speed.
+    """
     sides = [Side("default_loop", 1, "none", "fp32")] if "default_loop" in names else []
     for precision in precisions:
         if "tuned_single" in names:
@@ -146,7 +150,6 @@ def plan_sides(
             counts = serial_learners if name == "serial" else num_learners
             if name in names:
                 sides += [Side(name, k, rule, precision) for k in counts for rule in ("sma", "none")]
+        if AUTO in names:
+            sides.append(Side(AUTO, OPEN, "sma", precision))
     return sides
-
-
-ALL_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES)

@@ -18,11 +18,58 @@ LEAD_IN_S = 0.25
 
 
 @dataclass(frozen=True)
+class Visit:
+    """A window that is wanted, after a lead-in of at least so many seconds and ticks.
+
+    `num_learners` is for a side that can change it; None leaves it as it is.
+    """
+
+    seconds: float
+    lead_in_s: float = LEAD_IN_S
+    lead_in_ticks: int = 1
+    num_learners: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the auto side came to: seconds of choosing an executor, then of training until the learners were settled.
+
+    `settled` is False when a time limit ended the auto-tuner's search.
+    """
+
+    executor: str
+    num_learners: int
+    settled: bool
+    executor_s: float
+    learners_s: float
+
+    @property
+    def tuning_s(self) -> float:
+        """Both together."""
+        return self.executor_s + self.learners_s
+
+    def __str__(self) -> str:
+        end = "" if self.settled else ", where a time limit ended its search"
+        return (
+            f"executor {self.executor} in {self.executor_s:.1f} s and K={self.num_learners} after "
+            f"{self.learners_s:.1f} s of training{end}"
+        )
+
+
+@dataclass(frozen=True)
 class Ready:
     """A side is built. `threads` are intra-op threads of a model; `detail` says what a side chose for itself."""
 
     threads: int
-    detail: str
+    detail: str = ""
+    choice: Choice | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A side cannot be measured any more, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -44,7 +91,7 @@ class FinishedError(Exception):
 
 
 class Channel(Protocol):
-    """The side's end of the pipe: it receives seconds (None for the end) and sends Ready and Window."""
+    """The side's end of the pipe: it receives a Visit (None for the end) and sends Ready, Window and Failure."""
 
     def send(self, obj: Any, /) -> None:
         """To the parent."""
@@ -70,35 +117,41 @@ class Gate:
         snapshot: Callable[[], LoadSnapshot] = LoadSnapshot.take,
     ) -> None:
         self._channel, self._synchronize, self._clock, self._snapshot = channel, synchronize, clock, snapshot
-        self._images = 0
-        self._seconds = self._due_s = 0.0
+        self._visit = Visit(0.0)
+        self._images = self._ticks = 0
+        self._due_s = 0.0
         self._start: LoadSnapshot | None = None
 
-    def ready(self, threads: int, detail: str = "") -> None:
+    @property
+    def num_learners(self) -> int | None:
+        """With how many learners the window under way, lead-in included, is to be measured."""
+        return self._visit.num_learners
+
+    def ready(self, ready: Ready) -> None:
         """Say that training can start, and wait for the first window. Raises FinishedError when none is wanted."""
-        self._channel.send(Ready(threads, detail))
-        self._await_window()
+        self._channel.send(ready)
+        self._await_visit()
 
     def tick(self, images: int) -> None:
         """Count `images` more; begin or end the window when it is time. Raises FinishedError when it was the last."""
-        self._images += images
-        if self._clock() < self._due_s:
+        self._images, self._ticks = self._images + images, self._ticks + 1
+        if self._clock() < self._due_s or (self._start is None and self._ticks < self._visit.lead_in_ticks):
             return
         self._synchronize()
         now = self._snapshot()
         if self._start is None:
             self._start, self._images = now, 0
-            self._due_s = now.wall_s + self._seconds
+            self._due_s = now.wall_s + self._visit.seconds
         else:
             self._channel.send(Window(self._images, now.wall_s - self._start.wall_s, foreign_share(self._start, now)))
-            self._await_window()
+            self._await_visit()
 
-    def _await_window(self) -> None:
+    def _await_visit(self) -> None:
         try:
-            seconds = self._channel.recv()
+            visit = self._channel.recv()
         except EOFError:
-            seconds = None
-        if seconds is None:
+            visit = None
+        if visit is None:
             raise FinishedError
-        self._seconds, self._start = seconds, None
-        self._due_s = self._clock() + LEAD_IN_S
+        self._visit, self._start, self._ticks = visit, None, 0
+        self._due_s = self._clock() + visit.lead_in_s

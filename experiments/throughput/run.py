@@ -21,14 +21,15 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.engine.precision import BF16, PrecisionName, choose_device, choose_precision
 from crossbow_py.errors import UserError
+from experiments.common.arguments import count, positive
 from experiments.common.machine import machine, machine_line
 from experiments.common.results import write_result
-from experiments.throughput.comparison import ALL_SIDES, Measurement, measure, plan_sides, ratios, to_row
-from experiments.throughput.gate import Window
+from experiments.throughput.comparison import Measurement, measure, plan_sides, ratios, to_row
+from experiments.throughput.gate import Visit, Window
 from experiments.throughput.report import result_text
-from experiments.throughput.sides import Side
+from experiments.throughput.sides import ALL_SIDES, Side, sides_on
 from experiments.throughput.workers import SideError, SideProcess
-from experiments.throughput.workloads import WORKLOAD_MODELS, Workload, prepare
+from experiments.throughput.workloads import WORKLOAD_MODELS, Effort, Workload, prepare
 
 _WARM_UP_S = 1.0
 _RETRY_AFTER_S = 1.0
@@ -67,13 +68,14 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
         processes: dict[Side, SideProcess] = {}
         for side in sides:
             # One after another, so that a side tunes itself and warms up on a quiet machine.
-            processes[side] = stack.enter_context(SideProcess(side, workload))
-            warm = processes[side].window(_WARM_UP_S)
+            process = stack.enter_context(SideProcess(side, workload, Effort()))
+            processes[process.side] = process
+            warm = process.window(Visit(_WARM_UP_S))
             known = known and warm.foreign_share is not None
-            print(f"{side.label}: about {warm.images_per_s:,.0f} images/s", flush=True)
+            print(f"{process.side.label}: about {warm.images_per_s:,.0f} images/s", flush=True)
 
         def take_window(side: Side) -> Window:
-            return processes[side].window(options.seconds)
+            return processes[side].window(Visit(options.seconds))
 
         measurements = [Measurement(side, process.ready) for side, process in processes.items()]
         measure(
@@ -81,7 +83,7 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
             take_window,
             options.repetitions,
             options.max_foreign_share,
-            before_retry=lambda: time.sleep(_RETRY_AFTER_S),
+            may_retry=_wait_for_others,
         )
     return {
         "machine": facts,
@@ -102,44 +104,35 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
 
 def _sides(options: argparse.Namespace, device: str, precisions: Sequence[PrecisionName]) -> list[Side]:
     """The sides that run on the device; on CPU the serial executor stands for one learner alone."""
-    names = options.sides or [name for name in ALL_SIDES if name != "threads" or device == "cpu"]
-    if "threads" in names and device != "cpu":
-        raise UserError(f"side threads runs on CPU only, and device is {device}; leave it out of --sides.")
+    fitting = sides_on(device)
+    names = options.sides or fitting
+    for name in names:
+        if name not in fitting:
+            raise UserError(f"side {name} does not run on {device}; leave it out of --sides.")
     learners = list(dict.fromkeys(options.num_learners))
     return plan_sides(names, learners, precisions, serial_learners=[1] if device == "cpu" else learners)
+
+
+def _wait_for_others() -> bool:
+    time.sleep(_RETRY_AFTER_S)
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", choices=WORKLOAD_MODELS, default="resnet32", help="what is trained (default %(default)s)")
-    add("--batch-size", type=_count, default=16, help="images in a batch of one learner (default %(default)s)")
-    add("--num-learners", type=_count, nargs="+", default=[1, 2, 4], help="K of the executors (default 1 2 4)")
+    add("--batch-size", type=count, default=16, help="images in a batch of one learner (default %(default)s)")
+    add("--num-learners", type=count, nargs="+", default=[1, 2, 4], help="K of the executors (default 1 2 4)")
     add("--precision", choices=("auto", "fp32", "bf16"), nargs="+", default=["auto", "fp32"], help="default auto fp32")
     add("--sides", choices=ALL_SIDES, nargs="+", help="default: all that run on the device")
-    add("--seconds", type=_positive, default=2.5, help="length of a window (default %(default)s)")
-    add("--repetitions", type=_count, default=7, help="windows a side (default %(default)s)")
-    add("--max-foreign-share", type=_positive, default=0.15,
+    add("--seconds", type=positive, default=2.5, help="length of a window (default %(default)s)")
+    add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
+    add("--max-foreign-share", type=positive, default=0.15,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--json", type=Path, metavar="PATH", help="write the results there")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number greater than 0, got {text!r}")
-    return number
 
 
 if __name__ == "__main__":

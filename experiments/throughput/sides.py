@@ -1,17 +1,18 @@
 """The sides of the comparison. Each trains for ever and passes the gate at every tick.
 
 `default_loop` is what a tutorial teaches: float32, NCHW, every core on one model, a `DataLoader` over tensors. It is
-spared the augmentation that the other sides pay for. `tuned_single` is in tuned.py. `serial` and `threads` are this
-project's executors, driven through `Trainer.fit` with its feed and all telemetry (console, records, TensorBoard) on.
+spared the augmentation that the other sides pay for. `tuned_single` is in tuned.py. The others are this project's
+executors, and `auto` is whatever it chooses by itself, driven through `Trainer.fit` with its feed and all telemetry
+(console, records, TensorBoard) on.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -19,26 +20,35 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from crossbow_py.averaging import SMA, AveragingRule, Independent
 from crossbow_py.checkpoint import CheckpointSettings
+from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import PrecisionName
 from crossbow_py.telemetry.console import ConsoleListener
-from crossbow_py.telemetry.events import Listener, Progress
 from crossbow_py.trainer import Trainer
 from experiments.common.machine import usable_cores
-from experiments.throughput.gate import Gate
+from experiments.throughput.gate import Choice, Gate, Ready
+from experiments.throughput.pacing import PacedLearners, SettlingLearners, choosing_afresh
 from experiments.throughput.tuned import tuned_single
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Workload
+from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
 
 SINGLE_SIDES = ("default_loop", "tuned_single")
-EXECUTOR_SIDES = ("serial", "threads")
+EXECUTOR_SIDES = tuple(EXECUTORS)
+AUTO = "auto"
+ALL_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES, AUTO)
+OPEN = 0
 _RULES: dict[str, AveragingRule] = {"sma": SMA(), "none": Independent()}
 AVERAGING_WORDS = {"sma": "with SMA", "none": "without averaging"}
 _ENDLESS_EPOCHS = 1e6
 
+Executor = Literal["auto", "serial", "threads", "fused", "streams"]
+
 
 @dataclass(frozen=True)
 class Side:
-    """One row of the comparison. `averaging` is sma, or none: independent learners, or a side of one plain model."""
+    """One row of the comparison. `averaging` is sma, or none: independent learners, or a side of one plain model.
+
+    `num_learners` is OPEN where every window says how many it wants, and for `auto` until it has settled.
+    """
 
     side: str
     num_learners: int
@@ -46,26 +56,37 @@ class Side:
     precision: PrecisionName
 
     @property
-    def executor(self) -> Literal["serial", "threads"]:
-        """The executor of a side of ours, which is called by its name."""
-        return "serial" if self.side == "serial" else "threads"
+    def executor(self) -> Executor:
+        """What `Trainer` calls the executor of a side of ours: the same."""
+        return cast(Executor, self.side)
 
     @property
     def label(self) -> str:
         """As it is called on the terminal."""
         if self.side in SINGLE_SIDES:
             return f"{self.side} {self.precision}"
-        return f"{self.side} K={self.num_learners} {AVERAGING_WORDS[self.averaging]} {self.precision}"
+        learners = "" if self.num_learners == OPEN else f" K={self.num_learners}"
+        return f"{self.side}{learners} {AVERAGING_WORDS[self.averaging]} {self.precision}"
+
+    def chosen(self, ready: Ready) -> Side:
+        """The side with the number of learners it chose, if it chose one."""
+        return self if ready.choice is None else replace(self, num_learners=ready.choice.num_learners)
 
 
-def run_side(side: Side, workload: Workload, gate: Gate) -> None:
+def sides_on(device: str) -> list[str]:
+    """Names of the sides that run on a type of device."""
+    elsewhere = {name for name, executor in EXECUTORS.items() if executor.DEVICE not in (None, device)}
+    return [name for name in ALL_SIDES if name not in elsewhere]
+
+
+def run_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
     """Train until the gate raises FinishedError."""
     if side.side == "default_loop":
         default_loop(workload, gate)
     elif side.side == "tuned_single":
-        tuned_single(side.precision, workload, gate)
+        tuned_single(side.precision, workload, gate, effort)
     else:
-        trainer_fit(side, workload, gate)
+        trainer_fit(side, workload, gate, effort)
 
 
 def default_loop(workload: Workload, gate: Gate) -> None:
@@ -76,7 +97,7 @@ def default_loop(workload: Workload, gate: Gate) -> None:
     model = workload.make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
-    gate.ready(torch.get_num_threads())
+    gate.ready(Ready(torch.get_num_threads()))
     running_loss = 0.0
     while True:
         for images, labels in loader:
@@ -89,48 +110,45 @@ def default_loop(workload: Workload, gate: Gate) -> None:
             gate.tick(workload.batch_size)
 
 
-def trainer_fit(side: Side, workload: Workload, gate: Gate) -> None:
+def trainer_fit(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
     """One long `Trainer.fit`. It has no test data and writes no checkpoints, as throughput leaves out both."""
-    torch.set_num_threads(1)  # a learner; what `threads` does by itself holds for `serial` here too
-    rule = _RULES[side.averaging]
-    moved = workload.batch_size * (side.num_learners if rule.has_central_model else 1)
-    ticks = _Ticks(gate, samples_per_round=moved, images_per_round=workload.batch_size * side.num_learners)
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        trainer = Trainer(
-            model=workload.make_model,
-            train_data=workload.tensors(),
-            num_classes=workload.num_classes,
-            optimizer=SGD(learning_rate=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
-            averaging=rule,
-            augmentation=workload.augmentation,
-            mean=workload.mean,
-            std=workload.std,
-            output_dir=folder,
-            checkpoint=CheckpointSettings(every_epochs=None),
-            callbacks=[ConsoleListener(Path(folder) / "console.log", stream=nowhere), ticks],
-            batch_size=workload.batch_size,
-            num_learners=side.num_learners,
-            executor=side.executor,
-            device="cuda" if workload.device == "cuda" else "cpu",
-            precision=side.precision,
-        )
-        gate.ready(torch.get_num_threads())
+    torch.set_num_threads(1 if side.side == "threads" else usable_cores())
+    with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as nowhere:
+        folder = Path(name)
+        with choosing_afresh(folder) as choosing:
+            trainer = Trainer(
+                model=workload.make_model,
+                train_data=workload.tensors(),
+                num_classes=workload.num_classes,
+                optimizer=SGD(learning_rate=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
+                averaging=_RULES[side.averaging],
+                augmentation=workload.augmentation,
+                mean=workload.mean,
+                std=workload.std,
+                output_dir=folder / "run",
+                checkpoint=CheckpointSettings(every_epochs=None),
+                callbacks=[ConsoleListener(folder / "console.log", stream=nowhere)],
+                batch_size=workload.batch_size,
+                num_learners="auto" if side.num_learners == OPEN else side.num_learners,
+                executor=side.executor,
+                device="cuda" if workload.device == "cuda" else "cpu",
+                precision=side.precision,
+            )
+        if side.side == AUTO:
+            trainer.run.tuning = _settling(trainer, gate, workload.batch_size, effort, choosing.seconds)
+        else:
+            trainer.run.tuning = PacedLearners(gate, workload.batch_size)
+            gate.ready(Ready(torch.get_num_threads()))
         trainer.fit(max_epochs=_ENDLESS_EPOCHS)
 
 
-class _Ticks(Listener):
-    """Passes the gate from the training loop's own thread, a few times a second.
+def _settling(trainer: Trainer, gate: Gate, batch_size: int, effort: Effort, executor_s: float) -> SettlingLearners:
+    """The run's own auto-tuner, and the gate from when it has settled."""
+    tuning, executor = trainer.run.tuning, trainer.run.parts.choices.executor
+    assert tuning is not None, "the trainer was told num_learners=auto"
 
-    A call comes when a round has been submitted and the one before is over. As this holds at both ends of a window, as
-    many rounds are finished within it as are submitted.
-    """
+    def ready(num_learners: int, settled: bool, learners_s: float) -> None:
+        choice = Choice(executor, num_learners, settled, round(executor_s, 2), round(learners_s, 2))
+        gate.ready(Ready(1 if executor == "threads" else torch.get_num_threads(), str(choice), choice))
 
-    def __init__(self, gate: Gate, *, samples_per_round: int, images_per_round: int) -> None:
-        self._gate, self._samples_per_round, self._images_per_round = gate, samples_per_round, images_per_round
-        self._samples_seen = 0
-
-    def on_progress(self, progress: Progress) -> None:
-        """Independent learners move the sample stream by one batch a round, but each of them takes one."""
-        rounds = (progress.samples_seen - self._samples_seen) // self._samples_per_round
-        self._samples_seen = progress.samples_seen
-        self._gate.tick(rounds * self._images_per_round)
+    return SettlingLearners(tuning, gate, batch_size, effort.settle_s, ready)

@@ -1,39 +1,56 @@
-"""A process a side, so that thread pools, allocator settings and caches of one side never meet those of another."""
+"""A process a side, so that thread pools, allocator settings and caches of one side never meet those of another.
+
+Processes are forked from a server that has imported torch and nothing else: they start in milliseconds, and as clean.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from experiments.throughput.gate import FinishedError, Gate, Ready, Window
+from crossbow_py.errors import CrossbowError
+from experiments.common.machine import ROOT
+from experiments.throughput.gate import Failure, FinishedError, Gate, Ready, Visit, Window
 from experiments.throughput.sides import Side, run_side
-from experiments.throughput.workloads import Workload
+from experiments.throughput.workloads import Effort, Workload
 
 _END_S = 10.0
+_PRELOADED = ["torch", "experiments.throughput.sides"]
 
 
 class SideError(Exception):
-    """A side's process ended by itself; what it had to say is on stderr."""
+    """A side cannot be measured: why, in a sentence, or its process ended and its error is on stderr."""
 
 
 class SideProcess:
     """A side in a process of its own, blocked but for its windows. Close it, or use it as a context manager."""
 
-    def __init__(self, side: Side, workload: Workload) -> None:
-        """Start the process and wait until the side is built and has tuned itself."""
-        self.side = side
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, side: Side, workload: Workload, effort: Effort) -> None:
+        """Start the process and wait until the side is built and has tuned itself. Raises SideError."""
+        self._label = side.label
+        context = process_context()
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, side, workload), name=side.label, daemon=True)
+        arguments = (theirs, side, workload, effort)
+        self._process = context.Process(target=serve, args=arguments, name=side.label, daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()  # so that this end sees the end of the file when the process dies
-        self.ready: Ready = self._receive()
+        try:
+            self.ready: Ready = self._receive()
+        except BaseException:
+            self.close()
+            raise
+        self.side = side.chosen(self.ready)
 
     def __enter__(self) -> SideProcess:
         return self
@@ -41,16 +58,21 @@ class SideProcess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def window(self, seconds: float) -> Window:
+    def window(self, visit: Visit) -> Window:
         """Let the side train for a window; blocks until it is over. Raises SideError."""
-        self._connection.send(seconds)
+        with suppress(OSError):  # it died; the reason comes next
+            self._connection.send(visit)
         window: Window = self._receive()
         return window
 
-    def close(self) -> None:
-        """End the process."""
+    def dismiss(self) -> None:
+        """Tell the process to end, and do not wait for it."""
         with suppress(OSError):
             self._connection.send(None)
+
+    def close(self) -> None:
+        """End the process."""
+        self.dismiss()
         self._process.join(_END_S)
         if self._process.is_alive():
             self._process.terminate()
@@ -59,12 +81,27 @@ class SideProcess:
 
     def _receive(self) -> Any:
         try:
-            return self._connection.recv()
-        except EOFError as error:
-            raise SideError(f"side {self.side.label} failed; its error is above.") from error
+            message = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise SideError(f"side {self._label} ended by itself; its error is above.") from error
+        if isinstance(message, Failure):
+            raise SideError(f"side {self._label}: {message.reason}")
+        return message
 
 
-def serve(connection: Connection[Any, Any], side: Side, workload: Workload) -> None:
+def process_context() -> BaseContext:
+    """How processes are made. The server is told where this checkout is, as it need not be installed."""
+    if sys.platform != "linux":  # elsewhere, system libraries do not stand being forked
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+        forkserver.ensure_running()
+    return context
+
+
+def serve(connection: Connection[Any, Any], side: Side, workload: Workload, effort: Effort) -> None:
     """What the process does: train behind the gate until no more windows are wanted, or nobody is there to want any.
 
     Ctrl-C reaches every process of the terminal; it is the parent's to answer, by closing its end.
@@ -72,4 +109,7 @@ def serve(connection: Connection[Any, Any], side: Side, workload: Workload) -> N
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     synchronize: Callable[[], None] = torch.cuda.synchronize if workload.device == "cuda" else lambda: None
     with suppress(FinishedError, BrokenPipeError):
-        run_side(side, workload, Gate(connection, synchronize))
+        try:
+            run_side(side, workload, Gate(connection, synchronize), effort)
+        except CrossbowError as error:
+            connection.send(Failure(str(error)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,20 @@ _CIFAR = ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "vgg16")
 _MNIST = ("lenet", "mlp")
 WORKLOAD_MODELS = (*_CIFAR, *_MNIST)
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long a side may take to find what suits it, before its first window.
+
+    `tuned_single` tries each of its forms for `trial_s`, `trials` times while all of it took less than `trials_limit_s`
+    (the first time is always whole). The auto side is measured as it is after `settle_s` of training.
+    """
+
+    trial_s: float = 0.4
+    trials: int = 3
+    trials_limit_s: float = 60.0
+    settle_s: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +68,27 @@ class Workload:
 
 def prepare(model: str, batch_size: int, device: str, folder: Path) -> Workload:
     """Load the images (once, for all sides) and leave them under `folder`."""
+    return prepare_all([model], batch_size, device, folder)[model]
+
+
+def prepare_all(models: Sequence[str], batch_size: int, device: str, folder: Path) -> dict[str, Workload]:
+    """The same for several models, those of one data set sharing its images."""
+    by_data: dict[bool, Workload] = {}
+    for model in models:
+        cifar = model in _CIFAR
+        if cifar not in by_data:
+            by_data[cifar] = _prepare(model, batch_size, device, folder / ("cifar10" if cifar else "mnist"))
+    return {model: replace(by_data[model in _CIFAR], model=model) for model in models}
+
+
+def _prepare(model: str, batch_size: int, device: str, folder: Path) -> Workload:
     source = load_source(model)
     pair = as_pair(source.train)
     assert pair is not None, "published data sets are pairs of tensors"
     assert source.num_classes is not None, "published data sets have classes"
     assert source.mean is not None, "published data sets have moments"
     assert source.std is not None, "published data sets have moments"
+    folder.mkdir()
     paths = folder / "images.npy", folder / "labels.npy"
     for path, tensor in zip(paths, pair, strict=True):
         np.save(path, tensor[:NUM_IMAGES].numpy())

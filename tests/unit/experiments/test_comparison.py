@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.throughput import comparison, report
-from experiments.throughput.comparison import ATTEMPTS, measure, paired_ratios, plan_sides, ratios, to_row
+from experiments.throughput import report
+from experiments.throughput.comparison import ATTEMPTS, clean_window, measure, paired_ratios, plan_sides, ratios, to_row
 from experiments.throughput.gate import Window
-from experiments.throughput.sides import Side
+from experiments.throughput.sides import OPEN, Side, sides_on
 from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT, measurement, throughput_result
 
 
@@ -19,7 +19,7 @@ def test_measure_gives_every_side_one_window_a_repetition_in_changing_order() ->
         return Window(10, 2.0, 0.0)
 
     measurements = [measurement(side) for side in (DEFAULT, TUNED, WITH, WITHOUT)]
-    measure(measurements, take, 6, 0.15, before_retry=pytest.fail)
+    measure(measurements, take, 6, 0.15, may_retry=pytest.fail)
     rounds = [asked[start : start + 4] for start in range(0, 24, 4)]
     assert all(set(turn) == {DEFAULT, TUNED, WITH, WITHOUT} for turn in rounds)
     assert len({tuple(turn) for turn in rounds}) > 1
@@ -28,11 +28,22 @@ def test_measure_gives_every_side_one_window_a_repetition_in_changing_order() ->
 
 def test_measure_drops_windows_under_foreign_load_and_tries_again() -> None:
     shares = iter([0.2, 0.1, None, *[0.5] * ATTEMPTS, 0.15])
-    waits: list[None] = []
+    waits: list[bool] = []
+
+    def may_retry() -> bool:
+        waits.append(True)
+        return True
+
     entry = measurement(WITH)
-    measure([entry], lambda _: Window(10, 1.0, next(shares)), 4, 0.15, lambda: waits.append(None))
+    measure([entry], lambda _: Window(10, 1.0, next(shares)), 4, 0.15, may_retry)
     assert entry.windows == [10.0, 10.0, None, 10.0]
     assert (entry.dropped, len(entry.kept), len(waits)) == (1 + ATTEMPTS, 3, 1 + ATTEMPTS - 1)
+
+
+def test_clean_window_without_time_for_another_is_none() -> None:
+    entry = measurement(WITH)
+    assert clean_window(entry, lambda _: Window(10, 1.0, 0.5), 0.15, lambda: False) is None
+    assert entry.dropped == 1
 
 
 def test_row_has_the_median_of_clean_windows_and_the_fields_of_the_file() -> None:
@@ -77,7 +88,7 @@ def test_ratios_to_tuned_single_are_at_equal_precision() -> None:
 
 
 def test_plan_sides_with_two_precisions_has_one_default_loop() -> None:
-    planned = plan_sides(comparison.ALL_SIDES, [1, 2], ["bf16", "fp32"], serial_learners=[1])
+    planned = plan_sides(sides_on("cpu"), [1, 2], ["bf16", "fp32"], serial_learners=[1])
     assert planned[0] == DEFAULT
     assert [side.side for side in planned].count("default_loop") == 1
     for_one_precision = [side for side in planned if side.precision == "bf16"]
@@ -89,6 +100,11 @@ def test_plan_sides_with_two_precisions_has_one_default_loop() -> None:
         ("threads", 1, "none"),
         ("threads", 2, "sma"),
         ("threads", 2, "none"),
+        ("fused", 1, "sma"),
+        ("fused", 1, "none"),
+        ("fused", 2, "sma"),
+        ("fused", 2, "none"),
+        ("auto", OPEN, "sma"),
     ]
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from experiments.throughput.gate import LEAD_IN_S, FinishedError, Gate, Ready, Window
+from experiments.throughput.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
 from experiments.throughput.load import LoadSnapshot, busy_ticks, foreign_share
 
 
 class Channel:
     """The parent's commands, in order, and what the side sent."""
 
-    def __init__(self, *commands: float | None) -> None:
+    def __init__(self, *commands: Visit | None) -> None:
         self.commands, self.sent = list(commands), []
 
     def send(self, obj: Any, /) -> None:
@@ -50,9 +50,9 @@ def tick_for(gate: Gate, clock: Clock, seconds: float, images: int) -> None:
 
 
 def test_gate_leaves_the_lead_in_out_and_counts_what_follows() -> None:
-    channel, clock = Channel(1.0, 1.0), Clock()
+    channel, clock = Channel(Visit(1.0), Visit(1.0)), Clock()
     gate = gate_for(channel, clock)
-    gate.ready(2, "fused")
+    gate.ready(Ready(2, "fused"))
     assert channel.sent == [Ready(2, "fused")]
     assert LEAD_IN_S == 0.25
     tick_for(gate, clock, 1.25, images=10)  # one tick of lead-in, four of the window
@@ -61,9 +61,9 @@ def test_gate_leaves_the_lead_in_out_and_counts_what_follows() -> None:
 
 
 def test_gate_does_not_count_the_time_between_windows() -> None:
-    channel, clock = Channel(1.0, 0.5), Clock()
+    channel, clock = Channel(Visit(1.0), Visit(0.5)), Clock()
     gate = gate_for(channel, clock)
-    gate.ready(1)
+    gate.ready(Ready(1))
     tick_for(gate, clock, 1.25, images=10)
     clock.now += 0.05  # the loop went on for a little, having been held inside its last tick
     tick_for(gate, clock, 0.5, images=10)
@@ -75,10 +75,20 @@ def test_gate_does_not_count_the_time_between_windows() -> None:
     assert channel.sent[-1].foreign_share == pytest.approx(0.3)
 
 
+def test_gate_lead_in_has_as_many_ticks_as_asked_for() -> None:
+    channel, clock = Channel(Visit(0.5, lead_in_s=0.0, lead_in_ticks=3, num_learners=4), Visit(1.0)), Clock()
+    gate = gate_for(channel, clock)
+    gate.ready(Ready(1))
+    assert gate.num_learners == 4
+    tick_for(gate, clock, 1.25, images=10)  # three ticks of lead-in, two of the window
+    assert channel.sent[1:] == [Window(images=20, seconds=0.5, foreign_share=0.0)]
+    assert gate.num_learners is None
+
+
 @pytest.mark.parametrize("commands", [(None,), ()])
 def test_gate_without_a_further_window_unwinds_the_loop(commands: tuple[None, ...]) -> None:
     with pytest.raises(FinishedError):
-        gate_for(Channel(*commands), Clock()).ready(1)
+        gate_for(Channel(*commands), Clock()).ready(Ready(1))
 
 
 STAT = """cpu  300 0 30 900 9 0 3 6 0 0

@@ -21,10 +21,11 @@ from experiments.throughput import run, sides, tuned, workloads
 from experiments.throughput.gate import FinishedError, Ready
 from experiments.throughput.sides import Side
 from experiments.throughput.tuned import Form
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Workload
+from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
 from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT
 
 BATCH = 8
+NO_EFFORT = Effort(trial_s=0.0, trials=1, settle_s=0.0)
 
 
 @pytest.fixture
@@ -32,7 +33,6 @@ def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worklo
     """LeNet on a few synthetic images; torch's global settings, which sides change in their own process, are kept."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    monkeypatch.setattr(tuned, "_TUNING_S", 0.0)
     for module in (sides, tuned):
         monkeypatch.setattr(module, "usable_cores", lambda: 1)
     monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
@@ -49,11 +49,13 @@ def quick(workload: Workload) -> Workload:
 class CountingGate:
     """Ends the loop after a number of images."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.images, self.prepared = limit, 0, Ready(0, "")
+    num_learners: int | None = None
 
-    def ready(self, threads: int, detail: str = "") -> None:
-        self.prepared = Ready(threads, detail)
+    def __init__(self, limit: int) -> None:
+        self.limit, self.images, self.prepared = limit, 0, Ready(0)
+
+    def ready(self, ready: Ready) -> None:
+        self.prepared = ready
 
     def tick(self, images: int) -> None:
         self.images += images
@@ -65,7 +67,7 @@ class CountingGate:
 def test_single_side_ticks_once_a_batch(side: Side, workload: Workload) -> None:
     gate = CountingGate(10 * BATCH)
     with pytest.raises(FinishedError):
-        sides.run_side(side, quick(workload), gate)  # type: ignore[arg-type]
+        sides.run_side(side, quick(workload), gate, NO_EFFORT)  # type: ignore[arg-type]
     assert gate.images == 10 * BATCH
     assert gate.prepared.threads >= 1
 
@@ -84,7 +86,7 @@ def test_executor_side_counts_the_batches_of_all_learners(
     monkeypatch.setattr(sides, "Trainer", Recorded)
     gate = CountingGate(20 * BATCH)
     with pytest.raises(FinishedError):
-        sides.run_side(side, quick(workload), gate)  # type: ignore[arg-type]
+        sides.run_side(side, quick(workload), gate, NO_EFFORT)  # type: ignore[arg-type]
     assert gate.images == built[0].state.round_index * BATCH * side.num_learners
     assert gate.prepared.threads == 1
 
@@ -128,9 +130,9 @@ def test_thread_counts_cover_few_cores_all_and_many_by_doubling(cores: int, coun
 def test_fastest_takes_the_choice_with_the_best_window(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, fast = Form("fp32", "foreach"), Form("fp32", "fused")
     rates = iter([5.0, 6.0, 7.0, 1.0, 5.0, 6.0, 7.0, 9.0, 5.0, 6.0, 7.0, 1.0])
-    monkeypatch.setattr(tuned, "_steps_per_s", lambda _: next(rates))
+    monkeypatch.setattr(tuned, "_steps_per_s", lambda step, seconds: next(rates))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    assert tuned.fastest({slow: print, fast: print}, [1, 2]) == (fast, 2)
+    assert tuned.fastest({slow: print, fast: print}, [1, 2], Effort(trials=3)) == (fast, 2)
 
 
 def test_workload_without_the_data_set_is_synthetic_of_its_shape(workload: Workload) -> None:
