@@ -11,6 +11,7 @@ import torch
 from crossbow_py.engine.executors import check_executor
 from crossbow_py.engine.executors.device_streams import prepare_environment
 from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.precision import Precision, PrecisionName, choose_device, choose_precision
 from crossbow_py.settings import check, setting
 
@@ -78,6 +79,8 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None) -> Choices:
     if settings.executor == StreamsExecutor.NAME and torch.cuda.is_available():
         prepare_environment()
     device = choose_device(saved.get("device", "auto") if settings.device == "auto" else settings.device)
+    if device.type == "cpu" and settings.several:
+        keep_freed_memory()
     precision = saved.get("precision", "auto") if settings.precision == "auto" else settings.precision
     executor = saved.get("executor", "auto") if settings.executor == "auto" else settings.executor
     if executor == "auto" and not settings.several:

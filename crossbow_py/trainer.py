@@ -55,7 +55,7 @@ class Trainer:
         batch_size: samples a learner takes per round.
         num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
         executor, device, precision, channels_last, seed, on_nonfinite: see `RunSettings`. On CPU with several learners
-            the process is told to keep freed memory (`engine.memory.keep_freed_memory`).
+            the process is told to keep freed memory, in huge pages (`engine.memory.keep_freed_memory`).
 
     Raises:
         UserError: settings, data and model do not fit each other.

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define BLOCK 1024 /* 4 KiB an array: weights, gradients, two states, z and corrections fit 32 KiB */
+#define CHUNK (16 * BLOCK) /* of one row before the next: long enough to prefetch; z and the sum fit the second cache */
 #define LANES 16
 #define VALUES 8
 
@@ -101,32 +102,39 @@ static void adamw(float *restrict w, float *restrict g, float *restrict a, float
 typedef void (*Step)(float *, float *, float *, float *, const float *, float, int64_t);
 static const Step STEPS[] = {sgd, adamw};
 
-/* Values [first, first + n) of a vector, for every learner; n <= BLOCK */
-static void update_block(const Vector *v, const Learner *learners, int64_t num_learners, Step step, float correction,
-                         int64_t first, int64_t n)
+/* Values [at, at + n) of learner j's row; n <= BLOCK. `first` says that no learner before added to the corrections. */
+static void update_block(const Vector *v, const Learner *own, int64_t j, Step step, float correction, int first,
+                         int64_t at, int64_t n)
 {
-    float pulled[BLOCK];
-    int written = 0;
-    for (int64_t j = 0; j < num_learners; j++) {
-        const Learner *own = learners + j;
-        if (own->skipped) continue;
-        const int64_t at = j * v->stride + first;
-        float *w = v->weights + at, *g = v->gradients + j * v->gradient_stride + first;
-        if (own->gradient_scale != 1) scale(g, own->gradient_scale, n);
-        if (correction != 0) {
-            pull(pulled, w, v->z + first, correction, n);
-            if (written)
-                add(v->corrections + first, pulled, 1, n);
-            else
-                memcpy(v->corrections + first, pulled, (size_t)n * sizeof(float));
-            written = 1;
-        }
-        step(w, g, v->state[0] ? v->state[0] + at : 0, v->state[1] ? v->state[1] + at : 0, own->values,
-             v->decays ? own->decay : 0, n);
-        if (correction != 0) subtract(w, pulled, n);
-        if (v->shadow) to_bfloat16(v->shadow + at, w, n);
+    float pulled[BLOCK], *total = v->corrections + at;
+    const int64_t in_row = j * v->stride + at;
+    float *w = v->weights + in_row, *g = v->gradients + j * v->gradient_stride + at;
+    if (own->gradient_scale != 1) scale(g, own->gradient_scale, n);
+    if (correction != 0) {
+        pull(pulled, w, v->z + at, correction, n);
+        if (first)
+            memcpy(total, pulled, (size_t)n * sizeof(float));
+        else
+            add(total, pulled, 1, n);
     }
-    if (correction != 0 && !written) memset(v->corrections + first, 0, (size_t)n * sizeof(float));
+    step(w, g, v->state[0] ? v->state[0] + in_row : 0, v->state[1] ? v->state[1] + in_row : 0, own->values,
+         v->decays ? own->decay : 0, n);
+    if (correction != 0) subtract(w, pulled, n);
+    if (v->shadow) to_bfloat16(v->shadow + in_row, w, n);
+}
+
+/* Values [begin, begin + n) of all rows, one row after the other; n <= CHUNK */
+static void update_chunk(const Vector *v, const Learner *learners, int64_t num_learners, Step step, float correction,
+                         int64_t begin, int64_t n)
+{
+    int first = 1;
+    for (int64_t j = 0; j < num_learners; j++) {
+        if (learners[j].skipped) continue;
+        for (int64_t at = 0; at < n; at += BLOCK)
+            update_block(v, learners + j, j, step, correction, first, begin + at, n - at < BLOCK ? n - at : BLOCK);
+        first = 0;
+    }
+    if (correction != 0 && first) memset(v->corrections + begin, 0, (size_t)n * sizeof(float));
 }
 
 /* Part `part` of `num_parts` of all vectors: gradient steps and corrections of the learners, and the corrections' sum.
@@ -134,13 +142,13 @@ static void update_block(const Vector *v, const Learner *learners, int64_t num_l
 void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
                      int64_t optimizer, float correction, int64_t part, int64_t num_parts)
 {
-    int64_t block = 0;
+    int64_t chunk = 0;
     for (int64_t i = 0; i < num_vectors; i++)
-        for (int64_t first = 0; first < vectors[i].count; first += BLOCK, block++) {
-            if (block % num_parts != part) continue;
-            const int64_t left = vectors[i].count - first;
-            update_block(vectors + i, learners, num_learners, STEPS[optimizer], correction, first,
-                         left < BLOCK ? left : BLOCK);
+        for (int64_t begin = 0; begin < vectors[i].count; begin += CHUNK, chunk++) {
+            if (chunk % num_parts != part) continue;
+            const int64_t left = vectors[i].count - begin;
+            update_chunk(vectors + i, learners, num_learners, STEPS[optimizer], correction, begin,
+                         left < CHUNK ? left : CHUNK);
         }
 }
 
