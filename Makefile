@@ -38,12 +38,10 @@ test: setup  ## the whole suite (lint, types and import rules are tests) but for
 test-all: setup  ## the whole suite
 	$(BIN)/python -m pytest
 
-gpu: setup  ## check and measure everything on a GPU
+gpu: setup  ## the GPU tests and the throughput suite on a GPU, in 8 minutes
 	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")'
 	$(BIN)/python -m pytest -m gpu
-	for model in resnet32 lenet; do \
-	  $(BIN)/python experiments/throughput/run.py --device cuda --model $$model --batch-size 16 --json experiments/throughput/results/cuda_$${model}_b16.json || exit 1; \
-	done
+	$(BIN)/python experiments/throughput/suite.py --device cuda --json experiments/throughput/results/suite_cuda.json
 	$(BIN)/python experiments/tables.py
 
 unit: setup  ## the unit tests alone

@@ -21,6 +21,7 @@ from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
 from experiments.common.results import EXPERIMENTS, read_results
 from experiments.resnet32_cifar10.report import summary_table
+from experiments.throughput import suite_report
 from experiments.throughput.report import result_text, rounds_table, sides_table
 
 Table = Callable[[Mapping[str, Any]], str]
@@ -35,6 +36,15 @@ def _machine(result: Mapping[str, Any]) -> str:
 TABLES: dict[str, dict[str, Table]] = {
     "throughput": {"all": result_text, "sides": sides_table, "rounds": rounds_table, "machine": _machine},
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
+}
+# Those of a result that says of itself what kind it is.
+TABLES_OF_KIND: dict[str, dict[str, Table]] = {
+    suite_report.KIND: {
+        "all": suite_report.result_text,
+        "summary": suite_report.summary_table,
+        "notes": suite_report.notes,
+        "machine": _machine,
+    }
 }
 
 
@@ -73,17 +83,22 @@ def build(name: str, results: Results) -> str:
     if not rest:
         return "\n\n".join(_section(experiment, result, results[result]) for result in results)
     result, table = (*rest, "")[:2]
-    if result not in results or table not in TABLES[experiment]:
+    tables = _tables(experiment, results.get(result, {}))
+    if result not in results or table not in tables:
         raise ValueError(
             f"table:{name} must be EXPERIMENT/RESULT/TABLE with a result of {', '.join(results) or 'none yet'} and a "
-            f"table of {', '.join(TABLES[experiment])}."
+            f"table of {', '.join(tables)}."
         )
-    return TABLES[experiment][table](results[result])
+    return tables[table](results[result])
+
+
+def _tables(experiment: str, result: Mapping[str, Any]) -> dict[str, Table]:
+    return TABLES_OF_KIND.get(result.get("kind", ""), TABLES[experiment])
 
 
 def _section(experiment: str, name: str, result: Mapping[str, Any]) -> str:
     """One result with its command and machine."""
-    main_table = next(iter(TABLES[experiment].values()))
+    main_table = next(iter(_tables(experiment, result).values()))
     facts = result["machine"]
     return f"### {name}\n\n    {facts['command']}\n\n{main_table(result)}\n\n{machine_line(facts)}"
 

@@ -151,4 +151,4 @@ def _settling(trainer: Trainer, gate: Gate, batch_size: int, effort: Effort, exe
         choice = Choice(executor, num_learners, settled, round(executor_s, 2), round(learners_s, 2))
         gate.ready(Ready(1 if executor == "threads" else torch.get_num_threads(), str(choice), choice))
 
-    return SettlingLearners(tuning, gate, batch_size, effort.settle_s, ready)
+    return SettlingLearners(tuning, gate, batch_size, max(0.0, effort.tuning_s - executor_s), ready)

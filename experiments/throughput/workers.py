@@ -36,8 +36,11 @@ class SideError(Exception):
 class SideProcess:
     """A side in a process of its own, blocked but for its windows. Close it, or use it as a context manager."""
 
-    def __init__(self, side: Side, workload: Workload, effort: Effort) -> None:
-        """Start the process and wait until the side is built and has tuned itself. Raises SideError."""
+    def __init__(self, side: Side, workload: Workload, effort: Effort, patience_s: float | None = None) -> None:
+        """Start the process and wait until the side is built and has tuned itself, but no longer than `patience_s`.
+
+        Raises SideError.
+        """
         self._label = side.label
         context = process_context()
         self._connection, theirs = context.Pipe()
@@ -46,7 +49,7 @@ class SideProcess:
         self._process.start()
         theirs.close()  # so that this end sees the end of the file when the process dies
         try:
-            self.ready: Ready = self._receive()
+            self.ready: Ready = self._receive(patience_s)
         except BaseException:
             self.close()
             raise
@@ -58,11 +61,11 @@ class SideProcess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def window(self, visit: Visit) -> Window:
-        """Let the side train for a window; blocks until it is over. Raises SideError."""
+    def window(self, visit: Visit, patience_s: float | None = None) -> Window:
+        """Let the side train for a window; blocks until it is over or `patience_s` are. Raises SideError."""
         with suppress(OSError):  # it died; the reason comes next
             self._connection.send(visit)
-        window: Window = self._receive()
+        window: Window = self._receive(patience_s)
         return window
 
     def dismiss(self) -> None:
@@ -79,8 +82,11 @@ class SideProcess:
             self._process.join()
         self._connection.close()
 
-    def _receive(self) -> Any:
+    def _receive(self, patience_s: float | None) -> Any:
         try:
+            if not self._connection.poll(patience_s):
+                self._process.terminate()
+                raise SideError(f"side {self._label} took longer than the {patience_s:.0f} s there were and was ended.")
             message = self._connection.recv()
         except (EOFError, OSError) as error:
             raise SideError(f"side {self._label} ended by itself; its error is above.") from error

@@ -32,13 +32,14 @@ class Effort:
     """How long a side may take to find what suits it, before its first window.
 
     `tuned_single` tries each of its forms for `trial_s`, `trials` times while all of it took less than `trials_limit_s`
-    (the first time is always whole). The auto side is measured as it is after `settle_s` of training.
+    (the first time is always whole). The auto side is measured as it is after `tuning_s` of tuning, its choice of an
+    executor included.
     """
 
     trial_s: float = 0.4
     trials: int = 3
     trials_limit_s: float = 60.0
-    settle_s: float = 120.0
+    tuning_s: float = 120.0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DEC
 from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT
 
 BATCH = 8
-NO_EFFORT = Effort(trial_s=0.0, trials=1, settle_s=0.0)
+NO_EFFORT = Effort(trial_s=0.0, trials=1, tuning_s=0.0)
 
 
 @pytest.fixture
