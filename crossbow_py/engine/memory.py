@@ -12,14 +12,22 @@ import torch
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MADV_HUGEPAGE = 14
 _BLOCK, _HUGE_PAGE = 2**30 - 2**21, 2**21  # the largest glibc takes from its heap; of x86 and most ARM kernels
-_HOST_WORDS = ("can't allocate memory", "not enough memory")  # torch's CPU allocator raises a plain RuntimeError
+# torch has an exception for its own CUDA allocator alone; the CPU allocator, pinned memory, CUDA graphs and the
+# libraries raise a plain RuntimeError, which differs from others in its words.
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error says that a device or the host has no memory left."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def free_memory(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from crossbow_py.engine.layout import Order, Rows, buffer_layout, parameter_layo
 from crossbow_py.engine.precision import Precision, full_precision_parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainedRow:
     """The trained part of one learner's row in every buffer: lists of vectors, side by side.
 
@@ -195,14 +196,7 @@ class ReplicaBank:
             self.adopt_learner()
         buffers = self.central_buffers()
         if num_learners > self.capacity:
-            saved, capacity = self.state_dict(), self.capacity
-            try:
-                self._allocate(num_learners)
-            except (RuntimeError, MemoryError):  # no memory left: as before
-                self._allocate(capacity)
-                raise
-            finally:
-                self._load_rows(saved, before)
+            self._reallocate(num_learners)
         self.num_learners = num_learners
         for learner in range(before, num_learners):
             self.reset_learner(learner)
@@ -211,6 +205,22 @@ class ReplicaBank:
             self.weights.copy_row(0, self.z)
             self.refresh_shadow(0)
             self.buffers.load(0, buffers)
+
+    def trim(self) -> None:
+        """Give back the rows of learners that are gone; where there is no room to do so, they stay."""
+        if self.capacity > self.num_learners:
+            with suppress(RuntimeError, MemoryError):
+                self._reallocate(self.num_learners)
+
+    def _reallocate(self, capacity: int) -> None:
+        """Move the active rows to new memory. When memory does not hold it, the bank is as it was."""
+        before, rows = dict(self.__dict__), self._active_rows()
+        try:
+            self._allocate(capacity)
+        except (RuntimeError, MemoryError):
+            self.__dict__.update(before)
+            raise
+        self._load_rows(rows, self.num_learners)
 
     def reseed(self, learner: int, healthy: Sequence[int]) -> None:
         """w_j ← z, zero state, and the mean BatchNorm statistics of `healthy` learners. Touches no other row."""
@@ -286,16 +296,27 @@ class ReplicaBank:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything of the active rows, by name and stacked `[K, *shape]`: independent of capacity and alignment."""
-        k = self.num_learners
+        rows = self._active_rows()
         return {
-            "num_learners": k,
-            "weights": _clone(self.weights.stacked(k)),
-            "state": {name: _clone(rows.stacked(k)) for name, rows in self.state.items()},
-            "buffers": _clone(self.buffers.stacked(k)),
-            "integer_buffers": [_clone(self._integer_buffers(j)) for j in range(k)],
-            "step_counts": self.step_counts[:k],
+            "num_learners": self.num_learners,
+            "weights": _clone(rows["weights"]),
+            "state": {name: _clone(stacked) for name, stacked in rows["state"].items()},
+            "buffers": _clone(rows["buffers"]),
+            "integer_buffers": [_clone(buffers) for buffers in rows["integer_buffers"]],
+            "step_counts": rows["step_counts"],
             "z": _clone(self.z.shaped()),
             "z_prev": _clone(self.z_prev.shaped()),
+        }
+
+    def _active_rows(self) -> dict[str, Any]:
+        """What `_load_rows` takes: views of the learners' own values, stacked `[K, *shape]`."""
+        k = self.num_learners
+        return {
+            "weights": self.weights.stacked(k),
+            "state": {name: rows.stacked(k) for name, rows in self.state.items()},
+            "buffers": self.buffers.stacked(k),
+            "integer_buffers": [self._integer_buffers(j) for j in range(k)],
+            "step_counts": self.step_counts[:k],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

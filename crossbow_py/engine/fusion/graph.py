@@ -29,6 +29,7 @@ from crossbow_py.engine.fusion import elementwise, layers
 from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
 from crossbow_py.engine.fusion.values import Fused, Layout, PerLearner, map_values, stack, values_in, wrap
 from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write, find_writes
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
 
@@ -36,6 +37,8 @@ __all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
 _RULE_MODULES = (elementwise, layers)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
+# What rules raise for arguments they were not written for.
+_UNSERVED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
 _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 
 
@@ -171,9 +174,9 @@ class FusedGraph:
             result = step.rule(step.call, args, kwargs)
             if step.rule is not loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
                 raise NotFusedError
-        except torch.OutOfMemoryError:
-            raise
-        except (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration):
+        except _UNSERVED as error:
+            if is_out_of_memory(error):
+                raise
             step.rule = loop
             result = loop(step.call, args, kwargs)
         if step.rule is loop:

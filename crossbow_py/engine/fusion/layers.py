@@ -151,6 +151,9 @@ def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if named["padding_idx"] != -1 or named["sparse"] or named["weight"].layout is Layout.SHARED:
         raise NotFusedError
     table, indices = stack(named["weight"], call.num_learners), stack(named["indices"], call.num_learners)
+    # Beyond a learner's own table lies its neighbour's. On CUDA the check is made on the device, without a wait.
+    within = (indices >= 0) & (indices < table.shape[1])
+    torch._assert_async(within.all(), f"an index is not in the {table.shape[1]} rows of an embedding")
     first = torch.arange(call.num_learners, device=table.device) * table.shape[1]
     found = nn.functional.embedding(
         with_rank(first, indices.ndim - 1) + indices,

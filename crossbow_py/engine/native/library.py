@@ -1,8 +1,9 @@
 """Compiles update.c once a machine and loads it.
 
 The C compiler is whatever `$CC` or `cc` is. The library is kept in the user's cache under a name that follows from the
-source, the flags, the compiler and the processor, so that a home folder may be shared among unlike machines. Without a
-compiler nothing is lost but speed: callers fall back to torch operators.
+source, the flags, the processor and the compiler, so that a home folder may be shared among unlike machines; where the
+cache cannot be written, it is compiled for the process alone. Without a compiler nothing is lost but speed: callers
+fall back to torch operators.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ from contextlib import suppress
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
+from crossbow_py.user_cache import user_cache
+
 _SOURCE = Path(__file__).with_name("update.c")
 # Contraction is off so that a result is rounded where the torch operators of the reference round it.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILE_S = 60.0
+_INSTALL = "install gcc, or name a C compiler in CC"
 
 
 class NativeError(Exception):
-    """There is no native library here; the message says why, as half a sentence."""
+    """There is no native library here; the message says why, as half a sentence, and `remedy` what helps."""
+
+    def __init__(self, reason: str, remedy: str = _INSTALL) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 class Vector(Structure):
@@ -59,28 +67,48 @@ class Learner(Structure):
 
 def load(cache: Path | None = None) -> ctypes.CDLL:
     """The library, compiled if need be. Its functions release the interpreter lock. Raises NativeError."""
-    cache = cache or Path.home() / ".cache" / "crossbow_py" / "native"
     command = shlex.split(os.environ.get("CC", "cc"))
-    if not command or shutil.which(command[0]) is None:
-        raise NativeError(f"there is no C compiler ({command[0] if command else '$CC is empty'})")
-    path = cache / f"update-{_fingerprint(command)}.so"
     try:
-        if path.exists():
-            with suppress(OSError):  # damaged: made anew
-                return _declare(ctypes.CDLL(str(path)))
-        _compile(command, path)
-        return _declare(ctypes.CDLL(str(path)))
+        cache = cache or user_cache() / "native"
+        return _load_from(cache, command)
+    except OSError:
+        pass  # the cache cannot be written, or holds no files that may be run
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # what is loaded outlives its file
+            return _load_from(Path(folder), command)
     except OSError as error:
-        raise NativeError(f"{path} could not be written or loaded ({error.strerror or error})") from error
+        raise NativeError(
+            f"neither {cache} nor {tempfile.gettempdir()} can hold the compiled code ({error.strerror or error})",
+            "make room there, or name another folder in TMPDIR",
+        ) from error
 
 
-def _fingerprint(command: list[str]) -> str:
+def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
+    """What the cache holds for this machine, or has after compiling. Raises OSError and NativeError."""
+    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _processor()]
+    stem = f"update-{_digest(*parts)}"
+    if not command or shutil.which(command[0]) is None:
+        for path in sorted(cache.glob(f"{stem}-*.so")):  # compiled when there was a compiler
+            with suppress(OSError):
+                return _declare(ctypes.CDLL(str(path)))
+        raise NativeError(f"there is no C compiler ({command[0] if command else '$CC is empty'})")
+    path = cache / f"{stem}-{_digest(_version(command))}.so"
+    if path.exists():
+        with suppress(OSError):  # damaged: made anew
+            return _declare(ctypes.CDLL(str(path)))
+    _compile(command, path)
+    return _declare(ctypes.CDLL(str(path)))
+
+
+def _version(command: list[str]) -> bytes:
     try:
-        version = subprocess.run([*command, "--version"], capture_output=True, timeout=_COMPILE_S, check=False).stdout
+        return subprocess.run([*command, "--version"], capture_output=True, timeout=_COMPILE_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeError(f"the C compiler {command[0]} does not answer") from error
-    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, platform.machine().encode(), _processor()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
 def _processor() -> bytes:
@@ -116,7 +144,7 @@ def _compile(command: list[str], path: Path) -> None:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     vector, vectors = c_void_p, POINTER(Vector)
     signatures = {
-        "crossbow_update": (vectors, c_int64, POINTER(Learner), c_int64, c_int64, c_float, c_int64, c_int64),
+        "crossbow_update": (vectors, c_int64, POINTER(Learner), c_int64, c_int64, c_int64, c_float, c_int64, c_int64),
         "crossbow_sums_of_squares": (vectors, c_int64, POINTER(c_double), c_int64, c_int64, c_int64),
         "crossbow_sum": (vector, POINTER(c_void_p), c_int64, c_int64),
         "crossbow_move": (vector, vector, vector, c_float, c_int64),

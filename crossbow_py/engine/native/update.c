@@ -103,14 +103,14 @@ typedef void (*Step)(float *, float *, float *, float *, const float *, float, i
 static const Step STEPS[] = {sgd, adamw};
 
 /* Values [at, at + n) of learner j's row; n <= BLOCK. `first` says that no learner before added to the corrections. */
-static void update_block(const Vector *v, const Learner *own, int64_t j, Step step, float correction, int first,
-                         int64_t at, int64_t n)
+static void update_block(const Vector *v, const Learner *own, int64_t j, Step step, int averages, float correction,
+                         int first, int64_t at, int64_t n)
 {
     float pulled[BLOCK], *total = v->corrections + at;
     const int64_t in_row = j * v->stride + at;
     float *w = v->weights + in_row, *g = v->gradients + j * v->gradient_stride + at;
     if (own->gradient_scale != 1) scale(g, own->gradient_scale, n);
-    if (correction != 0) {
+    if (averages) {
         pull(pulled, w, v->z + at, correction, n);
         if (first)
             memcpy(total, pulled, (size_t)n * sizeof(float));
@@ -119,35 +119,36 @@ static void update_block(const Vector *v, const Learner *own, int64_t j, Step st
     }
     step(w, g, v->state[0] ? v->state[0] + in_row : 0, v->state[1] ? v->state[1] + in_row : 0, own->values,
          v->decays ? own->decay : 0, n);
-    if (correction != 0) subtract(w, pulled, n);
+    if (averages) subtract(w, pulled, n);
     if (v->shadow) to_bfloat16(v->shadow + in_row, w, n);
 }
 
 /* Values [begin, begin + n) of all rows, one row after the other; n <= CHUNK */
-static void update_chunk(const Vector *v, const Learner *learners, int64_t num_learners, Step step, float correction,
-                         int64_t begin, int64_t n)
+static void update_chunk(const Vector *v, const Learner *learners, int64_t num_learners, Step step, int averages,
+                         float correction, int64_t begin, int64_t n)
 {
     int first = 1;
     for (int64_t j = 0; j < num_learners; j++) {
         if (learners[j].skipped) continue;
         for (int64_t at = 0; at < n; at += BLOCK)
-            update_block(v, learners + j, j, step, correction, first, begin + at, n - at < BLOCK ? n - at : BLOCK);
+            update_block(v, learners + j, j, step, averages, correction, first, begin + at,
+                         n - at < BLOCK ? n - at : BLOCK);
         first = 0;
     }
-    if (correction != 0 && first) memset(v->corrections + begin, 0, (size_t)n * sizeof(float));
+    if (averages && first) memset(v->corrections + begin, 0, (size_t)n * sizeof(float));
 }
 
 /* Part `part` of `num_parts` of all vectors: gradient steps and corrections of the learners, and the corrections' sum.
- * `optimizer` is 0 for SGD and 1 for AdamW; `correction` is 0 in a round that does not average. */
+ * `optimizer` is 0 for SGD and 1 for AdamW; `averages` is 0 in a round that does not average. */
 void crossbow_update(const Vector *vectors, int64_t num_vectors, const Learner *learners, int64_t num_learners,
-                     int64_t optimizer, float correction, int64_t part, int64_t num_parts)
+                     int64_t optimizer, int64_t averages, float correction, int64_t part, int64_t num_parts)
 {
     int64_t chunk = 0;
     for (int64_t i = 0; i < num_vectors; i++)
         for (int64_t begin = 0; begin < vectors[i].count; begin += CHUNK, chunk++) {
             if (chunk % num_parts != part) continue;
             const int64_t left = vectors[i].count - begin;
-            update_chunk(vectors + i, learners, num_learners, STEPS[optimizer], correction, begin,
+            update_chunk(vectors + i, learners, num_learners, STEPS[optimizer], averages != 0, correction, begin,
                          left < CHUNK ? left : CHUNK);
         }
 }

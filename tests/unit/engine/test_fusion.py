@@ -239,3 +239,15 @@ def test_rows_of_banks_in_either_order_serve_fused_rounds():
         tasks = make_tasks(maker(network), data=networks.inputs_for(network), order=order)
         results.append(Result(tasks, "fused", 6, shared=False))
     assert_equal(*results, 1e-10)
+
+
+def test_index_beyond_an_embedding_is_an_error_and_not_the_neighbours_row():
+    network = networks.HandAttention
+    inputs, targets = networks.inputs_for(network)
+    inputs[40, 3] = 11
+    tasks = make_tasks(maker(network), data=(inputs, targets), order="blocks")
+    runner = EXECUTORS["fused"](tasks)
+    with pytest.raises(LearnerError, match="an index is not in the 11 rows of an embedding"):
+        for n in range(6):
+            runner.submit(plan(tasks, n))
+    runner.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.engine import replicas
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from tests.support import CPU, linear_model, norm_model
@@ -84,6 +85,48 @@ def test_bank_grown_keeps_live_rows_and_starts_new_ones_from_z(capacity):
         assert torch.equal(bank.weights.shaped(learner)["0.weight"], bank.z.shaped()["0.weight"])
         assert all(view.abs().sum() == 0 for view in bank.state["momentum"].flat(learner))
     assert bank.stacked()["5.weight"].shape == (5, 3, 8)
+
+
+@pytest.mark.parametrize("last", range(6))  # weights, gradients, corrections, momentum, buffers, shadow
+def test_bank_that_memory_does_not_let_grow_is_as_it_was(last, monkeypatch):
+    bank = make_bank(num_learners=2, precision=BF16)
+    randomize(bank)
+    before, storage, count = bank.state_dict(), bank.weights.storage, 0
+    allocate = replicas.Rows.__init__
+
+    def allocate_until(self, *arguments):
+        nonlocal count
+        if count == last:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        count += 1
+        allocate(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas.Rows, "__init__", allocate_until)
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            bank.resize(4)
+    assert (bank.num_learners, bank.capacity, bank.weights.storage is storage) == (2, 2, True)
+    same = [torch.equal(value, before["weights"][name]) for name, value in bank.state_dict()["weights"].items()]
+    assert all(same)
+    bank.shadow.flat(1)[0].fill_(3.0)
+    assert bank.module(1)[0].weight.unique().tolist() == [3.0]  # modules and rows are still the same memory
+    bank.resize(4)
+    assert bank.num_learners == 4
+
+
+def test_bank_trimmed_gives_back_the_rows_of_learners_that_are_gone(monkeypatch):
+    bank = make_bank(num_learners=5)
+    randomize(bank)
+    bank.resize(2)
+    before = bank.state_dict()
+    with monkeypatch.context() as patch:
+        patch.setattr(bank, "_allocate", lambda _: (_ for _ in ()).throw(MemoryError()))
+        bank.trim()
+    assert bank.capacity == 5
+    bank.trim()
+    assert (bank.capacity, bank.weights.num_rows) == (2, 2)
+    for name, value in bank.state_dict()["state"]["momentum"].items():
+        assert torch.equal(value, before["state"]["momentum"][name])
 
 
 def test_bank_grown_from_one_takes_z_from_the_learner():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.averaging.rule import LinearRound
-from crossbow_py.engine.native.library import NativeError, load
+from crossbow_py.engine.native.library import load
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.replicas import TrainedRow
 from crossbow_py.engine.update import NativeUpdate, Step, TorchUpdate, choose_update
 
 CPU = torch.device("cpu")
-LENGTHS = (2500, 37)  # no multiple of a block or of a vector register
+LENGTHS = (20_003, 37)  # no multiple of a chunk, a block or a vector register
 AVERAGING = LinearRound(correction=0.3, momentum=0.9)
 OPTIMIZERS = [
     SGD(momentum=0.0),
@@ -42,7 +45,7 @@ def flat(row):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
-@pytest.mark.parametrize("averaging", [AVERAGING, None])
+@pytest.mark.parametrize("averaging", [AVERAGING, LinearRound(correction=0.0, momentum=0.9), None])
 @pytest.mark.parametrize("shadow", [False, True])
 def test_native_correction_equals_torch_operators(optimizer, averaging, shadow):
     rows = []
@@ -132,10 +135,31 @@ def test_without_a_working_compiler_updates_run_as_torch_operators_and_say_so(co
     assert "install gcc" in message
 
 
-def test_cache_that_cannot_be_written_is_said(tmp_path):
+def test_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(NativeError, match="could not be written"):
-        load(tmp_path / "file" / "cache")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert load(tmp_path / "file" / "cache").crossbow_sum is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_no_folder_that_can_be_written_is_said_with_the_remedy(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    _, message = choose_update(SGD(), SMA(), CPU, torch.float32, cache=tmp_path / "file" / "cache")
+    assert "can hold the compiled code" in message
+    assert message.endswith("make room there, or name another folder in TMPDIR.")
+
+
+def test_user_without_a_home_still_has_native_code(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home")))
+    assert load().crossbow_sum is not None
+
+
+def test_library_compiled_before_serves_without_a_compiler(monkeypatch, tmp_path):
+    load(tmp_path)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert load(tmp_path).crossbow_sum is not None
 
 
 def test_damaged_library_in_the_cache_is_made_anew(tmp_path):
