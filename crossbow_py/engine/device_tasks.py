@@ -118,6 +118,11 @@ class DeviceTasks:
             outcome.finite[learner] = values[_FINITE] == 1
             self.tasks.bank.step_counts[learner] += outcome.finite[learner]
 
+    def count_steps(self) -> None:
+        """Take the bank's step counts from the device. The host must have waited for all rounds."""
+        bank = self.tasks.bank
+        bank.step_counts[: bank.num_learners] = [int(count) for count in self._counts]  # host–device synchronisation
+
 
 def correct_predictions(output: Tensor, targets: Tensor) -> Tensor | None:
     """As `rounds.count_correct`, 0-dim on the device; None where the task is not classification."""

@@ -6,6 +6,7 @@ order of launches, records and waits on a machine without a GPU (`tests/recordin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from abc import ABC, abstractmethod
@@ -184,6 +185,8 @@ class CudaStreams(DeviceStreams):
             # What the body raised says more than the end of the capture, which fails because of it.
             failure = raised[0] if raised else error
         if failure is not None:
+            with contextlib.suppress(Exception):
+                graph.reset()  # gives its pool back at once, while tracebacks may keep the graph itself
             raise failure
         return graph
 

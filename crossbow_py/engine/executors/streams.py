@@ -18,6 +18,7 @@ from functools import partial
 from crossbow_py.engine.device_tasks import NUM_RESULTS, DeviceTasks
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import Body, CudaStreams, DeviceStreams, Event, Graph, Pool, Stream
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
@@ -56,7 +57,7 @@ class _Program:
     def launch(self, body: Body, variant: Hashable = None) -> None:
         """Run `body` on the stream, or replay what it enqueued when it was captured.
 
-        Blocks the host only when it captures. Raises UserError when that fails.
+        Blocks the host only when it captures. Raises UserError when that fails, other than for want of memory.
         """
         if not self.captures or self.is_warming_up(variant):
             self.eager_rounds[variant] = self.eager_rounds.get(variant, 0) + 1
@@ -74,6 +75,8 @@ class _Program:
         try:
             return self.device.capture(self.name, body, self.stream, self.pool)
         except Exception as error:
+            if is_out_of_memory(error):  # likelier here than anywhere, with pools of their own
+                raise
             raise UserError(
                 f"executor=streams cannot capture {self.name} as a CUDA graph ({one_line(error)}), which a model or "
                 "loss must allow: no waiting for the device, no shapes that follow from values; set executor=serial."
@@ -229,9 +232,15 @@ class StreamsExecutor(Executor):
         self._bodies.read(outcome, host)
 
     def close(self) -> None:
-        """Wait until the device is idle, then drop the graphs, and only then their pools."""
+        """Wait until the device is idle, count the steps nobody waited for, drop the graphs, and only then their pools.
+
+        A round that died on the way has left its steps in some rows, so the device's own counts are the ones kept.
+        """
         with contextlib.suppress(Exception):  # a device that failed has said so before
             self._device.synchronize()  # host–device synchronisation
+            if not self._after_drain:
+                self._bodies.count_steps()
+                self._after_drain = True
         programs = [*self._learning, *self._correction, self._averaging]
         with contextlib.suppress(Exception):
             for program in programs:

@@ -19,6 +19,7 @@ from crossbow_py.engine.device_tasks import DeviceTasks
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.device_streams import CudaStreams, prepare_environment
 from crossbow_py.engine.executors.streams import WARM_UP_ROUNDS, StreamsExecutor
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.engine.rounds import RoundOutcome
@@ -329,6 +330,45 @@ def test_capture_that_fails_is_one_line_with_the_remedy_and_the_cause():
     runner.close()
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+class Full(RecordingStreams):
+    """Has no memory for the graph of one name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def capture(self, name, body, stream, pool):
+        if name == self.name:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().capture(name, body, stream, pool)
+
+
+def test_capture_that_memory_does_not_hold_is_the_learners_error_and_leaves_no_graph():
+    tasks, device = make_tasks(), Full("learning(1)")
+    runner = StreamsExecutor(tasks, device)
+    with pytest.raises(LearnerError, match=r"learning\(1\) failed in round 2 on learner 1: OutOfMemory") as caught:
+        for n in range(3):
+            runner.submit(plan(tasks, n))
+    assert is_out_of_memory(caught.value.__cause__)
+    runner.close()
+    assert device.log[-2:] == ["host wait all", "release learning(0)"]
+
+
+@pytest.mark.parametrize("name", ["learning(2)", "correction(1)", "averaging"])
+def test_learners_fewer_than_memory_held_go_on_with_the_steps_their_rows_have_taken(name):
+    tasks = make_tasks(num_learners=3, optimizer=AdamW())
+    runner = StreamsExecutor(tasks, Full(name))
+    with pytest.raises(LearnerError):
+        for n in range(3):
+            runner.submit(plan(tasks, n))
+    runner.close()
+    steps = {"learning(2)": [2, 2, 2], "correction(1)": [3, 2, 2], "averaging": [3, 3, 3]}[name]
+    assert tasks.bank.step_counts == steps
+    tasks.bank.resize(2)
+    run(StreamsExecutor(tasks, RecordingStreams()), tasks, 4)
+    assert tasks.bank.step_counts[:2] == [steps[0] + 4, steps[1] + 4]
 
 
 def test_failing_replay_raises_with_task_round_and_stream():
