@@ -7,8 +7,30 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.engine.executors.device_streams import DeviceStreams
+
+
+class OnlyLaunches(TorchDispatchMode):
+    """Raises where a CUDA graph could not hold what is done: random numbers, values for the host or from it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        assert func is not aten._local_scalar_dense.default, "the host asked for a value"
+        assert func is not aten.lift_fresh.default, "a value came from the host"
+        assert torch.Tag.nondeterministic_seeded not in func.tags, f"{func} draws random numbers"
+        return func(*args, **(kwargs or {}))
+
+
+def in_graph(body):
+    """The body, refused where a graph could not hold it."""
+
+    def captured():
+        with OnlyLaunches():
+            body()
+
+    return captured
 
 
 class OnHost(DeviceStreams):
@@ -72,7 +94,7 @@ class RecordingStreams(OnHost):
 
     def capture(self, name, body, stream, pool):
         self.log.append(f"{stream} capture {name}")
-        return KeptGraph(name, body)
+        return KeptGraph(name, in_graph(body))
 
     def replay(self, graph, stream):
         self.log.append(f"{stream} replay {graph.name}")
@@ -142,7 +164,7 @@ class ShuffledStreams(OnHost):
         stream.entries.append(lambda: (body(), True)[1])
 
     def capture(self, name, body, stream, pool):
-        return KeptGraph(name, body)
+        return KeptGraph(name, in_graph(body))
 
     def replay(self, graph, stream):
         self.run(graph.name, graph.body, stream)

@@ -13,7 +13,7 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.device_update import DeviceUpdate
-from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.dropout import MaskTape, counter_seed
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
 
@@ -40,8 +40,9 @@ class DeviceTasks:
         self._batches: list[Batch | None] = [None] * learners
         self._loaded_rates: list[float | None] = [None] * learners
         self._classifies = [False] * learners
+        self._tapes = [MaskTape() for _ in range(learners)]
 
-    def load(self, learner: int, plan: Round, bank_changed: bool) -> None:
+    def load(self, learner: int, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
         """Hand a round to a learner: its batch, dropout seed, and what has changed of learning rate and step count.
 
         The batch is gathered and then copied to where the graph reads it. Whether the host waits is the feed's doing.
@@ -50,6 +51,7 @@ class DeviceTasks:
             learner: whose.
             plan: the round.
             bank_changed: whether others had the bank since the last round, so that its step counts are to be taken.
+            masks_ahead: draw the masks that an earlier pass took of dropout, for one that is captured or replayed.
 
         Raises:
             UserError: the batch has another shape or dtype than the one before.
@@ -58,6 +60,8 @@ class DeviceTasks:
         if bank.has_dropout:
             seed = counter_seed(self.tasks.seed, "dropout", plan.index, learner)
             bank.generators[learner].manual_seed(seed)
+            if masks_ahead:
+                self._tapes[learner].draw()
         if bank_changed:
             self._counts[learner].fill_(bank.step_counts[learner])
         if rate != self._loaded_rates[learner]:
@@ -75,11 +79,15 @@ class DeviceTasks:
                 )
             kept.copy_(given)
 
-    def learn(self, learner: int) -> None:
-        """G_j ← gradient of the learner's loss on its loaded batch, at w_j; loss and correct predictions beside it."""
+    def learn(self, learner: int, masks_ahead: bool) -> None:
+        """G_j ← gradient of the learner's loss on its loaded batch, at w_j; loss and correct predictions beside it.
+
+        `masks_ahead` as `load` was told.
+        """
         bank, batch, results = self.tasks.bank, self._batches[learner], self._results[learner]
         assert batch is not None, "a learning task needs a loaded batch"
-        output = bank.module(learner)(batch.inputs).to(bank.precision.master)
+        with self._tapes[learner].over(masks_ahead):
+            output = bank.module(learner)(batch.inputs).to(bank.precision.master)
         loss = self.tasks.loss(output, batch.targets)
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         bank.store_gradients(learner, gradients)

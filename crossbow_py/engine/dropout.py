@@ -1,12 +1,16 @@
 """Dropout that draws from its learner's own stream of numbers.
 
 Masks follow from (seed, round, learner) alone, so threads, resumes and executors see the same masks, and no
-generator state has to be saved.
+generator state has to be saved. They are drawn where a pass needs them, or ahead of it, on a `MaskTape`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +31,86 @@ class CounterDropout(nn.Module):
         if not self.training or self.p == 0:
             return inputs
         shape = inputs.shape[:2] + (1,) * (inputs.ndim - 2) if self.whole_channels else inputs.shape
-        mask = torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
-        mask.bernoulli_(1 - self.p, generator=self.generator)
-        return inputs * mask.div_(max(1 - self.p, torch.finfo(inputs.dtype).tiny))
+        return inputs * take_masks(shape, self.p, [self.generator], inputs)[0]
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """Masks `[N, *shape]`, one of each of N generators."""
+
+    values: Tensor
+    p: float
+    generators: Sequence[torch.Generator]
+
+    def draw(self) -> None:
+        for own, generator in zip(self.values, self.generators, strict=True):
+            own.bernoulli_(1 - self.p, generator=generator)
+        self.values.div_(max(1 - self.p, torch.finfo(self.values.dtype).tiny))
+
+
+_THREAD = threading.local()  # `tape`: the one this thread's pass records or plays
+
+
+def take_masks(shape: Sequence[int], p: float, generators: Sequence[torch.Generator], like: Tensor) -> Tensor:
+    """Masks `[len(generators), *shape]`, 0 with probability p and 1/(1−p) else, of the dtype and device of `like`.
+
+    From the thread's tape when one is playing, else drawn from one generator each.
+    """
+    tape: MaskTape | None = getattr(_THREAD, "tape", None)
+    if tape is not None and tape.is_playing:
+        return tape.next((len(generators), *shape), p)
+    drawn = _Masks(like.new_empty((len(generators), *shape), requires_grad=False), p, generators)
+    drawn.draw()
+    if tape is not None:
+        tape.add(drawn)
+    return drawn.values
+
+
+class MaskTape:
+    """The masks of a pass, in the order it takes them, in tensors that stay where they are.
+
+    A CUDA graph repeats its launches, so random numbers are no part of it: `draw` fills the tensors before a replay,
+    from the generators the pass itself would draw from and in the same order, so that the numbers are the same too.
+    """
+
+    def __init__(self) -> None:
+        self._masks: list[_Masks] = []
+        self._position = 0
+        self.is_playing = False
+
+    @contextmanager
+    def over(self, masks_ahead: bool) -> Iterator[None]:
+        """Around a pass: one that takes what `draw` has drawn ahead of it, or one that draws itself and is recorded.
+
+        Raises RuntimeError when the first kind is not like the pass last recorded.
+        """
+        self._position, self.is_playing = 0, masks_ahead
+        if not masks_ahead:
+            self._masks.clear()
+        _THREAD.tape = self
+        try:
+            yield
+        finally:
+            _THREAD.tape = None
+        if masks_ahead and self._position != len(self._masks):
+            raise RuntimeError(f"dropout took {self._position} masks, and {len(self._masks)} in the rounds before")
+
+    def draw(self) -> None:
+        """Draw all masks anew, enqueued on the current stream; seed the generators first."""
+        for each in self._masks:
+            each.draw()
+
+    def add(self, drawn: _Masks) -> None:
+        """What a recorded pass drew."""
+        self._masks.append(drawn)
+
+    def next(self, shape: tuple[int, ...], p: float) -> Tensor:
+        """What a played pass takes. Raises RuntimeError when something else was recorded."""
+        found = self._masks[self._position] if self._position < len(self._masks) else None
+        if found is None or (tuple(found.values.shape), found.p) != (shape, p):
+            raise RuntimeError("dropout takes masks of other shapes than in the rounds before")
+        self._position += 1
+        return found.values
 
 
 def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:

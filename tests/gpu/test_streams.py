@@ -191,11 +191,13 @@ def test_non_finite_learner_keeps_its_row_to_the_bit_and_adds_nothing_to_z(poiso
     assert bank.z.storage.isfinite().all()
 
 
-def test_model_with_dropout_equals_serial_without_graphs():
+def test_model_with_dropout_equals_serial_in_graphs():
     ours, reference = (tasks_on_cuda(with_dropout) for _ in range(2))
-    run(StreamsExecutor, ours, 20)
-    run(SerialExecutor, reference, 20)
+    device = Counting(ours.bank.device)
+    found = run(lambda tasks: StreamsExecutor(tasks, device), ours, 20)
+    assert found == [pytest.approx(pair, rel=1e-8) for pair in run(SerialExecutor, reference, 20)]
     assert_banks_equal(ours.bank, reference.bank)
+    assert sum(name.startswith("learning") for name in device.captured) == 3
 
 
 def test_model_that_draws_on_the_device_learns_without_graphs():

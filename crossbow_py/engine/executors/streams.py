@@ -31,7 +31,6 @@ WARM_UP_ROUNDS = 2
 # A round's results and events stay until the host has read them, and that is after the next round was issued.
 ROUNDS_IN_FLIGHT = 2
 
-_DROPOUT = "executor=streams runs learning tasks of models with dropout without CUDA graphs, which is slower."
 _DRAWS = (
     "executor=streams runs learning tasks without CUDA graphs, which is slower, because the model or the loss draws "
     "random numbers outside nn.Dropout modules."
@@ -59,7 +58,7 @@ class _Program:
 
         Blocks the host only when it captures. Raises UserError when that fails, other than for want of memory.
         """
-        if not self.captures or self.is_warming_up(variant):
+        if not self.runs_graph(variant):
             self.eager_rounds[variant] = self.eager_rounds.get(variant, 0) + 1
             self.device.run(self.name, body, self.stream)
             return
@@ -67,9 +66,9 @@ class _Program:
             self.graphs[variant] = self._capture(body)
         self.device.replay(self.graphs[variant], self.stream)
 
-    def is_warming_up(self, variant: Hashable = None) -> bool:
-        """Whether too few rounds of the variant ran for a capture."""
-        return self.eager_rounds.get(variant, 0) < WARM_UP_ROUNDS
+    def runs_graph(self, variant: Hashable = None) -> bool:
+        """Whether the next launch of the variant is a replay, after a capture if need be; else it is eager."""
+        return self.captures and self.eager_rounds.get(variant, 0) >= WARM_UP_ROUNDS
 
     def _capture(self, body: Body) -> Graph:
         try:
@@ -125,8 +124,6 @@ class StreamsExecutor(Executor):
         self._averaging = self._program("averaging", AVERAGING_STREAM, self._device.new_pool())
         # NCCL stays out of graphs.
         self._averaging.captures = tasks.collective.num_devices == 1
-        if tasks.bank.has_dropout:
-            self._learn_eagerly(_DROPOUT)
         self._callers_event = self._device.new_event()
         self._slots = [
             (
@@ -198,11 +195,12 @@ class StreamsExecutor(Executor):
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
         """On the learner's stream: load the round, then learn."""
         program, bodies = self._learning[learner], self._bodies
-        load = partial(bodies.load, learner, outcome.plan, bank_changed=self._after_drain)
+        ahead = program.runs_graph()
+        load = partial(bodies.load, learner, outcome.plan, bank_changed=self._after_drain, masks_ahead=ahead)
         self._device.run(f"load({learner})", load, stream)
-        watched = program.captures and program.is_warming_up()
+        watched = program.captures and not ahead
         before = self._device.random_state() if watched else None
-        program.launch(partial(bodies.learn, learner))
+        program.launch(partial(bodies.learn, learner, masks_ahead=ahead))
         if watched and before != self._device.random_state():
             self._learn_eagerly(_DRAWS)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.dropout import take_masks
 from crossbow_py.engine.fusion.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
 from crossbow_py.engine.fusion.values import Fused, Layout, apart, channels, stack, with_rank
 
@@ -225,7 +226,7 @@ def prelu(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @rule("dropout", "feature_dropout")
 def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A mask of each learner's own, drawn as `engine.dropout.CounterDropout` draws it."""
+    """A mask of each learner's own, of those `engine.dropout.CounterDropout` would take."""
     named = arguments_by_name(call, args, kwargs)
     own, p = named["input"], named["p"]
     assert call.shape is not None, "dropout gives a tensor"
@@ -233,10 +234,7 @@ def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         return own
     whole_channels = "feature" in str(call.target)
     shape = (*call.shape[:2], *(1,) * (len(call.shape) - 2)) if whole_channels else call.shape
-    mask = own.tensor.new_empty((call.num_learners, *shape))
-    for learner in range(call.num_learners):
-        mask[learner].bernoulli_(1 - p, generator=call.generators[learner])
-    mask.div_(max(1 - p, torch.finfo(mask.dtype).tiny))
+    mask = take_masks(shape, p, call.generators[: call.num_learners], own.tensor)
     if own.layout is Layout.CHANNELS:
         return Fused(own.tensor * channels(Fused(mask, Layout.STACK), call.num_learners), Layout.CHANNELS)
     return Fused(stack(own, call.num_learners) * mask, Layout.STACK)

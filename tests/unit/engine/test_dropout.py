@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.dropout import CounterDropout, counter_seed, replace_dropout
+from crossbow_py.engine.dropout import CounterDropout, MaskTape, counter_seed, replace_dropout, take_masks
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.precision import FP32
 from tests.support import features, make_tasks, plan
@@ -106,3 +106,33 @@ def test_replace_dropout_reaches_nested_modules_and_leaves_others():
     assert (nested.p, nested.whole_channels) == (0.2, True)
     assert nested.generator is model["b"].generator is generator
     assert not replace_dropout(nn.Sequential(nn.Linear(2, 2)), generator)
+
+
+def test_tape_drawn_ahead_gives_a_pass_the_masks_it_would_have_drawn_in_the_same_tensors():
+    generator, tape, like = torch.Generator().manual_seed(0), MaskTape(), torch.empty(1)
+
+    def passed(masks_ahead):
+        with tape.over(masks_ahead):
+            return [take_masks((3, 4), 0.5, [generator], like), take_masks((5,), 0.2, [generator], like)]
+
+    kept = passed(masks_ahead=False)
+    generator.manual_seed(7)
+    expected = [take_masks((3, 4), 0.5, [generator], like), take_masks((5,), 0.2, [generator], like)]
+    generator.manual_seed(7)
+    tape.draw()
+    found = passed(masks_ahead=True)
+    assert all(one is other for one, other in zip(found, kept, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_tape_refuses_a_pass_unlike_the_one_recorded():
+    generator, tape, like = torch.Generator(), MaskTape(), torch.empty(1)
+    with tape.over(masks_ahead=False):
+        take_masks((3,), 0.5, [generator], like)
+    for shape, p in (((4,), 0.5), ((3,), 0.4)):
+        with pytest.raises(RuntimeError, match="other shapes"), tape.over(masks_ahead=True):
+            take_masks(shape, p, [generator], like)
+    with pytest.raises(RuntimeError, match="took 0 masks, and 1 in the rounds before"), tape.over(masks_ahead=True):
+        pass
+    first, second = (take_masks((3,), 0.5, [generator], like) for _ in range(2))
+    assert first is not second  # no tape is left in place

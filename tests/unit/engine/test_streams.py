@@ -11,7 +11,6 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.averaging.collective import Collective
@@ -24,7 +23,7 @@ from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.errors import LearnerError, UserError
-from tests.recording_streams import RecordingStreams, ShuffledStreams
+from tests.recording_streams import OnlyLaunches, RecordingStreams, ShuffledStreams
 from tests.support import features, linear_model, make_tasks, norm_model, plan
 
 IMAGES = features(48, (3, 6, 6))
@@ -260,36 +259,70 @@ def test_task_that_is_no_classification_reports_no_correct_predictions():
     assert {right for _, right in values(run(StreamsExecutor(tasks, RecordingStreams()), tasks, 3))} == {None}
 
 
-class NoValues(TorchDispatchMode):
-    """Raises where the host asks for a value of a tensor, which on a GPU it would wait for."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host asked for a value"
-        return func(*args, **(kwargs or {}))
-
-
 def test_bodies_that_are_captured_ask_the_host_for_no_value():
     tasks = make_tasks(norm_model, data=IMAGES, optimizer=SGD(clip_norm=1.0))
     whole, bodies = plan(tasks, 0), DeviceTasks(tasks)
-    bodies.load(0, whole, bank_changed=True)
-    bodies.load(1, whole, bank_changed=True)
-    with NoValues():
+    bodies.load(0, whole, bank_changed=True, masks_ahead=False)
+    bodies.load(1, whole, bank_changed=True, masks_ahead=False)
+    with OnlyLaunches():
         for learner in (0, 1):
-            bodies.learn(learner)
+            bodies.learn(learner, masks_ahead=False)
             bodies.correct(learner, whole.averaging)
         bodies.average(RoundOutcome(whole))
-    with pytest.raises(AssertionError, match="the host asked"), NoValues():
+    with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
         tasks.learn(0, RoundOutcome(whole))
 
 
-def test_model_with_dropout_learns_without_graphs_and_says_so():
+def test_model_with_dropout_learns_in_graphs_with_masks_drawn_ahead_of_them():
     tasks, device = make_tasks(with_dropout, data=IMAGES), RecordingStreams()
     runner = StreamsExecutor(tasks, device)
-    run(runner, tasks, 4)
-    assert len(runner.notes) == 1
-    assert "dropout" in runner.notes[0]
+    run(runner, tasks, 4)  # graphs of the recording device refuse to draw
+    assert runner.notes == []
     captured = {entry.split()[2] for entry in device.log if "capture" in entry}
-    assert captured == {"correction(0)", "correction(1)", "averaging"}
+    assert captured == {"learning(0)", "learning(1)", "correction(0)", "correction(1)", "averaging"}
+
+
+def test_masks_in_graphs_differ_between_rounds_and_learners():
+    seen = {0: [], 1: []}
+
+    class Noted(nn.Module):
+        def forward(self, inputs):
+            return inputs
+
+    def model():
+        return nn.Sequential(nn.Dropout(0.5), Noted(), nn.Linear(64, 3))
+
+    tasks = make_tasks(model, data=(torch.ones(64, 64), features(64)[1]))
+    for learner, own in seen.items():
+        tasks.bank.module(learner)[1].register_forward_hook(
+            lambda module, args, output, own=own: own.append(output.detach().clone())
+        )
+    run(StreamsExecutor(tasks, RecordingStreams()), tasks, 6)
+    every = [mask.flatten().tolist() for own in seen.values() for mask in own]
+    assert len(every) == len({tuple(mask) for mask in every}) == 12
+
+
+def test_dropout_of_other_shapes_than_while_warming_up_is_refused_as_a_graph():
+    class Widens(nn.Module):
+        """Counts its passes, which a graph cannot."""
+
+        def __init__(self):
+            super().__init__()
+            self.passes, self.dropout, self.linear = 0, nn.Dropout(0.5), nn.Linear(4, 3)
+
+        def forward(self, inputs):
+            self.passes += 1
+            wide = inputs if self.passes <= WARM_UP_ROUNDS else inputs.repeat(2, 1)
+            return self.linear(self.dropout(wide)[: len(inputs)])
+
+    class Tries(RecordingStreams):
+        def capture(self, name, body, stream, pool):
+            body()
+            return super().capture(name, body, stream, pool)
+
+    tasks = make_tasks(Widens)
+    with pytest.raises(UserError, match=r"cannot capture learning\(0\) .*dropout takes masks of other shapes"):
+        run(StreamsExecutor(tasks, Tries()), tasks, 3)
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random])
