@@ -108,6 +108,7 @@ class Run:
         self.state = RunState.from_plain(saved["state"])
         if self.tuning and saved.get("tuner"):
             self.tuning.restore(saved["tuner"])
+            self.parts.bank.resize(self.tuning.state.num_learners)
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on: everything but stops, logging and paths."""

@@ -29,7 +29,7 @@ from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.training_loop import Result, TrainingLoop
-from crossbow_py.tuning import MIN_GAIN, LearnerTuning
+from crossbow_py.tuning import LearnerTuning
 
 
 class Trainer:
@@ -117,7 +117,7 @@ class Trainer:
         folder = None if output_dir is None else Path(output_dir)
         self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, named, resumed_from)
         if settings.num_learners == "auto":
-            self.run.tuning = LearnerTuning(AutoTuner(max_learners=max_learners, min_gain=MIN_GAIN))
+            self.run.tuning = LearnerTuning(AutoTuner(max_learners=max_learners))
         if saved:
             self.run.restore(saved)
 

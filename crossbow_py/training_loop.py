@@ -6,7 +6,7 @@ evaluate and record; write checkpoints when due; stop when told to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -57,6 +57,7 @@ class TrainingLoop:
         self.reporter = Reporter(listeners, self.meter)
         self.executor = self.parts.new_executor(self.settings.seed)
         self.learning_rate = 0.0
+        self._told: set[str] = set()
         self._final: tuple[Evaluation, tuple[Evaluation, ...]] | None = None
         self._last_checkpoint_s = self.state.elapsed_s
         self._last_checkpoint_samples: int | None = None
@@ -114,10 +115,7 @@ class TrainingLoop:
             self._restart()
         factor = schedule.factor(start, self.num_samples, self.total_samples)
         plan = self.parts.plan(state.round_index, start, factor)
-        try:
-            self._absorb(self.executor.submit(plan))
-        except LearnerError as error:
-            self._step_back(error)
+        if not self._attempt(lambda: self.executor.submit(plan)):
             return
         state.round_index, state.last_round_start = state.round_index + 1, start
         state.samples_seen += self.job.samples_per_round
@@ -133,29 +131,38 @@ class TrainingLoop:
 
     def _tell_notes(self) -> None:
         for note in self.executor.notes:
-            self.reporter.message(note)
+            if note not in self._told:  # every change of the number of learners makes a new executor
+                self.reporter.message(note)
+            self._told.add(note)
         self.executor.notes.clear()
 
     def _follow(self, decision: Decision) -> None:
         """Do what the auto-tuner decided."""
         if decision.reason:
             self.reporter.decision(decision, self.state.samples_seen)
-        if decision.num_learners != self.parts.bank.num_learners:
+        if self.job.tuning and decision.num_learners != self.parts.bank.num_learners:
             self._drain()
-            self._set_learners(decision.num_learners)
+            decided = self.job.tuning.state.num_learners  # fewer, if memory did not hold the last round
+            if decided != self.parts.bank.num_learners:
+                self._set_learners(decided)
 
     def _set_learners(self, num_learners: int) -> None:
         """Grow or shrink the bank under a new executor; what memory does not hold, the auto-tuner takes back."""
+        bank, given_up = self.parts.bank, False
         self.executor.close()
+        self._reseed_sick()
         while True:
             try:
-                self.parts.bank.resize(num_learners)
+                bank.resize(num_learners)
+                if given_up:
+                    bank.trim()
                 self.executor = self.parts.new_executor(self.settings.seed)
                 return
             except (RuntimeError, MemoryError) as error:
                 if num_learners == 1 or not is_out_of_memory(error):
                     raise
-            num_learners = self._give_up_learners()
+            # Out of the except block, the error is gone, and with it what its frames held.
+            num_learners, given_up = self._give_up_learners(), True
 
     def _give_up_learners(self) -> int:
         """How many learners memory may hold, after it did not hold the last number."""
@@ -165,14 +172,21 @@ class TrainingLoop:
         self.reporter.decision(decision, self.state.samples_seen)
         return decision.num_learners
 
-    def _step_back(self, error: LearnerError) -> None:
-        """A round died for want of memory after the auto-tuner had added learners: take them away and go on.
+    def _attempt(self, work: Callable[[], Sequence[RoundOutcome]]) -> bool:
+        """Absorb what the executor yields. False when memory did not hold the learners, and some were taken away.
 
-        What the learners had done in that round stays; its losses are not counted.
+        What the others had done in that round stays; its losses are not counted.
         """
-        if self.job.tuning is None or self.parts.bank.num_learners == 1 or not is_out_of_memory(error.__cause__):
-            raise error
+        try:
+            self._absorb(work())
+            return True
+        except LearnerError as error:
+            tuned = self.job.tuning is not None and self.parts.bank.num_learners > 1
+            if not tuned or not is_out_of_memory(error.__cause__):
+                raise
+        self.executor.close()
         self._set_learners(self._give_up_learners())
+        return False
 
     def _restart(self) -> None:
         self._drain()
@@ -181,10 +195,7 @@ class TrainingLoop:
 
     def _drain(self) -> None:
         """Wait for what is in flight; the bank may be read and changed afterwards."""
-        try:
-            self._absorb(self.executor.drain())
-        except LearnerError as error:
-            self._step_back(error)
+        self._attempt(self.executor.drain)
 
     def _absorb(self, outcomes: Sequence[RoundOutcome]) -> None:
         """Count losses; note learners that were gated, or stop for them."""
@@ -203,6 +214,10 @@ class TrainingLoop:
         checkpoint), so that a run takes the same course wherever its checkpoints lie.
         """
         self._drain()
+        self._reseed_sick()
+
+    def _reseed_sick(self) -> None:
+        """The same, when nothing is in flight."""
         sick, self.state.sick_learners = self.state.sick_learners, {}
         healthy = [learner for learner in range(self.parts.bank.num_learners) if learner not in sick]
         for learner, round_index in sorted(sick.items()):

@@ -78,7 +78,7 @@ class AutoTuner:
     """Decides on the number of learners per device. Frozen settings; the state is the caller's to keep."""
 
     max_learners: int = setting(8, "most learners a device may have", minimum=1)
-    min_gain: float = setting(0.05, "relative gain in throughput that is worth more learners", minimum=0)
+    min_gain: float = setting(0.03, "relative gain in throughput that is worth more learners", minimum=0)
     windows: int = setting(3, "throughput windows whose median is one measurement", minimum=1)
     drift: float = setting(0.25, "relative change of the settled throughput that starts a new search", above=0, below=1)
     warm_up_windows: int = setting(1, "windows dropped after the number of learners changes", minimum=0)
@@ -97,18 +97,21 @@ class AutoTuner:
         powers = {base << shift for base in (1, 3) for shift in range(limit.bit_length())}
         return tuple(sorted({limit, *(count for count in powers if count <= limit)}))
 
-    def observe(self, state: AutoTunerState, images_per_s: float) -> tuple[AutoTunerState, Decision]:
-        """Take the throughput of one window, over all learners; windows are of equal length.
+    def observe(
+        self, state: AutoTunerState, images_per_s: float, num_windows: int = 1
+    ) -> tuple[AutoTunerState, Decision]:
+        """Take the throughput of one window, over all learners, or of a longer time that counts for several.
 
-        What is not a positive finite number is ignored. The windows after a change are dropped here, not by the caller.
+        What is not a positive finite number is ignored. The window after a change is dropped here, not by the caller.
         """
         stay = Decision("stay", state.num_learners)
         if not (math.isfinite(images_per_s) and images_per_s > 0):
             return state, stay
-        state = replace(state, num_windows=state.num_windows + 1)
-        if state.num_windows <= self.warm_up_windows:
+        warms_up = state.num_windows < self.warm_up_windows
+        state = replace(state, num_windows=state.num_windows + num_windows)
+        if warms_up:
             return state, stay
-        state = replace(state, recent=(*state.recent, images_per_s))
+        state = replace(state, recent=(*state.recent, *(images_per_s,) * num_windows))
         if len(state.recent) < self.windows:
             return state, stay
         median = statistics.median(state.recent)
@@ -116,6 +119,22 @@ class AutoTuner:
         if state.phase == "settled":
             return self._watch(state, median)
         return self._search(replace(state, measured=(*state.measured, (state.num_learners, median))))
+
+    def resumed(self, state: AutoTunerState, former_limit: int) -> AutoTunerState:
+        """The state of a run that goes on, maybe on another machine, after `max_learners` was `former_limit`.
+
+        What memory did not hold may be tried again. A lower limit takes learners away, a higher one starts growing.
+        """
+        state = replace(state, out_of_memory_at=None)
+        if state.num_learners > self.max_learners:
+            fitting = tuple(pair for pair in state.measured if pair[0] <= self.max_learners)
+            state = replace(state, measured=fitting, before_drop=0)
+            if fitting:
+                return _move(state, self._choice(state), "settled", "")[0]
+            return _move(state, self.max_learners, "shrinking", "")[0]
+        if self.max_learners > former_limit and state.phase == "settled":
+            return _move(replace(state, measured=()), state.num_learners, "growing", "")[0]
+        return state
 
     def out_of_memory(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
         """The state's number of learners did not fit: back to a smaller one; neither it nor more is tried again.

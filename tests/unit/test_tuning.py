@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from crossbow_py import SGD, Independent, Listener, Trainer
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.errors import LearnerError, UserError
+from crossbow_py.reporter import run_info
+from crossbow_py.stopping import StopConditions
+from crossbow_py.training_loop import TrainingLoop
 from crossbow_py.tuning import LearnerTuning
-from tests.trainers import blobs, image_model, images, make_trainer
+from tests.networks import LstmClassifier, inputs_for
+from tests.trainers import Recorder, blobs, image_model, images, make_trainer
 
 
 class Scripted(LearnerTuning):
@@ -51,12 +56,46 @@ def auto_trainer(counts, **options):
     return trainer
 
 
-def test_window_ends_with_the_first_round_past_its_length_and_four_rounds_at_least():
+def test_window_ends_with_the_first_round_past_its_length():
     tuning = LearnerTuning(AutoTuner(warm_up_windows=0, windows=1), window_s=1.0)
-    decisions = [tuning.after_round(16, seconds) for seconds in (10.0, 10.4, 10.8, 11.2, 11.6, 12.0)]
-    # Begun at 10.0; four rounds of 16 images by 11.6: 64 / 1.6 = 40 images/s, and one more learner is worth a look.
-    assert [decision is None for decision in decisions] == [True, True, True, True, False, True]
-    assert (decisions[4].num_learners, tuning.state.measured) == (2, ((1, pytest.approx(40.0)),))
+    decisions = [tuning.after_round(16, seconds) for seconds in (10.0, 10.4, 10.8, 11.2, 11.6)]
+    # Begun at 10.0; three rounds of 16 images by 11.2: 48 / 1.2 = 40 images/s, and one more learner is worth a look.
+    assert [decision is None for decision in decisions] == [True, True, True, False, True]
+    assert (decisions[3].num_learners, tuning.state.measured) == (2, ((1, pytest.approx(40.0)),))
+
+
+def test_rounds_longer_than_a_window_count_for_several():
+    tuning = LearnerTuning(AutoTuner(warm_up_windows=1, windows=3), window_s=1.0)
+    decisions = [tuning.after_round(16, seconds) for seconds in (10.0, 14.0, 18.0, 20.0, 22.0)]
+    # One round of 4 s warms up, one is the whole measurement; with two learners, rounds of 2 s count for two windows.
+    assert [decision.num_learners if decision else None for decision in decisions] == [None, 1, 2, 2, 2]
+    assert tuning.state.recent == (8.0, 8.0)
+
+
+def test_limit_lowered_on_resume_takes_learners_away_and_one_raised_starts_growing(tmp_path):
+    options = {"train_data": blobs(120), "output_dir": tmp_path}
+    first = make_trainer(num_learners="auto", max_learners=4, **options)
+    first.run.tuning.state = AutoTunerState(4, "settled", measured=((1, 100.0), (2, 190.0), (4, 300.0)))
+    first.run.parts.bank.resize(4)
+    first.fit(max_rounds=2)
+    options |= {"resume": options.pop("output_dir")}
+    lower = make_trainer(num_learners="auto", max_learners=3, **options)
+    assert (lower.run.tuning.state.num_learners, lower.run.tuning.state.phase) == (2, "settled")
+    assert lower.run.parts.bank.num_learners == 2
+    assert lower.fit(max_rounds=2).summary.num_learners == 2
+    same = make_trainer(num_learners="auto", max_learners=4, **options)
+    assert same.run.tuning.state.phase == "settled"
+    higher = make_trainer(num_learners="auto", max_learners=8, **options)
+    assert (higher.run.tuning.state.num_learners, higher.run.tuning.state.phase) == (4, "growing")
+
+
+def test_note_is_told_once_however_often_the_number_of_learners_changes():
+    recorder = Recorder()
+    inputs, targets = inputs_for(LstmClassifier)
+    auto_trainer(
+        [2, 3, 1], model=LstmClassifier, train_data=(inputs, targets), executor="fused", callbacks=[recorder]
+    ).fit(max_rounds=8)
+    assert sum("learner by learner" in message for message in recorder.of("message")) == 1
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
@@ -145,6 +184,44 @@ def test_round_that_dies_for_want_of_memory_takes_learners_away_and_training_goe
     assert [change.num_learners for change in seen.changes] == [2, 3, 2]
     assert result.summary.num_learners == 2
     assert result.test_accuracy >= 0.9
+
+
+def test_learner_that_is_sick_when_the_number_changes_is_reseeded_first():
+    trainer = auto_trainer(
+        [3, 3, 3, 1, 1, 3], model=image_model, train_data=images(96), on_nonfinite="reseed", executor="serial"
+    )
+    feed = trainer.run.parts.train_feed
+    batch, calls = feed.batch, iter(range(100))
+
+    def sick_once(start):
+        found = batch(start)
+        # Rounds of 1, 3, 3 and 3 learners: the last one's batch in the round before they shrink.
+        return found._replace(inputs=found.inputs * math.nan) if next(calls) == 9 else found
+
+    feed.batch = sick_once
+    trainer.fit(max_rounds=8)
+    assert trainer.state.num_reseeded == 1
+    bank = trainer.run.parts.bank
+    for learner in range(bank.num_learners):
+        assert all(bool(value.isfinite().all()) for value in bank.learner_state(learner).values())
+
+
+def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by_the_decision_before():
+    trainer = auto_trainer([3], executor="serial", train_data=blobs(120))
+    trainer.fit(max_rounds=2)  # three learners now
+    trainer.run.tuning.counts = [4]
+    with TrainingLoop(trainer.run, StopConditions(max_rounds=99), []) as loop:
+        loop.reporter.start(run_info(trainer.run, None), 0.0)
+        decision = trainer.run.tuning.after_round(12, 1.0)
+        loop.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
+        loop._follow(decision)
+        assert trainer.run.parts.bank.num_learners == trainer.run.tuning.state.num_learners == 3
+
+
+def _memory_error():
+    error = LearnerError("learning", 0, "learner 0", MemoryError())
+    error.__cause__ = MemoryError()
+    return error
 
 
 def test_out_of_memory_with_a_number_of_learners_that_was_asked_for_is_the_end(monkeypatch):

@@ -109,3 +109,4 @@ class ThreadsExecutor(Executor):
             entries.put(None)
         for thread in self._threads:
             thread.join()
+        self._failure = CrossbowError("the executor is closed")  # lets go of what an error's frames hold

@@ -21,7 +21,7 @@ POSITIVE = st.floats(min_value=1e-3, max_value=1e9)
 
 def quick(max_learners: int = 8) -> AutoTuner:
     """Every window is a measurement, so that scripts stay short."""
-    return AutoTuner(max_learners=max_learners, windows=1, warm_up_windows=0)
+    return AutoTuner(max_learners=max_learners, min_gain=0.05, windows=1, warm_up_windows=0)
 
 
 def follow(
@@ -158,6 +158,41 @@ def test_observe_within_a_measurement_says_nothing():
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_resumed_under_the_same_limit_goes_on_and_may_try_what_memory_did_not_hold():
+    state = AutoTunerState(3, "settled", 5, (1.0,), ((3, 300.0),), out_of_memory_at=4, drifted=-1, num_searches_again=2)
+    expected = AutoTunerState(3, "settled", 5, (1.0,), ((3, 300.0),), drifted=-1, num_searches_again=2)
+    assert quick().resumed(state, former_limit=8) == expected
+
+
+def test_resumed_under_a_lower_limit_takes_the_best_that_is_left():
+    state = AutoTunerState(8, "settled", measured=((1, 100.0), (2, 190.0), (4, 300.0), (8, 400.0)))
+    found = quick(max_learners=3).resumed(state, former_limit=8)
+    assert (found.num_learners, found.phase, found.measured) == (2, "settled", ((1, 100.0), (2, 190.0)))
+
+
+def test_resumed_under_a_lower_limit_with_nothing_measured_below_looks_downwards_from_it():
+    state = AutoTunerState(8, "settled", measured=((8, 400.0),))
+    found = quick(max_learners=4).resumed(state, former_limit=8)
+    assert (found.num_learners, found.phase) == (4, "shrinking")
+    _, decisions = follow(quick(max_learners=4), [300, 200, 150], found)
+    assert steps(decisions) == [("shrink", 3), ("shrink", 2), ("grow", 4)]
+
+
+def test_resumed_under_a_higher_limit_grows_from_where_it_was():
+    state = AutoTunerState(4, "settled", measured=((2, 200.0), (4, 400.0)))
+    found = quick(max_learners=8).resumed(state, former_limit=4)
+    assert (found.num_learners, found.phase, found.measured) == (4, "growing", ())
+    _, decisions = follow(quick(), [400, 600, 800], found)
+    assert steps(decisions) == [("grow", 6), ("grow", 8), ("stay", 8)]
+
+
+def test_time_that_counts_for_several_windows_is_a_measurement_sooner():
+    tuner = AutoTuner()
+    state, first = tuner.observe(START, 100.0, 5)  # warms up
+    state, second = tuner.observe(state, 110.0, 3)
+    assert (first.action, second.action, state.measured) == ("stay", "grow", ((1, 110.0),))
 
 
 def test_out_of_memory_at_four_goes_back_to_three_and_never_tries_four_again():
