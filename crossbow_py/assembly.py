@@ -158,8 +158,12 @@ def build_parts(
     init_from: str | None,
     max_evaluation_batches: int | None,
     timeline: Timeline | None,
+    announce: Callable[[str], None],
 ) -> Parts:
-    """Build a run's parts, once small batches of every data set went through the model. Raises UserError."""
+    """Build a run's parts, once small batches of every data set went through the model. Raises UserError.
+
+    `announce` is given a sentence before what takes long.
+    """
     template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
     choices, train_feed, warnings = _train_feed(template, data, settings, choices, loss)
     validation_feed, test_feed = (
@@ -168,7 +172,7 @@ def build_parts(
     )
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
     warnings += [warning] if warning else []
-    choices, notes = settle_executor(template, settings, choices, update, train_feed, loss)
+    choices, notes = settle_executor(template, settings, choices, update, train_feed, loss, announce)
     bank = _bank(template, settings, choices, optimizer)
     if not rule.has_central_model:
         # Learners that share every batch and never meet must at least begin apart.

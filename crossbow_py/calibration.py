@@ -1,7 +1,8 @@
 """What `executor=auto` takes: every candidate runs a few rounds of the very job, and the fastest one is remembered.
 
-Rounds run on a bank of their own that is thrown away, so nothing of the run has to be put back. Choices are remembered
-by what they depend on, model, batch size, precision and device, in a file in the user's cache.
+Rounds run on a bank of their own that is thrown away, so of the run only the generators of random numbers have to be
+put back. It takes some seconds: candidates that rounds so far predict to take longer than what is left are not measured.
+Choices are remembered by what they depend on, model, batch size, precision and device, in a file in the user's cache.
 """
 
 from __future__ import annotations
@@ -9,24 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.executors import Executor
+from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, UserError
+from crossbow_py.user_cache import user_cache
 
+_BUDGET_S = 8.0
 _WINDOW_S = 0.25
 _WINDOWS = 3
 _SLOW_S = 1.0
+_FAR_BEHIND = 0.7  # of the best so far: more learners will not make up for it
 _MAX_KEPT = 500
 
 
@@ -64,45 +71,82 @@ class Calibration:
         return f"Executor {self.executor} was the fastest here (images/s: {each}); remembered for the next run."
 
 
-def calibrate(candidates: Sequence[Candidate], batch_size: int) -> Calibration:
-    """Measure the candidates one after another. Raises UserError when none of them can run."""
+def calibrate(candidates: Sequence[Candidate], batch_size: int, device: torch.device) -> Calibration:
+    """Measure the candidates one after another, those of one executor with rising numbers of learners.
+
+    Raises UserError when none of them can run.
+    """
+    begun = time.perf_counter()
     rates: dict[tuple[str, int], float] = {}
     refusals: dict[str, str] = {}
-    for candidate in candidates:
-        if candidate.executor in refusals:
-            continue
-        try:
-            rates[candidate.executor, candidate.num_learners] = _images_per_s(candidate, batch_size)
-        except (CrossbowError, RuntimeError, MemoryError) as error:
-            refusals[candidate.executor] = " ".join(str(error).split())[:200]
+    with _same_randomness():
+        for candidate in candidates:
+            name, left_s = candidate.executor, _BUDGET_S - (time.perf_counter() - begun)
+            if name in refusals or _lost(name, rates):
+                continue
+            if rates and _predicted_s(candidate, rates, batch_size) > left_s:
+                refusals[name] = f"measuring it with {candidate.num_learners} learners takes too long"
+                continue
+            try:
+                rates[name, candidate.num_learners] = _images_per_s(candidate, batch_size)
+            except (CrossbowError, RuntimeError, MemoryError) as error:
+                refusals[name] = " ".join(str(error).split())[:200]
+            free_memory(device)
     if not rates:
         raise UserError(f"no executor can run this model: {'; '.join(refusals.values())}")
     best = max(rates, key=lambda key: rates[key])
-    notes = tuple(f"Executor {name} is left out: {reason}" for name, reason in refusals.items())
-    return Calibration(best[0], rates, notes)
+    measured = {name for name, _ in rates}
+    notes = [f"Executor {name} is left out: {reason}" for name, reason in refusals.items() if name not in measured]
+    return Calibration(best[0], rates, tuple(notes))
+
+
+def _lost(executor: str, rates: dict[tuple[str, int], float]) -> bool:
+    own = [rate for (name, _), rate in rates.items() if name == executor]
+    return bool(own) and max(own) < _FAR_BEHIND * max(rates.values())
+
+
+def _predicted_s(candidate: Candidate, rates: dict[tuple[str, int], float], batch_size: int) -> float:
+    """Of a round to warm up and one to measure, at the best throughput so far."""
+    return 2 * batch_size * candidate.num_learners / max(rates.values())
 
 
 def _images_per_s(candidate: Candidate, batch_size: int) -> float:
-    """Median over a few windows, after a warm-up."""
+    """Median over a few windows after a warm-up; one round after another where rounds are slow."""
     executor, plan = candidate.build()
     try:
         index = 0
 
         def window(seconds: float) -> float:
             nonlocal index
-            begun, rounds = time.perf_counter(), 0
-            while rounds < 2 or time.perf_counter() - begun < seconds:
+            begun, first = time.perf_counter(), index
+            while index == first or time.perf_counter() - begun < seconds:
                 executor.submit(plan(index))
-                index, rounds = index + 1, rounds + 1
+                index += 1
             executor.drain()
-            return rounds * batch_size * candidate.num_learners / (time.perf_counter() - begun)
+            return (index - first) * batch_size * candidate.num_learners / (time.perf_counter() - begun)
 
-        begun, warm = time.perf_counter(), window(0.0)
+        begun = time.perf_counter()
+        window(0.0)
         if time.perf_counter() - begun > _SLOW_S:
-            return max(warm, window(0.0))
+            return window(0.0)
         return statistics.median(window(_WINDOW_S) for _ in range(_WINDOWS))
     finally:
         executor.close()
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Put back the generators that models and data sets may draw from.
+
+    A run must not hang on whether its executor was measured or remembered.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def fingerprint(**facts: Any) -> str:
@@ -121,11 +165,15 @@ def _processor() -> str:
     return str(os.cpu_count())
 
 
-class Memory:
+class RememberedChoices:
     """Choices of earlier runs, in one small file. A file that cannot be read or written is no reason to stop."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path or Path.home() / ".cache" / "crossbow_py" / "executors.json"
+        self._given = path
+
+    @property
+    def _path(self) -> Path:
+        return self._given or user_cache() / "executors.json"
 
     def recall(self, key: str) -> str | None:
         """The executor remembered for a fingerprint."""

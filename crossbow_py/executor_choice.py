@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.calibration import Candidate, Memory, calibrate, fingerprint, still_round
+from crossbow_py.calibration import Candidate, RememberedChoices, calibrate, fingerprint, still_round
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.fused import FusedExecutor
@@ -20,23 +20,33 @@ from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
 from crossbow_py.errors import UserError
 from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.version import __version__
 
 
 def settle_executor(
-    template: nn.Module, settings: RunSettings, choices: Choices, update: TorchUpdate, feed: Feed, loss: Loss
+    template: nn.Module,
+    settings: RunSettings,
+    choices: Choices,
+    update: TorchUpdate,
+    feed: Feed,
+    loss: Loss,
+    announce: Callable[[str], None],
 ) -> tuple[Choices, list[str]]:
-    """Try an executor that was asked for, or take the fastest; see `calibration`. Raises UserError."""
-    if choices.executor == FusedExecutor.NAME:
-        try:
-            exported(template, feed.batch(0).inputs, choices.precision)
-        except FusionError as error:
-            raise UserError(f"executor=fused cannot run this model: {error}; set executor=auto.") from error
+    """Try an executor that was asked for, or take the fastest; see `calibration`. Raises UserError.
+
+    `announce` is given a sentence when something is measured, which takes some seconds.
+    """
+    if choices.executor == FusedExecutor.NAME and (reason := _not_fused(template, choices, feed)):
+        raise UserError(f"executor=fused cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
-    memory, key = Memory(), _fingerprint(template, settings, choices, update, feed)
-    remembered = memory.recall(key)
-    if remembered in candidates(choices.device):
+    known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed)
+    remembered = known.recall(key)
+    # The key says what a model consists of, not what its forward does: that may have changed since.
+    outdated = remembered == FusedExecutor.NAME and _not_fused(template, choices, feed)
+    if remembered in candidates(choices.device) and not outdated:
         return dataclasses.replace(choices, executor=remembered), []
+    announce("Measuring which executor is the fastest for this model, once; it takes some seconds.")
 
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:
@@ -49,9 +59,19 @@ def settle_executor(
     found = calibrate(
         [candidate(name, k) for name in candidates(choices.device) for k in _counts(name, settings)],
         settings.batch_size,
+        choices.device,
     )
-    memory.remember(key, found.executor)
+    known.remember(key, found.executor)
     return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
+
+
+def _not_fused(template: nn.Module, choices: Choices, feed: Feed) -> str | None:
+    """Why the fused executor cannot run a model; None when it can."""
+    try:
+        exported(template, feed.batch(0).inputs, choices.precision)
+    except FusionError as error:
+        return str(error)
+    return None
 
 
 def _counts(name: str, settings: RunSettings) -> list[int]:
@@ -67,7 +87,8 @@ def _fingerprint(
 ) -> str:
     inputs = feed.batch(0).inputs
     return fingerprint(
-        model=f"{template}",
+        crossbow_py=__version__,
+        model=(type(template).__module__, type(template).__qualname__, f"{template}"),
         parameters=[tuple(parameter.shape) for parameter in template.parameters()],
         inputs=(tuple(inputs.shape), str(inputs.dtype)),
         learners=(settings.num_learners, settings.max_learners),

@@ -110,7 +110,7 @@ class Trainer:
             model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
             init_from=None if init_from is None or saved else str(init_from),
             max_evaluation_batches=max_evaluation_batches,
-            timeline=_timeline(trace, output_dir),
+            timeline=_timeline(trace, output_dir), announce=self._announce,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
@@ -168,6 +168,10 @@ class Trainer:
     def restart(self) -> None:
         """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`."""
         self.run.parts.bank.restart(self.run.parts.rule.restart_momentum)
+
+    def _announce(self, message: str) -> None:
+        for listener in self.callbacks:
+            listener.on_message(message)
 
     def _file_listeners(self) -> list[Listener]:
         folder, begun = self.run.output_dir, self.state.round_index > 0

@@ -81,5 +81,6 @@ def _restore(environment: dict[str, str], torch_settings: tuple[int, torch.dtype
 def known_executor() -> Iterator[None]:
     """What `executor=auto` takes is known beforehand, so that no test measures unless it means to."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("crossbow_py.calibration.Memory.recall", lambda memory, key: "threads")
+        patch.setattr("crossbow_py.calibration.RememberedChoices.recall", lambda choices, key: "threads")
+        patch.setattr("crossbow_py.calibration.RememberedChoices.remember", lambda choices, key, executor: None)
         yield

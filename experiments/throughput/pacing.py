@@ -14,8 +14,10 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
+
 from crossbow_py import executor_choice
-from crossbow_py.calibration import Calibration, Candidate, Memory, calibrate
+from crossbow_py.calibration import Calibration, Candidate, RememberedChoices, calibrate
 from crossbow_py.engine.auto_tuner import AutoTuner, Decision
 from crossbow_py.errors import CrossbowError
 from crossbow_py.tuning import LearnerTuning
@@ -89,13 +91,13 @@ def choosing_afresh(folder: Path) -> Iterator[Stopwatch]:
     """Trainers built inside know nothing of the executors that earlier runs took; their choosing is timed."""
     watch = Stopwatch()
 
-    def timed(candidates: Sequence[Candidate], batch_size: int) -> Calibration:
+    def timed(candidates: Sequence[Candidate], batch_size: int, device: torch.device) -> Calibration:
         begun_s = time.perf_counter()
         try:
-            return calibrate(candidates, batch_size)
+            return calibrate(candidates, batch_size, device)
         finally:
             watch.seconds += time.perf_counter() - begun_s
 
-    memory = partial(Memory, folder / "executors.json")
-    with patch.object(executor_choice, "Memory", memory), patch.object(executor_choice, "calibrate", timed):
+    memory = partial(RememberedChoices, folder / "executors.json")
+    with patch.object(executor_choice, "RememberedChoices", memory), patch.object(executor_choice, "calibrate", timed):
         yield watch

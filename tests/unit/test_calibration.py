@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from crossbow_py import Trainer, calibration
-from crossbow_py.calibration import Candidate, Memory, calibrate, fingerprint
+from crossbow_py.calibration import Candidate, RememberedChoices, calibrate, fingerprint
 from crossbow_py.errors import CrossbowError, UserError
-from tests.trainers import image_model, images, make_trainer
+from tests.trainers import Recorder, image_model, images, make_trainer
+
+RECALL, REMEMBER = RememberedChoices.recall, RememberedChoices.remember  # before `conftest` pretends
+CPU = torch.device("cpu")
 
 
 class FakeExecutor:
@@ -47,7 +55,7 @@ def candidate(name, learners, executor):
 def test_calibration_takes_the_executor_with_the_most_images_per_second(clock):
     slow, fast, faster = (FakeExecutor(clock, seconds) for seconds in (0.04, 0.02, 0.01))
     sides = [candidate("serial", 4, slow), candidate("threads", 2, fast), candidate("fused", 2, faster)]
-    found = calibrate(sides, batch_size=10)
+    found = calibrate(sides, 10, CPU)
     # 4·10 / 0.04, 2·10 / 0.02 and 2·10 / 0.01
     rates = {("serial", 4): 1000.0, ("threads", 2): 1000.0, ("fused", 2): 2000.0}
     assert found.images_per_s == pytest.approx(rates)
@@ -56,8 +64,8 @@ def test_calibration_takes_the_executor_with_the_most_images_per_second(clock):
 
 
 def test_calibration_of_a_slow_candidate_is_cut_short(clock):
-    calibrate([candidate("serial", 1, FakeExecutor(clock, 3.0))], batch_size=1)
-    assert clock.now <= 12.0  # two rounds to warm up and two to measure
+    calibrate([candidate("serial", 1, FakeExecutor(clock, 3.0))], 1, CPU)
+    assert clock.now == 6.0  # a round to warm up and one to measure
 
 
 def test_candidate_that_cannot_run_is_left_out_and_named(clock):
@@ -65,9 +73,37 @@ def test_candidate_that_cannot_run_is_left_out_and_named(clock):
         raise CrossbowError("torch.export cannot capture it")
 
     sides = [Candidate("fused", k, fails) for k in (2, 4)] + [candidate("serial", 2, FakeExecutor(clock, 0.1))]
-    found = calibrate(sides, batch_size=1)
+    found = calibrate(sides, 1, CPU)
     assert found.executor == "serial"
     assert found.notes == ("Executor fused is left out: torch.export cannot capture it",)
+
+
+def test_calibration_leaves_out_what_would_take_too_long(clock):
+    sides = [candidate("serial", 2, FakeExecutor(clock, 2.0)), candidate("fused", 4, FakeExecutor(clock, 4.0))]
+    found = calibrate(sides, 1, CPU)
+    # Serial took 4 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
+    assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 4.0)
+    assert found.notes == ("Executor fused is left out: measuring it with 4 learners takes too long",)
+
+
+def test_calibration_spares_more_learners_of_an_executor_that_is_far_behind(clock):
+    fused = [FakeExecutor(clock, seconds) for seconds in (0.08, 0.02)]
+    found = calibrate(
+        [candidate("threads", 2, FakeExecutor(clock, 0.02))]
+        + [candidate("fused", k, executor) for k, executor in zip((4, 8), fused, strict=True)],
+        1,
+        CPU,
+    )
+    assert list(found.images_per_s) == [("threads", 2), ("fused", 4)]
+    assert found.notes == ()
+
+
+def test_calibration_in_which_more_learners_do_not_fit_keeps_what_was_measured(clock):
+    def fails():
+        raise MemoryError
+
+    sides = [candidate("fused", 4, FakeExecutor(clock, 0.01)), Candidate("fused", 8, fails)]
+    assert (calibrate(sides, 1, CPU).executor, calibrate(sides, 1, CPU).notes) == ("fused", ())
 
 
 def test_calibration_with_no_candidate_left_is_the_users_to_know():
@@ -75,25 +111,26 @@ def test_calibration_with_no_candidate_left_is_the_users_to_know():
         raise RuntimeError("no kernel")
 
     with pytest.raises(UserError, match="no executor can run this model: no kernel"):
-        calibrate([Candidate("fused", 2, fails)], batch_size=1)
+        calibrate([Candidate("fused", 2, fails)], 1, CPU)
 
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch, known_executor):
     """A memory of the test's own, in place of what `conftest` pretends."""
-    monkeypatch.setattr(Memory, "recall", lambda self, key: self._read().get(key))
-    monkeypatch.setattr(Memory, "__init__", lambda self, path=None: setattr(self, "_path", tmp_path / "choices.json"))
-    return tmp_path / "choices.json"
+    monkeypatch.setattr(RememberedChoices, "recall", RECALL)
+    monkeypatch.setattr(RememberedChoices, "remember", REMEMBER)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "crossbow_py" / "executors.json"
 
 
 def test_memory_keeps_choices_and_survives_a_damaged_file(memory):
-    Memory().remember("a", "threads")
-    Memory().remember("b", "fused")
-    assert (Memory().recall("a"), Memory().recall("b"), Memory().recall("c")) == ("threads", "fused", None)
+    RememberedChoices().remember("a", "threads")
+    RememberedChoices().remember("b", "fused")
+    assert [RememberedChoices().recall(key) for key in "abc"] == ["threads", "fused", None]
     memory.write_text("{damaged")
-    assert Memory().recall("a") is None
-    Memory().remember("a", "serial")
-    assert Memory().recall("a") == "serial"
+    assert RememberedChoices().recall("a") is None
+    RememberedChoices().remember("a", "serial")
+    assert RememberedChoices().recall("a") == "serial"
 
 
 def test_fingerprint_follows_from_every_fact():
@@ -106,9 +143,9 @@ def test_fingerprint_follows_from_every_fact():
 def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     calls = []
 
-    def counting(candidates, batch_size):
+    def counting(candidates, batch_size, device):
         calls.append([(side.executor, side.num_learners) for side in candidates])
-        return calibrate(candidates, batch_size)
+        return calibrate(candidates, batch_size, device)
 
     monkeypatch.setattr("crossbow_py.executor_choice.calibrate", counting)
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
@@ -131,6 +168,40 @@ def test_measuring_leaves_no_trace_in_the_run(memory, monkeypatch):
     results = [trainer.fit(max_rounds=6) for trainer in (measured, asked)]
     for ours, theirs in zip(*(result.model.state_dict().values() for result in results), strict=True):
         assert ours.equal(theirs)
+
+
+def test_measuring_is_announced_and_draws_from_no_generator_of_the_users(memory, monkeypatch):
+    monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
+
+    class Drawing(nn.Linear):
+        def forward(self, inputs):
+            noise = random.random() + np.random.rand() + torch.rand(())
+            return super().forward(inputs) + noise
+
+    drawn, told = [], Recorder()
+    for _ in range(2):  # measured, then remembered
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        make_trainer(model=lambda: Drawing(4, 3), executor="auto", callbacks=[told])
+        drawn.append((random.random(), np.random.rand(), torch.rand(())))
+    assert drawn[0] == drawn[1]
+    assert [message for message in told.of("message") if message.startswith("Measuring which executor")] == told.of(
+        "message"
+    )
+    assert len(told.of("message")) == 1
+
+
+def test_remembered_fused_is_measured_anew_when_the_model_cannot_be_fused_any_more(memory, monkeypatch):
+    monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
+    monkeypatch.setattr(RememberedChoices, "recall", lambda self, key: "fused")
+
+    class Branches(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs if inputs.sum() > 0 else -inputs)
+
+    trainer = make_trainer(model=lambda: Branches(4, 3), executor="auto")
+    assert trainer.run.parts.choices.executor in ("serial", "threads")
 
 
 def test_fused_for_a_model_that_cannot_be_exported_is_one_clear_sentence():
