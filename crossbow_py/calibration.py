@@ -1,7 +1,7 @@
 """What `executor=auto` takes: every candidate runs a few rounds of the very job, and the fastest one is remembered.
 
 Rounds run on a bank of their own that is thrown away, so of the run only the generators of random numbers have to be
-put back. It takes some seconds: candidates that rounds so far predict to take longer than what is left are not measured.
+put back. It takes some seconds; a candidate is not measured when that would take longer than what is left of them.
 Choices are remembered by what they depend on, model, batch size, precision and device, in a file in the user's cache.
 """
 
