@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout is enough, installed or not
 
+from experiments.auto_tuner.report import decisions_list, phases_table
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
 from experiments.common.results import EXPERIMENTS, read_results
@@ -35,6 +36,11 @@ def _machine(result: Mapping[str, Any]) -> str:
 # The tables of each experiment; the first is what a page about all of its results shows.
 TABLES: dict[str, dict[str, Table]] = {
     "throughput": {"all": result_text, "sides": sides_table, "rounds": rounds_table, "machine": _machine},
+    "auto_tuner": {
+        "all": lambda result: f"{phases_table(result)}\n\n{decisions_list(result)}",
+        "phases": phases_table,
+        "machine": _machine,
+    },
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
 }
 # Those of a result that says of itself what kind it is.

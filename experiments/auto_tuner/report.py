@@ -1,0 +1,51 @@
+"""Tables of the auto-tuner's runs, built from a results object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from experiments.common.markdown import markdown_table
+
+Result = Mapping[str, Any]
+_SETTLING_S = 5.0  # at the end of a phase, when it has had the time to settle
+
+
+def phases(result: Result) -> list[dict[str, Any]]:
+    """Before, with and after the neighbour: the learners at the end of each, and the throughput of its last seconds."""
+    begins_s, ends_s = result["neighbour"]["begins_s"], result["neighbour"]["ends_s"]
+    last_s = result["throughput"][-1][0]
+    found = []
+    for name, first_s, end_s in (("before", 0.0, begins_s), ("with", begins_s, ends_s), ("after", ends_s, last_s)):
+        late = [point for point in result["throughput"] if max(first_s, end_s - _SETTLING_S) <= point[0] <= end_s]
+        decisions = [one for one in result["decisions"] if first_s <= one["elapsed_s"] < end_s]
+        found.append({
+            "phase": f"{name} the neighbour",
+            "seconds": end_s - first_s,
+            "decisions": len(decisions),
+            "num_learners": late[-1][2],
+            "images_per_s": median(point[1] for point in late),
+        })  # fmt: skip
+    return found
+
+
+def phases_table(result: Result) -> str:
+    """A row a phase."""
+    header = ["", "seconds", "decisions", "learners at its end", "images/s of its last 5 s"]
+    rows = [
+        [
+            phase["phase"],
+            f"{phase['seconds']:.0f}",
+            str(phase["decisions"]),
+            str(phase["num_learners"]),
+            f"{phase['images_per_s']:,.0f}",
+        ]
+        for phase in phases(result)
+    ]
+    return markdown_table(header, rows)
+
+
+def decisions_list(result: Result) -> str:
+    """Every decision, as the console showed it."""
+    return "\n".join(f"- {one['elapsed_s']:.1f} s: {one['reason']}" for one in result["decisions"])
