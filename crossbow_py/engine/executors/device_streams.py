@@ -1,4 +1,4 @@
-"""What `executor=streams` asks of a device: streams, events, and graphs that are captured once and replayed.
+"""What `streams` and `fused` ask of a device: streams, events, and graphs that are captured once and replayed.
 
 The executor knows no other way to the device, so that a device that only writes down what it is asked for proves the
 order of launches, records and waits on a machine without a GPU (`tests/recording_streams.py`).
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
+from crossbow_py.engine.executors.spans import Mark
 from crossbow_py.errors import UserError
 
 # Opaque to the executor: whatever the device made.
@@ -60,6 +61,10 @@ class DeviceStreams(ABC):
     @abstractmethod
     def record(self, event: Event, stream: Stream) -> None:
         """Mark the end of all that is on the stream so far."""
+
+    @abstractmethod
+    def timed_mark(self, stream: Stream) -> Mark:
+        """The end of all that is on the stream so far, as a moment that can be told; for traces alone."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
@@ -141,6 +146,12 @@ class CudaStreams(DeviceStreams):
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """See DeviceStreams."""
         event.record(stream)
+
+    def timed_mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """See DeviceStreams."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """See DeviceStreams. A later record of the event does not move what the stream waits for."""

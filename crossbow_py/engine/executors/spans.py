@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -68,24 +68,37 @@ class _Block(NamedTuple):
     end: Mark
 
 
+class Moment(NamedTuple):
+    """One moment on the device's clock and the timeline's."""
+
+    mark: Mark
+    time_ns: int
+
+
+def this_moment(timeline: Timeline, mark: Callable[[], Mark]) -> Moment:
+    """Blocks the host until the stream is idle."""
+    mark().synchronize()  # host–device synchronisation: nothing may lie before the moment on the stream
+    before_ns, origin = timeline.clock(), mark()
+    origin.synchronize()  # host–device synchronisation
+    return Moment(origin, (before_ns + timeline.clock()) // 2)
+
+
 class StreamSpans(TaskSpans):
     """For tasks enqueued on one stream. Used from one thread; not one span of it has been taken on a GPU yet.
 
-    Made, it blocks the host until the stream is idle, and notes one moment on both clocks. All times are that moment
-    plus what has passed on the device's clock: where the two clocks drift apart, spans go with the device.
+    All times are a moment on both clocks plus what has passed on the device's clock: where the two clocks drift apart,
+    spans go with the device.
 
     Args:
         timeline: where spans go.
         mark: records an event on the stream, without blocking the host.
+        moment: by default this one, for which the host is blocked until the stream is idle.
     """
 
-    def __init__(self, timeline: Timeline, mark: Callable[[], Mark]) -> None:
+    def __init__(self, timeline: Timeline, mark: Callable[[], Mark], moment: Moment | None = None) -> None:
         self._timeline, self._mark = timeline, mark
         self._blocks: deque[_Block] = deque()
-        mark().synchronize()  # host–device synchronisation: nothing may lie before the moment on the stream
-        before_ns, self._origin = timeline.clock(), mark()
-        self._origin.synchronize()  # host–device synchronisation
-        self._origin_ns = (before_ns + timeline.clock()) // 2
+        self._origin, self._origin_ns = moment or this_moment(timeline, mark)
 
     @contextmanager
     def span(self, name: str, row: str, round_index: int) -> Iterator[None]:
@@ -112,6 +125,30 @@ class StreamSpans(TaskSpans):
 
     def _time_ns(self, mark: Mark) -> int:
         return self._origin_ns + round(self._origin.elapsed_time(mark) * _NS_PER_MS)
+
+
+class SpansOfStreams(TaskSpans):
+    """For tasks on several streams of a device: `StreamSpans` of each, told from one moment.
+
+    Made, it blocks the host until the first stream is idle.
+
+    Args:
+        timeline: where spans go.
+        marks: for every row, what records an event on its stream, without blocking the host.
+    """
+
+    def __init__(self, timeline: Timeline, marks: Mapping[str, Callable[[], Mark]]) -> None:
+        moment = this_moment(timeline, next(iter(marks.values())))
+        self._spans = {row: StreamSpans(timeline, mark, moment) for row, mark in marks.items()}
+
+    def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
+        """See TaskSpans and `StreamSpans.span`."""
+        return self._spans[row].span(name, row, round_index)
+
+    def resolve(self) -> None:
+        """See TaskSpans."""
+        for spans in self._spans.values():
+            spans.resolve()
 
 
 def spans_on(device: torch.device, timeline: Timeline) -> TaskSpans:
