@@ -1,8 +1,8 @@
 """Task bodies that never make the host wait, over tensors that stay where they are: what a CUDA graph can hold.
 
-They compute what `RoundTasks` computes. The host hands a round over with `load` (batch, learning rate, dropout seed),
-outside any graph; `learn`, `correct` and `average` then read static tensors alone; `report` sends what they found to
-the host, which reads it with `read` once the learner's stream is past it.
+They compute what `RoundTasks` computes. The host hands a round over with `load` (batch, learning rate, dropout masks),
+outside any graph; the bodies then read static tensors alone; `report` sends what they found to the host, which reads it
+with `read` once the stream is past it. `DeviceTasks` goes learner by learner, `FusedDeviceTasks` does all in one pass.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Batch
-from crossbow_py.engine.device_update import DeviceUpdate
+from crossbow_py.engine.device_update import AllLearners, DeviceUpdate, OneLearner
 from crossbow_py.engine.dropout import MaskTape, counter_seed
+from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
 
@@ -21,29 +22,74 @@ NUM_RESULTS = 3  # of a learner in a round
 _LOSS, _NUM_CORRECT, _FINITE = range(NUM_RESULTS)
 
 
-class DeviceTasks:
-    """Bodies over one bank and the static tensors around it, K learners on any device.
+class RoundValues:
+    """What goes into rounds and comes out of them, K learners and one entry for values that are nobody's.
 
-    Every body enqueues on the stream that is current, records nothing, and leaves the order to the executor: a
-    learner's bodies on one stream, `average` after every learner's `correct`.
+    Bodies enqueue on the stream that is current, record nothing, and leave the order to the executor.
+
+    Args:
+        tasks: what to compute.
+        executor: the name for messages.
 
     Raises UserError for an optimizer without a device update.
     """
 
-    def __init__(self, tasks: RoundTasks) -> None:
-        bank, learners = tasks.bank, tasks.bank.num_learners
-        self.tasks = tasks
+    def __init__(self, tasks: RoundTasks, executor: str) -> None:
+        bank, entries = tasks.bank, tasks.bank.num_learners + 1
+        self.tasks, self._executor = tasks, executor
         self.update = DeviceUpdate(tasks.update.optimizer, tasks.update.rule, bank.device)
-        rates, counts = (torch.zeros(learners, dtype=torch.float64, device=bank.device) for _ in range(2))
-        results = torch.zeros(learners, NUM_RESULTS, dtype=torch.float64, device=bank.device)
-        self._rates, self._counts, self._results = list(rates), list(counts), list(results)
-        self._batches: list[Batch | None] = [None] * learners
-        self._loaded_rates: list[float | None] = [None] * learners
-        self._classifies = [False] * learners
-        self._tapes = [MaskTape() for _ in range(learners)]
+        self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
+        self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
+        self._classifies = [False] * bank.num_learners
+
+    def _seed(self, learner: int, plan: Round) -> None:
+        seed = counter_seed(self.tasks.seed, "dropout", plan.index, learner)
+        self.tasks.bank.generators[learner].manual_seed(seed)
+
+    def _keep(self, static: Batch | None, batch: Batch) -> Batch:
+        """The batch where a graph reads it: in tensors like those of the first one. Raises UserError for another."""
+        static = static or Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
+        for kept, given in zip(static, batch, strict=True):
+            if (kept.shape, kept.dtype) != (given.shape, given.dtype):
+                raise UserError(
+                    f"executor={self._executor} needs batches of one shape, got {list(given.shape)} of {given.dtype} "
+                    f"after {list(kept.shape)} of {kept.dtype}; set executor=serial."
+                )
+            kept.copy_(given)
+        return static
+
+    def average(self, outcome: RoundOutcome) -> None:
+        """See `RoundTasks.average`, which does not make the host wait."""
+        self.tasks.average(outcome)
+
+    def read(self, outcome: RoundOutcome, host: Tensor) -> None:
+        """Fill the outcome from `host` [K, 3], and count the steps in the bank. The host must have waited for it."""
+        for learner, values in enumerate(host.tolist()):
+            outcome.losses[learner] = values[_LOSS]
+            outcome.num_correct[learner] = values[_NUM_CORRECT] if self._classifies[learner] else None
+            outcome.finite[learner] = values[_FINITE] == 1
+            self.tasks.bank.step_counts[learner] += outcome.finite[learner]
+
+    def count_steps(self) -> None:
+        """Take the bank's step counts from the device. The host must have waited for all rounds."""
+        bank = self.tasks.bank
+        counts = self._counts[: bank.num_learners].tolist()  # host–device synchronisation
+        bank.step_counts[: bank.num_learners] = [int(count) for count in counts]
+
+
+class DeviceTasks(RoundValues):
+    """Bodies for one learner each: on a stream a learner, `average` after every learner's `correct`."""
+
+    def __init__(self, tasks: RoundTasks, executor: str = "streams") -> None:
+        super().__init__(tasks, executor)
+        learners = range(tasks.bank.num_learners)
+        self._rows = [OneLearner(learner, tasks.bank.trained_row(learner)) for learner in learners]
+        self._batches: list[Batch | None] = [None for _ in learners]
+        self._loaded_rates: list[float | None] = [None for _ in learners]
+        self._tapes = [MaskTape() for _ in learners]
 
     def load(self, learner: int, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
-        """Hand a round to a learner: its batch, dropout seed, and what has changed of learning rate and step count.
+        """Hand a round to a learner: its batch, dropout masks, and what has changed of learning rate and step count.
 
         The batch is gathered and then copied to where the graph reads it. Whether the host waits is the feed's doing.
 
@@ -58,8 +104,7 @@ class DeviceTasks:
         """
         bank, rate = self.tasks.bank, plan.learning_rates[learner]
         if bank.has_dropout:
-            seed = counter_seed(self.tasks.seed, "dropout", plan.index, learner)
-            bank.generators[learner].manual_seed(seed)
+            self._seed(learner, plan)
             if masks_ahead:
                 self._tapes[learner].draw()
         if bank_changed:
@@ -67,17 +112,7 @@ class DeviceTasks:
         if rate != self._loaded_rates[learner]:
             self._rates[learner].fill_(rate)
             self._loaded_rates[learner] = rate
-        batch = self.tasks.feed.batch(plan.starts[learner])
-        static = self._batches[learner]
-        if static is None:
-            static = self._batches[learner] = Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
-        for kept, given in zip(static, batch, strict=True):
-            if (kept.shape, kept.dtype) != (given.shape, given.dtype):
-                raise UserError(
-                    f"executor=streams needs batches of one shape, got {list(given.shape)} of {given.dtype} after "
-                    f"{list(kept.shape)} of {kept.dtype}; set executor=serial."
-                )
-            kept.copy_(given)
+        self._batches[learner] = self._keep(self._batches[learner], self.tasks.feed.batch(plan.starts[learner]))
 
     def learn(self, learner: int, masks_ahead: bool) -> None:
         """G_j ← gradient of the learner's loss on its loaded batch, at w_j; loss and correct predictions beside it.
@@ -101,8 +136,7 @@ class DeviceTasks:
         """See `DeviceUpdate.correct`."""
         results = self._results[learner]
         self.update.correct(
-            learner,
-            self.tasks.bank.trained_row(learner),
+            self._rows[learner],
             averaging,
             loss=results[_LOSS],
             learning_rate=self._rates[learner],
@@ -110,26 +144,68 @@ class DeviceTasks:
             finite=results[_FINITE],
         )
 
-    def average(self, outcome: RoundOutcome) -> None:
-        """See `RoundTasks.average`, which does not make the host wait."""
-        self.tasks.average(outcome)
-
     def report(self, learner: int, host: Tensor) -> None:
         """Copy the learner's results to row `learner` of `host` [K, 3], pinned memory on CUDA; the host goes on."""
         host[learner].copy_(self._results[learner], non_blocking=True)
 
-    def read(self, outcome: RoundOutcome, host: Tensor) -> None:
-        """Fill the outcome from `host` [K, 3], and count the steps in the bank. The host must have waited for it."""
-        for learner, values in enumerate(host.tolist()):
-            outcome.losses[learner] = values[_LOSS]
-            outcome.num_correct[learner] = values[_NUM_CORRECT] if self._classifies[learner] else None
-            outcome.finite[learner] = values[_FINITE] == 1
-            self.tasks.bank.step_counts[learner] += outcome.finite[learner]
 
-    def count_steps(self) -> None:
-        """Take the bank's step counts from the device. The host must have waited for all rounds."""
-        bank = self.tasks.bank
-        bank.step_counts[: bank.num_learners] = [int(count) for count in self._counts]  # host–device synchronisation
+class FusedDeviceTasks(RoundValues):
+    """Bodies for all learners at once, over a bank in `blocks`; one stream for all of them."""
+
+    def __init__(self, tasks: RoundTasks, fused: FusedPass, executor: str = "fused") -> None:
+        super().__init__(tasks, executor)
+        self._pass = fused
+        self._rows = AllLearners(tasks.bank, tasks.update.optimizer)
+        self._batch: Batch | None = None
+        self._loaded_rates: tuple[float, ...] = ()
+        self._tape = MaskTape()
+
+    def load(self, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
+        """As `DeviceTasks.load`, for every learner."""
+        bank, learners = self.tasks.bank, range(self.tasks.bank.num_learners)
+        if bank.has_dropout:
+            for learner in learners:
+                self._seed(learner, plan)
+            if masks_ahead:
+                self._tape.draw()
+        if bank_changed:
+            for learner in learners:
+                self._counts[learner].fill_(bank.step_counts[learner])
+        if plan.learning_rates != self._loaded_rates:
+            self._load_rates(plan.learning_rates)
+        self._batch = self._keep(self._batch, self._pass.batch(plan))
+
+    def _load_rates(self, rates: tuple[float, ...]) -> None:
+        if len(set(rates)) == 1:
+            self._rates.fill_(rates[0])
+        else:
+            for learner, rate in enumerate(rates):
+                self._rates[learner].fill_(rate)
+        self._loaded_rates = rates
+
+    def learn_and_correct(self, averaging: LinearRound | None, shared: bool, masks_ahead: bool) -> None:
+        """All learning and correction tasks of a round, on the loaded batch, which learners may share."""
+        bank, results = self.tasks.bank, self._results
+        assert self._batch is not None, "a round needs a loaded batch"
+        with self._tape.over(masks_ahead):
+            learned = self._pass.learn(self._batch, shared)
+        bank.store_stacked_gradients(learned.gradients)
+        results[: bank.num_learners, _LOSS].copy_(learned.losses)
+        if learned.num_correct is not None:
+            results[: bank.num_learners, _NUM_CORRECT].copy_(learned.num_correct)
+        self._classifies = [learned.num_correct is not None] * bank.num_learners
+        self.update.correct(
+            self._rows,
+            averaging,
+            loss=results[:, _LOSS],
+            learning_rate=self._rates,
+            step_count=self._counts,
+            finite=results[:, _FINITE],
+        )
+
+    def report(self, host: Tensor) -> None:
+        """Copy the results to `host` [K, 3], pinned memory on CUDA; the host goes on."""
+        host.copy_(self._results[: self.tasks.bank.num_learners], non_blocking=True)
 
 
 def correct_predictions(output: Tensor, targets: Tensor) -> Tensor | None:

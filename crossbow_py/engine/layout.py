@@ -98,11 +98,14 @@ class Rows:
         return views
 
     def _trained_views(self, row: int) -> list[Tensor]:
-        num_trained, num_decayed = self.layout.count("decayed", "undecayed"), self.layout.count("decayed")
         if self.order == "blocks":
-            return self._rows[row][:num_trained]
+            return self._rows[row][: self.layout.count("decayed", "undecayed")]
+        return self._parts(self.storage[row * self._row_length : (row + 1) * self._row_length])
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        """The trained values of a storage, apart by whether they take weight decay."""
+        num_trained, num_decayed = self.layout.count("decayed", "undecayed"), self.layout.count("decayed")
         ends = [*self._bases, self._row_length]
-        whole = self.storage[row * self._row_length : (row + 1) * self._row_length]
         parts = (whole[: ends[num_decayed]], whole[ends[num_decayed] : ends[num_trained]])
         return [part for part in parts if len(part)]
 
@@ -116,6 +119,11 @@ class Rows:
         Those of all buffers of one layout and order match. The first `num_decayed` take weight decay.
         """
         return self._trained[row]
+
+    def end_to_end(self) -> list[Tensor]:
+        """The trained part of all rows in `blocks`, padding included: what takes weight decay, and what does not."""
+        assert self.order == "blocks", "rows of the other order are not apart by weight decay"
+        return self._parts(self.storage)
 
     def whole(self) -> Tensor:
         """The trained part of a flat vector (one row) in one piece, padding included."""

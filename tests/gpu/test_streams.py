@@ -17,7 +17,8 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feed import make_feed
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.device_streams import CudaStreams
-from crossbow_py.engine.executors.streams import WARM_UP_ROUNDS, StreamsExecutor
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank

@@ -1,59 +1,103 @@
 """All learners in one pass over one graph: operators run once for K learners, with all of the device's threads.
 
-What small batches leave idle is filled by other learners' work in the same operator. Only the loss, the update and the
-average are left to the task bodies; nothing runs at the same time as anything else, so results follow serial's.
+What small batches leave idle is filled by other learners' work in the same operator. On CPU the host gates, updates and
+averages after each pass; on CUDA whole rounds are graphs (`fused_device.py`). Nothing runs at the same time as anything
+else, so results follow serial's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from crossbow_py.engine.device_update import knows
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors.base import Executor
-from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
+from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
+from crossbow_py.engine.fused_pass import FusedPass, is_shared
 from crossbow_py.engine.memory import keep_freed_memory
-from crossbow_py.engine.rounds import RoundOutcome, RoundTasks, count_correct
+from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Launch
 from crossbow_py.engine.update import NativeUpdate, StackedRows
 from crossbow_py.errors import CrossbowError, LearnerError
+from crossbow_py.telemetry.timeline import Timeline
 
-_STREAM = "all learners"
-_IGNORED = -100  # targets that cross_entropy leaves out of its mean
+_HOST_UPDATES = (
+    "executor=fused updates learner by learner, which is slower, because it knows no update of this optimizer for all."
+)
 
 
 class FusedExecutor(Executor):
-    """Runs a round as one forward and one backward pass of all learners. Raises FusionError for models it cannot."""
+    """Runs a round as one forward and one backward pass of all learners.
+
+    On CUDA, with a bank in `blocks` and SGD or AdamW, the host only issues rounds. Between a drain and the next submit
+    the bank is the caller's; the caller's work on its current stream then comes before everything that is enqueued.
+
+    Args:
+        tasks: what to compute.
+        device: for tests; by default CUDA for a bank that is there, and the calling thread for another.
+
+    Raises:
+        FusionError: the model cannot be fused.
+    """
 
     NAME = "fused"
     ORDER = "blocks"
 
-    def __init__(self, tasks: RoundTasks) -> None:
+    def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None) -> None:
         super().__init__(tasks)
-        if tasks.bank.device.type == "cpu":
+        bank = tasks.bank
+        if bank.device.type == "cpu":
             keep_freed_memory()
-        self._graph = FusedGraph(tasks.bank.template, tasks.feed.batch(0).inputs, tasks.bank)
+        elif bank.order == "blocks" and knows(tasks.update.optimizer):
+            device = device or CudaStreams(bank.device)
+        else:
+            self.notes.append(_HOST_UPDATES)
+        self._pass = FusedPass(tasks)
         self._noted = False
-        self._rows = StackedRows(tasks.bank) if tasks.bank.order == "blocks" else None
+        self._rows = StackedRows(bank) if bank.order == "blocks" else None
+        self._on_device = FusedRounds(tasks, self._pass, device, self.notes) if device else None
 
     @property
     def looped(self) -> list[str]:
         """Operators without a rule, run learner by learner; known after the first round."""
-        return self._graph.looped
+        return self._pass.graph.looped
+
+    def trace(self, timeline: Timeline) -> None:
+        """See Executor; on CUDA a round is one span between two events."""
+        if self._on_device is None:
+            super().trace(timeline)
+        else:
+            self._spans = self._on_device.rounds.spans(timeline)
+
+    def drain(self) -> list[RoundOutcome]:
+        """See Executor; on CUDA the next round waits for what the caller enqueued meanwhile."""
+        outcomes = super().drain()
+        if self._on_device is not None:
+            self._on_device.rounds.bank_changed = True
+        return outcomes
 
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         try:
-            with self.span("pass", _STREAM, outcome.plan.index):
-                gradients = self._learn(outcome)
-            with self.span("update", _STREAM, outcome.plan.index):
-                self._update(gradients, outcome)
-            self._note_loops()
+            if self._on_device is None:
+                self._run(outcome)
+            else:
+                slot = self._on_device.rounds.begin()
+                with self.span("round", ALL_LEARNERS, outcome.plan.index):
+                    self._on_device.issue(outcome, slot)
         except CrossbowError:
             raise
         except Exception as error:
-            raise LearnerError("round", outcome.plan.index, _STREAM, error) from error
+            raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
+
+    def _run(self, outcome: RoundOutcome) -> None:
+        with self.span("pass", ALL_LEARNERS, outcome.plan.index):
+            gradients = self._learn(outcome)
+        with self.span("update", ALL_LEARNERS, outcome.plan.index):
+            self._update(gradients, outcome)
+        self._note_loops()
 
     def _note_loops(self) -> None:
         """Say once which operators the first round found without a rule."""
@@ -97,41 +141,28 @@ class FusedExecutor(Executor):
                 taken.add(gradient.data_ptr())
         return found
 
-    def _learn(self, outcome: RoundOutcome) -> tuple[Tensor | None, ...]:
+    def _learn(self, outcome: RoundOutcome) -> Sequence[Tensor | None]:
         """Gradients `[K, *shape]` of all learners; losses and correct predictions to the outcome."""
-        bank, starts = self.tasks.bank, outcome.plan.starts
+        bank, plan = self.tasks.bank, outcome.plan
         for learner, generator in enumerate(bank.generators[: bank.num_learners]):
-            generator.manual_seed(counter_seed(self.tasks.seed, "dropout", outcome.plan.index, learner))
-        shared = len(set(starts)) == 1
-        batch = self.tasks.feed.batch(starts[0]) if shared else self.tasks.feed.batches(starts)
-        outputs = self._graph.run(batch.inputs, shared).to(bank.precision.master)
-        targets = batch.targets.expand(len(starts), *batch.targets.shape) if shared else batch.targets
-        losses = self._losses(outputs, targets)
-        parameters = list(self._graph.parameters.trained.values())
-        gradients = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
-        outcome.losses = losses.tolist()  # host–device synchronisation on CUDA
-        outcome.num_correct = _count_correct(outputs.detach(), targets)
-        return gradients
-
-    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One loss a learner `[K]`; cross-entropy of classes in one call, any other in a loop."""
-        if self.tasks.loss is nn.functional.cross_entropy and outputs.ndim == 3 and targets.ndim == 2:
-            each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-            return each.view(targets.shape).sum(1) / (targets != _IGNORED).sum(1)
-        pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
-        return torch.stack([self.tasks.loss(output, target) for output, target in pairs])
+            generator.manual_seed(counter_seed(self.tasks.seed, "dropout", plan.index, learner))
+        learned = self._pass.learn(self._pass.batch(plan), is_shared(plan))
+        outcome.losses = learned.losses.tolist()  # host–device synchronisation on CUDA
+        if learned.num_correct is not None:
+            outcome.num_correct = [float(count) for count in learned.num_correct.tolist()]
+        return learned.gradients
 
     def _wait(self, outcome: RoundOutcome) -> None:
-        """The round was over when it was issued."""
+        """On CPU the round was over when it was issued."""
+        if self._on_device is not None:
+            self._on_device.read(outcome)
+            self._note_loops()
+
+    def close(self) -> None:
+        """See Executor."""
+        if self._on_device is not None:
+            self._on_device.close()
 
 
 def _lies_as(tensor: Tensor, other: Tensor) -> bool:
     return tensor.stride() == other.stride() and tensor.dtype == other.dtype
-
-
-def _count_correct(outputs: Tensor, targets: Tensor) -> list[float | None]:
-    """Right predictions of each learner; None where the task is not classification."""
-    if outputs.ndim != 3 or targets.ndim != 2 or targets.is_floating_point():
-        return [count_correct(output, target) for output, target in zip(outputs, targets, strict=True)]
-    found: Sequence[float] = (outputs.argmax(2) == targets).sum(1).tolist()  # host–device synchronisation on CUDA
-    return [float(count) for count in found]

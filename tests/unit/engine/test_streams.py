@@ -17,7 +17,8 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.engine.device_tasks import DeviceTasks
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.device_streams import CudaStreams, prepare_environment
-from crossbow_py.engine.executors.streams import WARM_UP_ROUNDS, StreamsExecutor
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32

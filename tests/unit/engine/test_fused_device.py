@@ -1,0 +1,317 @@
+"""Fused rounds on a device without a GPU: what serial gives, in graphs that only launch, the host a round ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.engine.executors import SerialExecutor
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
+from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.errors import LearnerError
+from crossbow_py.telemetry.timeline import Timeline
+from tests import networks
+from tests.recording_streams import RecordingStreams, ShuffledStreams
+from tests.support import features, linear_model, make_tasks, norm_model, plan
+
+IMAGES = features(48, (3, 6, 6))
+OPTIMIZERS = [
+    SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), SGD(momentum=(0.5, 0.9, 0.0)), AdamW(weight_decay=0.1),
+]  # fmt: skip
+
+
+class Refuses(RecordingStreams):
+    """Captures nothing: every round runs eagerly."""
+
+    def capture(self, name, body, stream, pool):
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+
+def tasks_for(network, num_learners=3, **options):
+    def make():
+        torch.manual_seed(1)
+        return network()
+
+    return make_tasks(make, num_learners=num_learners, data=networks.inputs_for(network), order="blocks", **options)
+
+
+def with_dropout():
+    model = norm_model()
+    model.insert(4, nn.Dropout(0.3))
+    return model
+
+
+def run(runner, tasks, num_rounds, rate=lambda n: 0.05, shared=False):
+    """Run rounds; returns the outcomes. Closes the executor."""
+    outcomes = []
+    try:
+        for n in range(num_rounds):
+            whole = plan(tasks, n, rate(n))
+            if shared:
+                whole = dataclasses.replace(whole, starts=whole.starts[:1] * len(whole.starts))
+            outcomes += runner.submit(whole)
+        outcomes += runner.drain()
+    finally:
+        runner.close()
+    return outcomes
+
+
+def assert_equal(ours, reference, found, expected, tolerance=1e-8):
+    """Banks of two orders of equal runs."""
+    assert [o.plan.index for o in found] == [o.plan.index for o in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.losses == pytest.approx(theirs.losses, rel=tolerance)
+        assert (mine.num_correct, mine.finite) == (theirs.num_correct, theirs.finite)
+    k = reference.num_learners
+    assert ours.step_counts[:k] == reference.step_counts[:k]
+    states = [(ours.learner_state(j), reference.learner_state(j)) for j in range(k)]
+    for mine, theirs in [*states, (ours.z.shaped(), reference.z.shaped())]:
+        for name, expected_value in theirs.items():
+            if expected_value.is_floating_point() and expected_value.isfinite().all():
+                assert (mine[name] - expected_value).norm() <= tolerance * (expected_value.norm() + 1e-3), name
+            else:
+                assert torch.equal(mine[name], expected_value), name
+
+
+@pytest.mark.parametrize("make_device", [RecordingStreams, Refuses], ids=["graphs", "eager"])
+@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()], ids=["every", "third", "independent"])
+@pytest.mark.parametrize("network", [networks.Transformer, networks.SqueezeExcite, networks.DepthwiseSeparable])
+def test_fused_rounds_on_a_device_after_twenty_in_float64_equal_serial(network, rule, make_device):
+    ours, reference = (tasks_for(network, rule=rule) for _ in range(2))
+    shared = isinstance(rule, Independent)
+    found = run(FusedExecutor(ours, make_device()), ours, 20, shared=shared)
+    expected = run(SerialExecutor(reference), reference, 20, shared=shared)
+    assert_equal(ours.bank, reference.bank, found, expected)
+
+
+@pytest.mark.parametrize("network", networks.NETWORKS)
+def test_every_network_is_captured_and_equals_serial(network):
+    ours, reference = (tasks_for(network, num_learners=2) for _ in range(2))
+    device = RecordingStreams()
+    runner = FusedExecutor(ours, device)
+    found = run(runner, ours, 6)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
+    assert [entry.split()[2] for entry in device.log if "capture" in entry] == ["round", "averaging"]
+    assert not [note for note in runner.notes if "graphs" in note]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("num_learners", [3])
+def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(optimizer, num_learners):
+    ours, reference = (
+        make_tasks(with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order="blocks")
+        for _ in range(2)
+    )
+    device, outcomes = RecordingStreams(), []
+    for tasks, runner in ((ours, FusedExecutor(ours, device)), (reference, SerialExecutor(reference))):
+        found = []
+        for n in range(12):
+            rates = (0.1 / (n + 1),) * 3 if n % 3 else (0.01, 0.02 * n, 0.1)
+            found += runner.submit(dataclasses.replace(plan(tasks, n), learning_rates=rates))
+        outcomes.append(found + runner.drain())
+        runner.close()
+    assert_equal(ours.bank, reference.bank, *outcomes)
+    assert sum("capture" in entry for entry in device.log) == 2
+
+
+@pytest.mark.parametrize("num_learners", [1, 2, 5])
+def test_any_number_of_learners_equals_serial(num_learners):
+    ours, reference = (
+        make_tasks(norm_model, num_learners=num_learners, data=IMAGES, order="blocks") for _ in range(2)
+    )
+    found = run(FusedExecutor(ours, RecordingStreams()), ours, 6)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [(FP32, 1e-5), (BF16, 0.02)])
+def test_round_in_lower_precision_follows_serial(precision, tolerance):
+    ours, reference = (make_tasks(norm_model, data=IMAGES, order="blocks", precision=precision) for _ in range(2))
+    run(FusedExecutor(ours, RecordingStreams()), ours, 1)
+    run(SerialExecutor(reference), reference, 1)
+    left, right = ours.bank.weights.storage, reference.bank.weights.storage
+    assert (left - right).norm() <= tolerance * right.norm()
+    if precision is BF16:
+        assert torch.equal(ours.bank.shadow.storage, ours.bank.weights.storage.bfloat16())
+
+
+def test_rounds_are_asked_of_the_device_in_the_order_written_here():
+    tasks, device = make_tasks(order="blocks"), RecordingStreams()
+    run(FusedExecutor(tasks, device), tasks, 3)
+    warm_up = ["s0 run load", "s0 run round", "s0 run averaging", "s0 run report"]
+    assert device.log == [
+        "caller record caller#1", "s0 wait caller#1",
+        *warm_up, "s0 record s0#1",
+        *warm_up, "s0 record s0#2", "host wait s0#1",
+        "s0 run load", "s0 capture round", "s0 replay round", "s0 capture averaging", "s0 replay averaging",
+        "s0 run report", "s0 record s0#3", "host wait s0#2",
+        "host wait s0#3",
+        "host wait all", "release round", "release averaging",
+    ]  # fmt: skip
+
+
+def test_rounds_with_and_without_averaging_are_graphs_of_their_own():
+    tasks, device = make_tasks(rule=SMA(averaging_period=2), order="blocks"), RecordingStreams()
+    run(FusedExecutor(tasks, device), tasks, 12)
+    assert sorted(entry.split()[2] for entry in device.log if "capture" in entry) == ["averaging", "round", "round"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_that_the_stream_and_events_allow_gives_what_serial_gives(seed):
+    ours, reference = (make_tasks(with_dropout, num_learners=3, data=IMAGES, order="blocks") for _ in range(2))
+    found = run(FusedExecutor(ours, ShuffledStreams(seed)), ours, 12)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
+
+
+def test_outcomes_come_one_round_late():
+    tasks = make_tasks(order="blocks")
+    runner = FusedExecutor(tasks, RecordingStreams())
+    seen = [[o.plan.index for o in runner.submit(plan(tasks, n))] for n in range(4)]
+    seen.append([o.plan.index for o in runner.drain()])
+    runner.close()
+    assert seen == [[], [0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("poisoned", [0, WARM_UP_ROUNDS + 1])
+def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(bad, poisoned):
+    tasks = make_tasks(rule=SMA(averaging_momentum=0.0), order="blocks")
+    runner, bank = FusedExecutor(tasks, RecordingStreams()), tasks.bank
+    for n in range(poisoned):
+        runner.submit(plan(tasks, n))
+    runner.drain()
+    row, z = bank.weights.shaped(1)["weight"].clone(), bank.z.shaped()["weight"].clone()
+    expected = z + 0.5 * (bank.weights.shaped(0)["weight"] - z)
+    whole, good = plan(tasks, poisoned), tasks.feed.batches
+
+    def batches(starts):
+        found = good(starts)
+        found.inputs[list(starts).index(whole.starts[1])] = bad
+        return found
+
+    tasks.feed.batches = batches
+    outcomes = runner.submit(whole) + runner.drain()
+    assert outcomes[0].non_finite_learners == [1]
+    assert torch.equal(bank.weights.shaped(1)["weight"], row)
+    torch.testing.assert_close(bank.z.shaped()["weight"], expected, rtol=1e-12, atol=1e-12)
+    assert bank.step_counts[:2] == [poisoned + 1, poisoned]
+    runner.close()
+
+
+def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
+    banks, outcomes = [], []
+    for serial in (False, True):
+        tasks = make_tasks(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES, order="blocks")
+        runner = SerialExecutor(tasks) if serial else FusedExecutor(tasks, RecordingStreams())
+        found = [o for n in range(5) for o in runner.submit(plan(tasks, n, 0.01))] + runner.drain()
+        tasks.bank.reseed(1, [0, 2])
+        found += [o for n in range(5, 10) for o in runner.submit(plan(tasks, n, 0.01))] + runner.drain()
+        runner.close()
+        banks.append(tasks.bank)
+        outcomes.append(found)
+    assert banks[0].step_counts == [10, 5, 10]
+    assert_equal(*banks, *outcomes)
+
+
+def test_bank_that_grows_and_shrinks_goes_on_as_under_serial():
+    banks = []
+    for serial in (False, True):
+        tasks, cursor = make_tasks(norm_model, num_learners=1, data=IMAGES, order="blocks", optimizer=AdamW()), 0
+        for num_learners in (1, 3, 2):
+            tasks.bank.resize(num_learners)
+            runner = SerialExecutor(tasks) if serial else FusedExecutor(tasks, RecordingStreams())
+            for _ in range(4):
+                runner.submit(plan(tasks, cursor, 0.01))
+                cursor += 1
+            runner.drain()
+            runner.close()
+        banks.append(tasks.bank)
+    assert banks[0].capacity == 3  # a row is not in use
+    assert_equal(*banks, [], [])
+
+
+def test_capture_that_is_refused_runs_rounds_eagerly_and_says_so_once_a_program():
+    tasks, device = make_tasks(order="blocks"), Refuses()
+    runner = FusedExecutor(tasks, device)
+    run(runner, tasks, 6)
+    reason = "operation not permitted when stream is capturing"
+    assert [reason in note and "without CUDA graphs, which is slower" in note for note in runner.notes] == [True] * 2
+    assert device.log.count("s0 run round") == device.log.count("s0 run averaging") == 6
+
+
+def test_loss_that_draws_elsewhere_runs_rounds_eagerly_and_says_so():
+    def loss(output, targets):
+        return nn.functional.cross_entropy(output, targets) * (1 + torch.rand(()))
+
+    tasks, device = make_tasks(order="blocks"), RecordingStreams()
+    tasks.loss = loss
+    runner = FusedExecutor(tasks, device)
+    run(runner, tasks, 5)
+    assert ["draws random numbers" in note for note in runner.notes] == [True]
+    assert [entry.split()[2] for entry in device.log if "capture" in entry] == ["averaging"]
+
+
+def test_capture_that_memory_does_not_hold_is_a_learners_error_and_leaves_no_graph():
+    class Full(RecordingStreams):
+        def capture(self, name, body, stream, pool):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    tasks, device = make_tasks(order="blocks", optimizer=AdamW()), Full()
+    runner = FusedExecutor(tasks, device)
+    with pytest.raises(LearnerError, match="round failed in round 2 on all learners: OutOfMemoryError") as caught:
+        run(runner, tasks, 3)
+    assert is_out_of_memory(caught.value.__cause__)
+    assert tasks.bank.step_counts == [2, 2]  # of a round that nobody waited for too
+    assert runner.notes == []
+
+
+def test_averaging_over_several_devices_is_never_captured():
+    class Two(Collective):
+        num_devices = 2
+
+    tasks, device = make_tasks(order="blocks"), RecordingStreams()
+    tasks.collective = Two()
+    run(FusedExecutor(tasks, device), tasks, 4)
+    assert [entry for entry in device.log if "capture" in entry] == ["s0 capture round"]
+
+
+def test_task_that_is_no_classification_reports_no_correct_predictions():
+    tasks = make_tasks(linear_model, data=(torch.randn(16, 4), torch.randn(16, 3)), order="blocks")
+    tasks.loss = nn.functional.mse_loss
+    outcomes = run(FusedExecutor(tasks, RecordingStreams()), tasks, 4)
+    assert {right for outcome in outcomes for right in outcome.num_correct} == {None}
+
+
+def test_looped_operators_are_named_once_in_a_note():
+    tasks = tasks_for(networks.LstmClassifier)
+    runner = FusedExecutor(tasks, RecordingStreams())
+    run(runner, tasks, 4)
+    assert runner.notes == ["Operators run learner by learner, for want of a rule that fuses them: lstm."]
+
+
+def test_failure_that_only_the_device_saw_is_raised_with_its_round():
+    class Fails(RecordingStreams):
+        def synchronize_event(self, event):
+            raise RuntimeError("illegal memory access")
+
+    tasks = make_tasks(order="blocks")
+    with pytest.raises(LearnerError, match="round failed in round 0 on all learners: RuntimeError: illegal memory"):
+        run(FusedExecutor(tasks, Fails()), tasks, 2)
+
+
+def test_trace_has_a_span_a_round_between_two_times_around_its_launches():
+    tasks, device, timeline = make_tasks(order="blocks"), RecordingStreams(), Timeline()
+    runner = FusedExecutor(tasks, device)
+    runner.trace(timeline)
+    run(runner, tasks, 4)
+    found = [(span.name, span.row, span.args["round"], span.end_ns - span.start_ns) for span in timeline._spans]
+    # load, round, averaging, report: a millisecond each on this device's clock
+    assert found == [("round", "all learners", n, 4_000_000) for n in range(4)]
