@@ -24,6 +24,7 @@ from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.telemetry.timeline import Timeline
 from tests.support import features, norm_model, plan
 
 pytestmark = pytest.mark.gpu
@@ -199,6 +200,27 @@ def test_model_with_dropout_equals_serial_in_graphs():
     assert found == [pytest.approx(pair, rel=1e-8) for pair in run(SerialExecutor, reference, 20)]
     assert_banks_equal(ours.bank, reference.bank)
     assert sum(name.startswith("learning") for name in device.captured) == 3
+
+
+def test_trace_has_every_task_on_its_row_one_after_another_and_averaging_after_the_corrections():
+    tasks, timeline = tasks_on_cuda(deep_model, precision=FP32, data=features(512, (3, 16, 16))), Timeline()
+    begin_ns = timeline.clock()
+    runner = StreamsExecutor(tasks)
+    runner.trace(timeline)
+    run(lambda _: runner, tasks, 8)
+    end_ns = timeline.clock()
+    spans = timeline._spans
+    assert len(spans) == 8 * 7
+    assert {span.row for span in spans} == {"learner 0", "learner 1", "learner 2", "averaging"}
+    assert all(begin_ns <= span.start_ns < span.end_ns <= end_ns + 1_000_000 for span in spans)
+    for row in {span.row for span in spans}:
+        own = [span for span in spans if span.row == row]
+        assert all(before.end_ns <= after.start_ns for before, after in itertools.pairwise(own))
+    for n in range(8):
+        of_round = [span for span in spans if span.args["round"] == n]
+        (averaging,) = (span for span in of_round if span.name == "averaging")
+        corrected_ns = max(span.end_ns for span in of_round if span.name == "correction")
+        assert corrected_ns <= averaging.start_ns + 1000  # events of two streams, told to 0.5 µs each
 
 
 def test_model_that_draws_on_the_device_learns_without_graphs():

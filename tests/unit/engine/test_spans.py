@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.executors.spans import HostSpans, StreamSpans, spans_on
+from crossbow_py.engine.executors.spans import HostSpans, SpansOfStreams, StreamSpans, spans_on
 from crossbow_py.telemetry.timeline import Timeline
 from tests.support import CPU, make_tasks, plan
 
@@ -131,6 +131,35 @@ def test_block_of_a_stream_that_raises_is_left_out_and_the_error_goes_on(device:
         _ = 1 // 0
     spans.resolve()
     assert spans_of(timeline) == []
+
+
+def test_spans_of_several_streams_are_told_from_one_moment_and_all_resolved(timeline: Timeline, device: Device) -> None:
+    class Stream(Device):
+        """Another stream of the device: work of its own, the same clock."""
+
+        def clock(self) -> int:
+            return device.now_ns
+
+        def enqueue(self, duration_ns: int) -> None:
+            self.tail_ns = max(self.tail_ns, device.now_ns) + duration_ns
+
+        def mark(self) -> Mark:
+            self.enqueue(0)
+            return Mark(device, self.tail_ns)
+
+    first, second = Stream(), Stream()
+    second.enqueue(3 * MS)  # busy when the trace begins
+    spans = SpansOfStreams(timeline, {"learner 0": first.mark, "learner 1": second.mark})
+    for stream, row in ((first, "learner 0"), (second, "learner 1"), (first, "learner 0")):
+        with spans.span("learning", row, 0):
+            stream.enqueue(5 * MS)
+    assert (device.num_waits, spans_of(timeline)) == (0, [])
+    spans.resolve()
+    assert spans_of(timeline) == [
+        ("learning", "learner 0", 7 * SECOND, 7 * SECOND + 5 * MS),
+        ("learning", "learner 0", 7 * SECOND + 5 * MS, 7 * SECOND + 10 * MS),
+        ("learning", "learner 1", 7 * SECOND + 3 * MS, 7 * SECOND + 8 * MS),
+    ]
 
 
 def test_spans_on_a_cpu_are_the_hosts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
 import os
 import random
@@ -24,6 +25,7 @@ from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.errors import LearnerError, UserError
+from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import OnlyLaunches, RecordingStreams, ShuffledStreams
 from tests.support import features, linear_model, make_tasks, norm_model, plan
 
@@ -102,6 +104,48 @@ def test_three_rounds_of_two_learners_are_asked_of_the_device_in_the_order_writt
     tasks, device = make_tasks(), RecordingStreams()
     run(StreamsExecutor(tasks, device), tasks, 3)
     assert device.log == [*ROUND_0, *ROUND_1, *ROUND_2, *DRAIN, *CLOSE]
+
+
+def test_traced_launches_lie_between_two_times_after_what_they_wait_for_and_before_the_record():
+    tasks, device, timeline = make_tasks(), RecordingStreams(), Timeline()
+    runner = StreamsExecutor(tasks, device)
+    runner.trace(timeline)
+    device.log.clear()
+    runner.submit(plan(tasks, 0))
+    runner.submit(plan(tasks, 1))
+    timed = [entry for entry in device.log if entry.startswith(("s1", "high"))]
+    assert timed == [
+        "s1 wait caller#1", "high wait caller#1",
+        "s1 time", "s1 run load(1)", "s1 run learning(1)", "s1 time",
+        "s1 time", "s1 run correction(1)", "s1 run report(1)", "s1 time", "s1 record s1#1",
+        "high wait s0#1", "high wait s1#1", "high time", "high run averaging", "high time", "high record high#1",
+        "s1 time", "s1 run load(1)", "s1 run learning(1)", "s1 time",
+        "s1 wait high#1", "s1 time", "s1 run correction(1)", "s1 run report(1)", "s1 time", "s1 record s1#2",
+        "high wait s0#2", "high wait s1#2", "high time", "high run averaging", "high time", "high record high#2",
+    ]  # fmt: skip
+    runner.close()
+
+
+@pytest.mark.parametrize("make_device", [RecordingStreams, lambda: ShuffledStreams(1)], ids=["at once", "shuffled"])
+def test_trace_has_a_row_a_learner_and_one_for_averaging_told_by_the_devices_clock(make_device):
+    tasks, timeline = make_tasks(num_learners=3, rule=SMA(averaging_period=2)), Timeline()
+    runner = StreamsExecutor(tasks, make_device())
+    runner.trace(timeline)
+    run(runner, tasks, 6)
+    found = sorted((span.args["round"], span.name, span.row) for span in timeline._spans)
+    rows = [(name, f"learner {j}") for name in ("correction", "learning") for j in range(3)]
+    assert found == [
+        (n, *task) for n in range(6) for task in [*[("averaging", "averaging")] * (n % 2), *rows]
+    ]  # fmt: skip
+    for row in {span.row for span in timeline._spans}:
+        spans = [span for span in timeline._spans if span.row == row]
+        assert all(before.end_ns <= after.start_ns for before, after in itertools.pairwise(spans))
+    # Everything a device runs takes a millisecond: load and learning, graphs or not, are two of them. Where streams run
+    # in any order, others may run in between.
+    for span in timeline._spans:
+        took_ms = (span.end_ns - span.start_ns) / 1e6
+        least = 1 if span.name == "averaging" else 2
+        assert took_ms == least if make_device is RecordingStreams else took_ms >= least
 
 
 def test_round_without_averaging_waits_for_the_last_that_had_one_only_while_it_may_still_run():
