@@ -51,10 +51,10 @@ class FusedExecutor(Executor):
         bank = tasks.bank
         if bank.device.type == "cpu":
             keep_freed_memory()
-        elif bank.order == "blocks" and knows(tasks.update.optimizer):
-            device = device or CudaStreams(bank.device)
-        else:
+        elif not knows(tasks.update.optimizer):
             self.notes.append(_HOST_UPDATES)
+        elif bank.order == "blocks":
+            device = device or CudaStreams(bank.device)
         self._pass = FusedPass(tasks)
         self._noted = False
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
