@@ -13,7 +13,7 @@ SPIN_COUNT = "2000"
 
 
 def limit_spinning(variables: MutableMapping[str, str], modules: Container[str]) -> None:
-    """Set `GOMP_SPINCOUNT`, unless the user said how threads wait, or torch is there and it is too late."""
+    """Set `GOMP_SPINCOUNT`, unless the user has said how threads wait or torch is there already, when it is too late."""
     if "torch" not in modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & variables.keys():
         variables["GOMP_SPINCOUNT"] = SPIN_COUNT
 
