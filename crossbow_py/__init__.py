@@ -1,8 +1,5 @@
 """Crossbow for PyTorch: many small-batch learners per device, kept together by synchronous model averaging."""
 
-from crossbow_py import environment  # noqa: F401  before torch is imported
-
-# isort: split
 from crossbow_py.averaging import SMA, AveragingRule, Independent
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.data.augmentation import Augmentation
