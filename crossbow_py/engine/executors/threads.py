@@ -52,15 +52,29 @@ class ThreadsExecutor(Executor):
             threading.Thread(target=self._serve, args=(entries,), name=f"crossbow {name}", daemon=True)
             for name, entries in self._queues.items()
         ]
-        num_threads, started = torch.get_num_threads(), threading.Barrier(len(streams) + 1)
-        self._started = started
+        self._num_threads, self._started = torch.get_num_threads(), threading.Barrier(len(streams) + 1)
         for thread in self._threads:
             thread.start()
-        started.wait()
-        # Setting one thread in a worker also sets what threads born later start with: put that back.
-        torch.set_num_threads(num_threads)
+        self._started.wait()
+        self._set_intra_op(self._num_threads)
+
+    def _set_intra_op(self, num_threads: int) -> None:
+        """Intra-op threads of the caller, and with them of MKL in every thread: torch has no setting of that for one.
+
+        While learners run it has to be one, or their matrix products would each take all cores (LeNet, K=2 on two
+        cores: half the throughput). In between, who evaluates or saves may have them all.
+        """
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+
+    def drain(self) -> list[RoundOutcome]:
+        """See Executor."""
+        outcomes = super().drain()
+        self._set_intra_op(self._num_threads)
+        return outcomes
 
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+        self._set_intra_op(1)
         index = outcome.plan.index
         previous = {task: event for task, event in self._events.items() if task.round_index < index}
         events = {launch.task: threading.Event() for launch in launches}
@@ -109,4 +123,5 @@ class ThreadsExecutor(Executor):
             entries.put(None)
         for thread in self._threads:
             thread.join()
+        self._set_intra_op(self._num_threads)
         self._failure = CrossbowError("the executor is closed")  # lets go of what an error's frames hold

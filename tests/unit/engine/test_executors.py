@@ -189,6 +189,31 @@ def test_threads_learning_overlaps_averaging_and_correction_waits_for_it():
     assert log.index(("averaging", 0)) < log.index(("correction", 1))
 
 
+def test_threads_have_one_intra_op_thread_while_they_run_and_the_caller_all_of_them_in_between():
+    tasks, seen = make_tasks(), set()
+    learn = tasks.learn
+
+    def watched(learner, outcome):
+        seen.add(torch.get_num_threads())
+        learn(learner, outcome)
+
+    tasks.learn = watched
+    torch.set_num_threads(2)
+    try:
+        runner = EXECUTORS["threads"](tasks)
+        assert torch.get_num_threads() == 2
+        runner.submit(plan(tasks, 0))
+        # What the caller sets is what MKL goes by in every thread.
+        assert torch.get_num_threads() == 1
+        runner.drain()
+        assert (torch.get_num_threads(), seen) == (2, {1})
+        runner.submit(plan(tasks, 1))
+        runner.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_threads_task_that_raises_even_system_exit_does_not_hang(error):
     def leave(output, target):
