@@ -140,11 +140,9 @@ class TrainingLoop:
         """Do what the auto-tuner decided."""
         if decision.reason:
             self.reporter.decision(decision, self.state.samples_seen)
-        if self.job.tuning and decision.num_learners != self.parts.bank.num_learners:
-            self._drain()
-            decided = self.job.tuning.state.num_learners  # fewer, if memory did not hold the last round
-            if decided != self.parts.bank.num_learners:
-                self._set_learners(decided)
+        # A drain in which memory ran out has taken learners away itself, which overrules the decision.
+        if decision.num_learners != self.parts.bank.num_learners and self._drain():
+            self._set_learners(decision.num_learners)
 
     def _set_learners(self, num_learners: int) -> None:
         """Grow or shrink the bank under a new executor; what memory does not hold, the auto-tuner takes back."""
@@ -193,9 +191,9 @@ class TrainingLoop:
         self.parts.bank.restart(self.parts.rule.restart_momentum)
         self.reporter.message("The learning rate dropped: learners restart from the average model.")
 
-    def _drain(self) -> None:
-        """Wait for what is in flight; the bank may be read and changed afterwards."""
-        self._attempt(self.executor.drain)
+    def _drain(self) -> bool:
+        """Wait for what is in flight; the bank may be read and changed afterwards. For the result see `_attempt`."""
+        return self._attempt(self.executor.drain)
 
     def _absorb(self, outcomes: Sequence[RoundOutcome]) -> None:
         """Count losses; note learners that were gated, or stop for them."""
