@@ -54,7 +54,7 @@ class FusedPass:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
             return each.view(targets.shape).sum(1) / (targets != _IGNORED).sum(1)
         pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
-        return torch.stack([self._tasks.loss(output, target) for output, target in pairs])
+        return torch.stack([self._tasks.loss(output, target).reshape(()) for output, target in pairs])
 
 
 def is_shared(plan: Round) -> bool:

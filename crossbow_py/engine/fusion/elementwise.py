@@ -24,6 +24,7 @@ from crossbow_py.engine.fusion.values import (
     apart,
     channels,
     map_values,
+    rank_of,
     stack,
     values_in,
     with_rank,
@@ -47,7 +48,7 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != _FORMAT}
     values = [value for value in values_in([*args, *kwargs.values()]) if isinstance(value, Fused)]
     keep = _all_channels(values)
-    rank = max(_rank(value) for value in values)
+    rank = max(rank_of(value) for value in values)
 
     def tensor(value: Fused) -> Tensor:
         if keep or value.layout is Layout.SHARED:
@@ -61,10 +62,6 @@ def pointwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     if is_in_place(call.target):
         result = result.to(plain[0].dtype)  # which writing keeps, whatever the others are
     return wrap(result, Layout.CHANNELS if keep else Layout.STACK)
-
-
-def _rank(value: Fused) -> int:
-    return value.tensor.ndim - (value.layout is Layout.STACK)
 
 
 def _all_channels(values: list[Fused]) -> bool:
@@ -98,7 +95,7 @@ def dimensional(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     dimensions = [key for key in _DIMENSIONS if key in named]
     if not dimensions:
         return _over_everything(call, name, named)
-    rank = next(_rank(value) for value in values_in(list(named.values())) if isinstance(value, Fused))
+    rank = next(rank_of(value) for value in values_in(list(named.values())) if isinstance(value, Fused))
     rank += name == "stack"  # whose dimension is one of the result's
     if not rank:
         raise NotFusedError  # a single value, of which dimension -1 is none of its own
@@ -204,10 +201,10 @@ def pad(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Space is padded in any layout; constants also along channels and the batch, in STACK."""
     named = arguments_by_name(call, args, kwargs)
     own, widths = named["self"], named["pad"]
-    spatial = len(widths) // 2 <= _rank(own) - 2
+    spatial = len(widths) // 2 <= rank_of(own) - 2
     layout = Layout.CHANNELS if spatial and own.layout is Layout.CHANNELS else Layout.STACK
     if named.get("mode", "constant") != "constant":  # other modes know images alone
-        if len(widths) // 2 != _rank(own) - 2:
+        if len(widths) // 2 != rank_of(own) - 2:
             raise NotFusedError  # without a batch
         layout = Layout.CHANNELS
     named["self"] = channels(own, call.num_learners) if layout is Layout.CHANNELS else stack(own, call.num_learners)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py.engine.dropout import take_masks
 from crossbow_py.engine.fusion.registry import Call, NotFusedError, arguments_by_name, base_name, rule, run
-from crossbow_py.engine.fusion.values import Fused, Layout, apart, channels, stack, with_rank
+from crossbow_py.engine.fusion.values import Fused, Layout, apart, channels, rank_of, stack, with_rank
 
 
 def _flat(value: Fused | None, num_learners: int) -> Tensor | None:
@@ -24,7 +24,7 @@ def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """One grouped convolution; of an input shared by all learners, one dense convolution with K times the outputs."""
     named = arguments_by_name(call, args, kwargs)
     weight, own = named["weight"], named["input"]
-    if weight.layout is not Layout.STACK or _rank(own) != weight.tensor.ndim - 1:
+    if weight.layout is not Layout.STACK or rank_of(own) != weight.tensor.ndim - 1:
         raise NotFusedError  # filters that are no parameters, or an image without a batch
     named["weight"], named["bias"] = _flat(weight, call.num_learners), _flat(named["bias"], call.num_learners)
     transposed = "output_padding" in named
@@ -34,10 +34,6 @@ def convolution(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         named["input"] = channels(own, call.num_learners)
         named["groups"] *= call.num_learners
     return Fused(run(call.target, named), Layout.CHANNELS)
-
-
-def _rank(value: Fused) -> int:
-    return value.tensor.ndim - (value.layout is Layout.STACK)
 
 
 @rule("batch_norm", "instance_norm")
@@ -122,8 +118,8 @@ class _BatchedLinear(torch.autograd.Function):
 @rule("matmul", "mm", "bmm")
 def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """A batched product with one more batch dimension. Vectors are left to the loop."""
-    rank = max(_rank(value) for value in args)
-    if min(_rank(value) for value in args) < 2:
+    rank = max(rank_of(value) for value in args)
+    if min(rank_of(value) for value in args) < 2:
         raise NotFusedError
     left, right = (with_rank(stack(value, call.num_learners), rank) for value in args)
     return Fused(torch.matmul(left, right), Layout.STACK)
@@ -169,10 +165,10 @@ def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Learners are more of the batch. Dropout inside attention draws from torch's generator: left to the loop."""
     named = arguments_by_name(call, args, kwargs)
     mask = named["attn_mask"]
-    if named["dropout_p"] or _rank(named["query"]) < 3:
+    if named["dropout_p"] or rank_of(named["query"]) < 3:
         raise NotFusedError
     if mask is not None and (mask.layout is not Layout.SHARED or mask.tensor.ndim > 2):
-        batched = with_rank(stack(mask, call.num_learners), _rank(named["query"]))
+        batched = with_rank(stack(mask, call.num_learners), rank_of(named["query"]))
         sizes = (call.num_learners, _batch(named["query"], call.num_learners), *batched.shape[2:])
         named["attn_mask"] = batched.expand(sizes).flatten(0, 1)
     elif mask is not None:
@@ -204,7 +200,7 @@ _POOLING = [
 def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Operators that do to every channel the same: K·C of them are K times C."""
     name = base_name(call.target)
-    if _rank(args[0]) != 2 + next((int(letter) for letter in name if letter.isdigit()), 2):
+    if rank_of(args[0]) != 2 + next((int(letter) for letter in name if letter.isdigit()), 2):
         raise NotFusedError  # an image without a batch
     own = channels(args[0], call.num_learners)
     result = call.target(own, *args[1:], **kwargs)
@@ -217,7 +213,7 @@ def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def prelu(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """One slope for every channel, or one for all of a learner's."""
     own, slopes = args
-    if _rank(own) < 2:
+    if rank_of(own) < 2:
         raise NotFusedError  # a vector without a batch
     values = channels(own, call.num_learners)
     each = stack(slopes, call.num_learners).expand(-1, values.shape[1] // call.num_learners)

@@ -51,6 +51,11 @@ def stack(value: Fused, num_learners: int) -> Tensor:
     return apart(tensor, 1, num_learners).transpose(0, 1)
 
 
+def rank_of(value: Fused) -> int:
+    """Dimensions of one learner's value."""
+    return value.tensor.ndim - (value.layout is Layout.STACK)
+
+
 def apart(tensor: Tensor, dim: int, num_learners: int) -> Tensor:
     """Dimension K·n taken apart into K and n; a view."""
     view: Tensor = tensor.unflatten(dim, (num_learners, -1))  # type: ignore[no-untyped-call]

@@ -251,3 +251,15 @@ def test_index_beyond_an_embedding_is_an_error_and_not_the_neighbours_row():
         for n in range(6):
             runner.submit(plan(tasks, n))
     runner.close()
+
+
+def test_loss_of_one_value_in_a_vector_serves_as_in_serial():
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target).reshape(1)
+
+    results = []
+    for executor in ("serial", "fused"):
+        tasks = make_tasks(order="blocks")
+        tasks.loss = loss
+        results.append(Result(tasks, executor, 3, shared=False))
+    assert_equal(results[1], results[0], 1e-10)
