@@ -10,20 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.executors import Executor
+from crossbow_py.engine.host_randomness import kept_host_state
 from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, UserError
@@ -79,7 +78,7 @@ def calibrate(candidates: Sequence[Candidate], batch_size: int, device: torch.de
     begun = time.perf_counter()
     rates: dict[tuple[str, int], float] = {}
     refusals: dict[str, str] = {}
-    with _same_randomness():
+    with torch.random.fork_rng(), kept_host_state():  # a run must not hang on whether its executor was remembered
         for candidate in candidates:
             name, left_s = candidate.executor, _BUDGET_S - (time.perf_counter() - begun)
             if name in refusals or _lost(name, rates):
@@ -132,21 +131,6 @@ def _images_per_s(candidate: Candidate, batch_size: int) -> float:
         return statistics.median(window(_WINDOW_S) for _ in range(_WINDOWS))
     finally:
         executor.close()
-
-
-@contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Put back the generators that models and data sets may draw from.
-
-    A run must not hang on whether its executor was measured or remembered.
-    """
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def fingerprint(**facts: Any) -> str:

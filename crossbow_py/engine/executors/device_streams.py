@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
 from crossbow_py.engine.executors.spans import Mark
+from crossbow_py.engine.host_randomness import host_state
 from crossbow_py.errors import UserError
 
 # Opaque to the executor: whatever the device made.
@@ -111,9 +110,8 @@ class DeviceStreams(ABC):
 
         A graph would repeat what was drawn on the host, and graphs that draw on the device must not run side by side.
         """
-        legacy = np.random.get_state(legacy=False)["state"]
-        host, own = torch.get_rng_state().numpy().tobytes(), self._device_random_state().numpy().tobytes()
-        return random.getstate(), legacy["key"].tobytes(), legacy["pos"], host, own
+        own = torch.get_rng_state(), self._device_random_state()
+        return host_state(), *(state.numpy().tobytes() for state in own)
 
     @abstractmethod
     def _device_random_state(self) -> Tensor:

@@ -29,6 +29,7 @@ from crossbow_py.engine.fusion import elementwise, layers
 from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
 from crossbow_py.engine.fusion.values import Fused, Layout, PerLearner, map_values, stack, values_in, wrap
 from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write, find_writes
+from crossbow_py.engine.host_randomness import host_state, kept_host_state
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
@@ -200,11 +201,15 @@ def exported(template: nn.Module, example: Tensor, precision: Precision) -> torc
 def _export(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
     module = cast_module(copy.deepcopy(template), precision).train()
     try:
-        with _quiet():
+        with _quiet(), kept_host_state():
+            before = host_state()
             program = torch.export.export(module, (example,), strict=False)
+            draws = before != host_state()
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]})") from error
+    if draws:
+        raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
     _single_output(program)
     _writes(program)
     for node in program.graph.nodes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -193,9 +195,21 @@ class NumberOfATensor(nn.Linear):
         return super().forward(x) * float(self.weight.norm())
 
 
+class DrawsInPython(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class DrawsInNumpy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * np.random.rand()
+
+
 @pytest.mark.parametrize(
     ("network", "reason"),
     [
+        (DrawsInPython, "it draws random numbers from Python's or numpy's generator"),
+        (DrawsInNumpy, "it draws random numbers from Python's or numpy's generator"),
         (BranchOnValues, "torch.export cannot capture it"),
         (ReturnsTwo, "it returns a tuple, and one tensor is needed"),
         (ReturnsDictionary, "it returns a dict, and one tensor is needed"),
