@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from crossbow_py.averaging import SMA, AveragingRule, Independent
+from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.optimizers import SGD
@@ -36,7 +36,10 @@ EXECUTOR_SIDES = tuple(EXECUTORS)
 AUTO = "auto"
 ALL_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES, AUTO)
 OPEN = 0
-_RULES: dict[str, AveragingRule] = {"sma": SMA(), "none": Independent()}
+_NEVER = 10**9
+# Without averaging learners still share the samples out: independent ones would all see the same batches, which `fused`
+# makes use of.
+_RULES: dict[str, AveragingRule] = {"sma": SMA(), "none": SMA(averaging_period=_NEVER)}
 AVERAGING_WORDS = {"sma": "with SMA", "none": "without averaging"}
 _ENDLESS_EPOCHS = 1e6
 
@@ -45,7 +48,7 @@ Executor = Literal["auto", "serial", "threads", "fused", "streams"]
 
 @dataclass(frozen=True)
 class Side:
-    """One row of the comparison. `averaging` is sma, or none: independent learners, or a side of one plain model.
+    """One row of the comparison. `averaging` is sma, or none: learners that never meet, or a side of one plain model.
 
     `num_learners` is OPEN where every window says how many it wants, and for `auto` until it has settled.
     """
