@@ -4,7 +4,7 @@ from crossbow_py.averaging import SMA, AveragingRule, Independent
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.errors import CrossbowError, NonFiniteError, UserError
+from crossbow_py.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
 from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.trainer import Trainer
@@ -17,6 +17,7 @@ __all__ = [
     "AdamW",
     "Augmentation",
     "AveragingRule",
+    "CheckpointError",
     "CheckpointSettings",
     "Constant",
     "Cosine",
@@ -24,6 +25,7 @@ __all__ = [
     "Exponential",
     "Independent",
     "Inverse",
+    "LearnerError",
     "Listener",
     "MultiStep",
     "NonFiniteError",

@@ -156,7 +156,8 @@ class RememberedChoices:
         self._given = path
 
     @property
-    def _path(self) -> Path:
+    def path(self) -> Path:
+        """The file."""
         return self._given or user_cache() / "executors.json"
 
     def recall(self, key: str) -> str | None:
@@ -168,14 +169,14 @@ class RememberedChoices:
         kept = {**self._read(), key: executor}
         text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
         with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
             temporary.write_text(text)
-            temporary.replace(self._path)
+            temporary.replace(self.path)
 
     def _read(self) -> dict[str, str]:
         try:
-            values = json.loads(self._path.read_text())
+            values = json.loads(self.path.read_text())
         except (OSError, ValueError):
             return {}
         plain = values if isinstance(values, dict) else {}

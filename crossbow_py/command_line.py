@@ -78,6 +78,7 @@ def _guarded(action: Callable[[], int]) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception:
         traceback.print_exc()

@@ -45,8 +45,9 @@ def settle_executor(
     # The key says what a model consists of, not what its forward does: that may have changed since.
     outdated = remembered == FusedExecutor.NAME and _not_fused(template, choices, feed)
     if remembered in candidates(choices.device) and not outdated:
-        return dataclasses.replace(choices, executor=remembered), []
-    announce("Measuring which executor is the fastest for this model, once; it takes some seconds.")
+        note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
+        return dataclasses.replace(choices, executor=remembered), [note]
+    announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
 
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:

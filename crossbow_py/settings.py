@@ -82,7 +82,7 @@ def suggestion(word: str, known: typing.Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; known: {', '.join(names)}." if names else ", which takes none; leave it out."
+    return f"; known: {', '.join(names)}." if names else "; there is none here, leave it out."
 
 
 def _join(path: str, key: str) -> str:
@@ -140,7 +140,8 @@ def _describe(hint: Any) -> str:
         if option is type(None):
             words.append("null")
         elif typing.get_origin(option) is typing.Literal:
-            words.append("one of " + ", ".join(map(str, typing.get_args(option))))
+            names = typing.get_args(option)
+            words.append(("one of " if len(names) > 1 else "") + ", ".join(map(str, names)))
         elif typing.get_origin(option) is tuple:
             words.append(f"a list, each {_describe(typing.get_args(option)[0])}")
         else:

@@ -12,6 +12,7 @@ class StopSignal:
     """Context manager. Installs handlers when asked to and restores the old ones; a second Ctrl-C is immediate."""
 
     _STATUS: ClassVar[dict[signal.Signals, str]] = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
+    REASONS: ClassVar[dict[str, str]] = {"terminated": "SIGTERM", "interrupted": "Ctrl-C"}
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled and threading.current_thread() is threading.main_thread()

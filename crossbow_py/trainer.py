@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -100,7 +101,8 @@ class Trainer:
         settings = RunSettings(
             batch_size, num_learners, max_learners, executor, device, precision, channels_last, seed, on_nonfinite
         )
-        _check_groups(optimizer, schedule, averaging)
+        begun = time.monotonic()
+        _check_groups(optimizer, schedule, averaging, loss)
         _check_policies(settings, optimizer, averaging, max_evaluation_batches)
         self.callbacks = callbacks
         saved, resumed_from, self._messages = _saved_run(resume)
@@ -114,12 +116,12 @@ class Trainer:
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
-        folder = None if output_dir is None else Path(output_dir)
-        self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, named, resumed_from)
+        self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named, resumed_from)
         if settings.num_learners == "auto":
             self.run.tuning = LearnerTuning(AutoTuner(max_learners=max_learners))
         if saved:
             self.run.restore(saved)
+        self.run.state.wall_s += time.monotonic() - begun
 
     @property
     def state(self) -> RunState:
@@ -191,7 +193,7 @@ class Trainer:
         return listeners if timeline is None else [*listeners, TimelineFile(timeline, folder)]
 
 
-def _check_groups(optimizer: Any, schedule: Any, averaging: Any) -> None:
+def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> None:
     for name, value, base, example in (
         ("optimizer", optimizer, Optimizer, "SGD()"),
         ("schedule", schedule, Schedule, "Constant()"),
@@ -199,6 +201,8 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any) -> None:
     ):
         if not isinstance(value, base):
             raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {value!r}.")
+    if not callable(loss):
+        raise UserError(f"loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got {loss!r}.")
 
 
 def _check_policies(
@@ -214,6 +218,10 @@ def _check_policies(
             f"on_nonfinite=reseed clones the average model, and averaging={rule.NAME} with "
             f"num_learners={settings.num_learners} has none; set on_nonfinite=stop."
         )
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
 
 
 def _timeline(trace: bool, output_dir: str | Path | None) -> Timeline | None:

@@ -70,8 +70,8 @@ class TrainingLoop:
     ) -> Literal[False]:
         self.executor.close()
         if error is not None and self.reporter.started:
-            reason = "non_finite" if isinstance(error, NonFiniteError) else type(error).__name__
-            self.reporter.summarize(self.state, "failed", reason, None, None)
+            status, reason = _how_it_failed(error)
+            self.reporter.summarize(self.state, status, reason, None, None)
         self.reporter.close()
         return False
 
@@ -85,13 +85,18 @@ class TrainingLoop:
     def run(self, signals: StopSignal) -> tuple[str, str]:
         """Train until something says stop. Returns (status, reason)."""
         state, stops, when = self.state, self.stops, self.job.checkpoints
+        first_round = state.round_index
         if state.last_recorded == state.samples_seen and (reason := self._target_reached()):
             return "target_reached", reason
         while True:
             if signals.status:
-                return signals.status, "signal"
+                reason = StopSignal.REASONS[signals.status]
+                self.reporter.message(f"{reason}: stopping. A second Ctrl-C aborts at once, without a checkpoint.")
+                return signals.status, reason
             seconds = self.meter.elapsed_s
             if reason := stops.after_round(state.samples_seen, self.num_samples, seconds, state.round_index):
+                if self.job.resumed_from and state.round_index == first_round:
+                    self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
                 return "finished", reason
             self._run_round()
             if state.samples_seen >= (state.closed_epochs + 1) * self.num_samples:
@@ -262,7 +267,7 @@ class TrainingLoop:
     def finish(self, status: str, reason: str) -> Result:
         """Evaluate what is not yet evaluated, write the last checkpoint and the model, and sum up."""
         self._drain()
-        stopped_by_signal = reason == "signal"
+        stopped_by_signal = status in StopSignal.REASONS
         if self.state.last_recorded != self.state.samples_seen:
             self._final = None  # of an earlier model
             if not stopped_by_signal:
@@ -288,3 +293,10 @@ class TrainingLoop:
         self._close_epoch()
         for name in ("closed_epochs", "loss_sum", "num_losses", "num_correct"):
             setattr(self.state, name, kept[name])
+
+
+def _how_it_failed(error: BaseException) -> tuple[str, str]:
+    """Status and reason of a run that an exception ended."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "Ctrl-C, without a checkpoint"
+    return "failed", "non_finite" if isinstance(error, NonFiniteError) else type(error).__name__

@@ -33,10 +33,16 @@ class PublishedFile:
 
 
 def data_folders(root: str | None) -> tuple[Path, ...]:
-    """Where to look, in order: the data root (`root`, else $CROSSBOW_DATA_DIR), then the cache in the user's home."""
+    """Where to look, in order: the data root (`root`, else $CROSSBOW_DATA_DIR), then the cache in the user's home.
+
+    Raises UserError when the data root is a file.
+    """
     cache = Path.home() / ".cache" / "crossbow_py"
     chosen = root or os.environ.get("CROSSBOW_DATA_DIR")
     first = Path(chosen).expanduser() if chosen else cache
+    if os.path.isfile(first):  # noqa: PTH113
+        name = "data.root" if root else "$CROSSBOW_DATA_DIR"
+        raise UserError(f"{name} must be the folder that holds the data sets, got the file {first}.")
     return (first,) if first == cache else (first, cache)
 
 
@@ -55,7 +61,7 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     Raises:
         UserError: not allowed, or every address failed; says where it was looked for and what to do offline.
     """
-    looked = " or ".join(str(folder) for folder in folders)
+    looked = " or ".join(map(_as_it_is, folders))
     remedy = f"put {wanted.path} into {folders[0]} yourself, or set data.root to the folder that holds it"
     if not allowed:
         raise UserError(f"{wanted.path} is not in {looked} and data.download is false; set it to true, or {remedy}.")
@@ -74,6 +80,11 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
         f"{wanted.path} is not in {looked} and could not be downloaded from {' or '.join(failures)}; "
         f"without a network, {remedy}."
     )
+
+
+def _as_it_is(folder: Path) -> str:
+    """A folder's name; one that is not there is often misspelt."""
+    return f"{folder}{'' if os.path.exists(folder) else ' (which does not exist)'}"  # noqa: PTH110
 
 
 def read_file(path: Path) -> bytes:

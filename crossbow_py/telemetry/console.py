@@ -202,6 +202,8 @@ def final_lines(summary: Summary) -> list[str]:
         lines.append(f"  model          {summary.model_path}")
     if summary.output_dir:
         lines.append(f"  run folder     {summary.output_dir}")
+        if summary.status in ("interrupted", "terminated"):
+            lines.append("  to go on       the same command with resume=auto")
         lines.append(f"  curves         tensorboard --logdir {Path(summary.output_dir) / TENSORBOARD_FOLDER}")
     return lines
 

@@ -19,6 +19,7 @@ from crossbow_py import SGD, SMA, AdamW, Augmentation, CheckpointSettings, Indep
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.engine import precision
 from crossbow_py.errors import CheckpointError
+from crossbow_py.telemetry.console import final_lines
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from tests.trainers import Recorder, image_model, images, make_trainer
 
@@ -87,6 +88,29 @@ def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_ev
     assert read_summary(parts)["best_test_accuracy"] >= read_summary(whole)["best_test_accuracy"]
 
 
+def test_resume_of_a_run_that_has_reached_its_stop_says_so(tmp_path):
+    first = trainer_of(tmp_path).fit(max_epochs=1)
+    recorder = Recorder()
+    again = trainer_of(tmp_path, resume=tmp_path, callbacks=[recorder]).fit(max_epochs=1)
+    assert recorder.of("message") == ["Nothing is left to train: the run had reached max_epochs; allow more of it."]
+    assert again.summary.samples_seen == first.summary.samples_seen
+
+
+def test_abort_by_a_second_ctrl_c_is_summed_up_as_interrupted(tmp_path, monkeypatch):
+    trainer = trainer_of(tmp_path)
+
+    def interrupt(plan):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.run.parts.train_feed, "batches", interrupt)
+    monkeypatch.setattr(trainer.run.parts.train_feed, "batch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(max_epochs=1, handle_signals=True)
+    summary = read_summary(tmp_path)
+    assert (summary["status"], summary["stop_reason"]) == ("interrupted", "Ctrl-C, without a checkpoint")
+    assert not checkpoints(tmp_path)
+
+
 def test_run_stopped_right_before_a_restart_restarts_when_resumed(tmp_path):
     whole, parts, recorder = tmp_path / "whole", tmp_path / "parts", Recorder()
     trainer_of(whole).fit(max_epochs=2)
@@ -103,7 +127,8 @@ def test_run_stopped_by_sigterm_in_mid_epoch_and_resumed_equals_the_uninterrupte
     stopped = trainer_of(parts, executor=executor)
     terminate_at(stopped, 68, monkeypatch)
     result = stopped.fit(max_epochs=3, handle_signals=True)
-    assert (result.status, result.stop_reason) == ("terminated", "signal")
+    assert (result.status, result.stop_reason) == ("terminated", "SIGTERM")
+    assert "  to go on       the same command with resume=auto" in final_lines(result.summary)
     assert (result.test_accuracy, read_summary(parts)["status"]) == (None, "terminated")
     assert 68 < result.summary.samples_seen < 100
     trainer_of(parts, executor=executor, resume=parts).fit(max_epochs=3)

@@ -154,6 +154,9 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     assert calls == [[("serial", 2), ("threads", 2), ("fused", 2)]]
     second = Trainer(**options)
     assert len(calls) == 1
+    assert second.run.parts.warnings[-1].startswith(
+        f"Executor {second.run.parts.choices.executor} was the fastest when measured earlier (remembered in "
+    )
     assert first.run.parts.choices.executor == second.run.parts.choices.executor
     assert any("was the fastest here" in warning for warning in first.run.parts.warnings)
     Trainer(**{**options, "batch_size": 8})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,14 @@ class MapStyle(Dataset):
 def outputs_right(module: nn.Module, num_samples: int = 30) -> float:
     inputs, targets = blobs(num_samples)
     return float((module(inputs).argmax(1) == targets).float().mean())
+
+
+def test_time_in_all_includes_the_making_of_the_trainer():
+    begun = time.monotonic()
+    trainer = make_trainer()
+    making_s = time.monotonic() - begun
+    summary = trainer.fit(max_rounds=1).summary
+    assert 0.5 * making_s < summary.wall_time_s < time.monotonic() - begun
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -235,6 +244,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
         ({"optimizer": SGD(learning_rate=[0.1, 0.2, 0.3])}, "optimizer.learning_rate lists 3 values for 2 learners"),
         ({"optimizer": "sgd"}, r"optimizer must be one of crossbow_py's, such as SGD\(\), got 'sgd'"),
         ({"schedule": 0.1}, r"schedule must be one of crossbow_py's, such as Constant\(\), got 0.1"),
+        ({"loss": "mse"}, r"loss must be a function \(outputs, targets\) -> tensor, such as nn.MSELoss\(\), got 'mse'"),
         ({"averaging": None}, r"averaging must be one of crossbow_py's, such as SMA\(\), got None"),
         ({"batch_size": 4.0}, "batch_size must be a whole number, got 4.0"),
         ({"seed": "0"}, "seed must be a whole number, got '0'"),

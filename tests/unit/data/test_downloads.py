@@ -112,10 +112,11 @@ def test_download_without_a_network_says_what_where_and_what_to_do(tmp_path: Pat
     root, cache = tmp_path / "root", tmp_path / "cache"
     with pytest.raises(UserError) as caught:
         download(PublishedFile("set/file.gz", MD5, (closed_url,)), (root, cache), allowed=True, progress=False)
-    message = str(caught.value)
+    message, missing = str(caught.value), "(which does not exist)"
     assert message == (
-        f"set/file.gz is not in {root} or {cache} and could not be downloaded from {closed_url} (ConnectionError); "
-        f"without a network, put set/file.gz into {root} yourself, or set data.root to the folder that holds it."
+        f"set/file.gz is not in {root} {missing} or {cache} {missing} and could not be downloaded from {closed_url} "
+        f"(ConnectionError); without a network, put set/file.gz into {root} yourself, or set data.root "
+        "to the folder that holds it."
     )
 
 
@@ -174,6 +175,14 @@ def test_data_folders_prefer_root_over_the_variable_over_the_cache(
 def test_load_of_a_set_in_the_cache_is_found_behind_another_root(tmp_path: Path) -> None:
     write_cifar(tmp_path / "home" / ".cache" / "crossbow_py" / "cifar-10-batches-py", cifar10_batches())
     assert len(Cifar10(root=str(tmp_path / "root"), download=False).load(progress=False).test[1]) == 2
+
+
+def test_data_root_that_is_a_file_or_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.root must be the folder .*, got the file /.*file"):
+        data_folders(str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"is not in /.*/missing \(which does not exist\) or /"):
+        Cifar10(root=str(tmp_path / "missing"), download=False).load(progress=False)
 
 
 def test_find_of_several_names_takes_folders_in_order(tmp_path: Path) -> None:
