@@ -7,10 +7,12 @@ the same numbers decide alike. A measurement is the median of `windows` windows 
     shrinking   counts downwards, each worth it when within `min_gain` of the best.
 
 Either looks one count beyond one that was not worth it (3 learners on 2 cores may lose where 4 win), never beyond a
-fall below half of the best, and settles on the fewest learners measured within `min_gain` of the best. Settled, it
-watches: throughput that stays more than `drift` lower starts shrinking, higher starts growing. After a drop took
-learners away it also tries growing from time to time, because a core that a neighbour frees shows in no throughput of
-learners that never used it. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF` measurements.
+fall below half of the best, and settles on the fewest learners measured within `min_gain` of the best. Where that
+turns down more learners it measures again, once: when the machine has slowed down meanwhile, what was turned down was
+compared unfairly, and growing starts again from there. Settled, it watches: throughput that stays more than `drift`
+lower starts shrinking, higher starts growing. After a drop took learners away it also tries growing from time to
+time, because a core that a neighbour frees shows in no throughput of learners that never used it. Every new search
+doubles the wait before the next, up to `2 ** _MAX_BACK_OFF` measurements.
 
 After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and stops for good.
 """
@@ -25,7 +27,7 @@ from typing import Any, Literal
 from crossbow_py.settings import check, setting
 
 Action = Literal["grow", "shrink", "stay"]
-Phase = Literal["growing", "shrinking", "settled"]
+Phase = Literal["growing", "shrinking", "checking", "settled"]
 
 _CLIFF = 0.5
 _MAX_MISSES = 2
@@ -48,6 +50,7 @@ class AutoTunerState:
     `num_windows` counts since the count or the phase changed, and `recent` holds those of the measurement under way.
     `measured` are the (learners, images/s) of the latest search, in its order. `drifted` counts measurements in a row
     that were too high (positive) or too low (negative); `before_drop` is the most learners that a drop was met with.
+    `checked` says that this search has measured its choice again.
     """
 
     num_learners: int = 1
@@ -58,6 +61,7 @@ class AutoTunerState:
     out_of_memory_at: int | None = None
     drifted: int = 0
     before_drop: int = 0
+    checked: bool = False
     num_searches_again: int = 0
 
     def to_plain(self) -> dict[str, Any]:
@@ -118,6 +122,8 @@ class AutoTuner:
         state = replace(state, recent=())
         if state.phase == "settled":
             return self._watch(state, median)
+        if state.phase == "checking":
+            return self._check(state, median)
         return self._search(replace(state, measured=(*state.measured, (state.num_learners, median))))
 
     def resumed(self, state: AutoTunerState, former_limit: int) -> AutoTunerState:
@@ -164,7 +170,24 @@ class AutoTuner:
         change = f"{count} → {_learners(choice)}" if choice != count else f"Settled on {_learners(count)}"
         rate = _rate((choice, dict(state.measured)[choice]))
         why = f"the fewest within {100 * self.min_gain:.3g} % of the best"
+        if state.phase == "growing" and choice < count and not state.checked:
+            return _move(replace(state, checked=True), choice, "checking", f"{change}: {rate}, {why}; measures again.")
         return _move(state, choice, "settled", f"{change}: {rate}, {why}.")
+
+    def _check(self, state: AutoTunerState, median: float) -> tuple[AutoTunerState, Decision]:
+        """Settle on the choice measured again, or grow from it when one that it was preferred to beats it now."""
+        count, before = state.num_learners, dict(state.measured)[state.num_learners]
+        beaten = any(
+            images_per_s > median * (1 + self.min_gain) for other, images_per_s in state.measured if other > count
+        )
+        rate = f"{_rate((count, median))}, {_percent(median / before - 1)} since"
+        if not beaten:
+            state = replace(state, measured=(*state.measured, (count, median)))
+            return _move(state, count, "settled", f"Settled on {_learners(count)}: {rate}.")
+        state = replace(state, measured=((count, median),))
+        following = self._neighbour(replace(state, phase="growing"))
+        assert following is not None, "more learners were measured than there may be"
+        return _move(state, following, "growing", f"{count} → {_learners(following)}: {rate}.")
 
     def _watch(self, state: AutoTunerState, median: float) -> tuple[AutoTunerState, Decision]:
         """Compare a settled measurement with the one it settled for, and search again when that is due."""
@@ -193,6 +216,7 @@ class AutoTuner:
             measured=((count, median),),
             before_drop=max(state.before_drop, count) if dropped else state.before_drop,
             num_searches_again=state.num_searches_again + 1,
+            checked=False,
         )
         following = self._following(state)
         rate = f"{_rate(state.measured[0])}, {why}."

@@ -44,7 +44,8 @@ def settle(
 ) -> tuple[AutoTunerState, list[Decision]]:
     """Follow a throughput that depends on the number of learners until the tuner settles, within its bound."""
     decisions = []
-    for _ in range(len(tuner.counts) * (tuner.windows + tuner.warm_up_windows)):
+    # Every count twice, as growing may start again, and the choice once more.
+    for _ in range((2 * len(tuner.counts) + 1) * (tuner.windows + tuner.warm_up_windows)):
         state, decision = tuner.observe(state, throughput(state.num_learners))
         decisions.append(decision)
         if state.phase == "settled":
@@ -74,8 +75,8 @@ def test_counts_up_to_a_limit_are_powers_of_two_their_halves_between_and_the_lim
 
 def test_observe_linear_scaling_to_a_plateau_settles_where_the_plateau_begins():
     # 4 learners gain 3.3 % on 3, 6 gain 1.7 % on 3: two in a row that are not worth it. 300 * 1.05 >= 310.
-    state, decisions = follow(quick(), [100, 200, 300, 310, 305])
-    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("shrink", 3)]
+    state, decisions = follow(quick(), [100, 200, 300, 310, 305, 300])
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("shrink", 3), ("stay", 3)]
     assert (state.phase, state.num_learners) == ("settled", 3)
 
 
@@ -135,20 +136,22 @@ def test_observe_what_is_no_throughput_is_ignored(value):
 
 
 def test_observe_every_decision_gives_its_reason():
-    _, decisions = follow(quick(), [3600, 4120, 4130, 4125])
+    _, decisions = follow(quick(), [3600, 4120, 4130, 4125, 4082])
     assert [decision.reason for decision in decisions] == [
         "1 → 2 learners: 3,600 images/s with 1.",
         "2 → 3 learners: 4,120 images/s with 2, up 14 % on 1.",
         "3 → 4 learners: 4,130 images/s with 3, up 0 % on 2; looks one count further.",
-        "4 → 2 learners: 4,120 images/s with 2, the fewest within 5 % of the best.",
+        "4 → 2 learners: 4,120 images/s with 2, the fewest within 5 % of the best; measures again.",
+        "Settled on 2 learners: 4,082 images/s with 2, down 1 % since.",
     ]
 
 
 def test_observe_slow_model_gives_its_throughput_to_three_digits():
-    _, decisions = follow(quick(max_learners=2), [1.2345, 1.2])
+    _, decisions = follow(quick(max_learners=2), [1.2345, 1.2, 1.25])
     assert [decision.reason for decision in decisions] == [
         "1 → 2 learners: 1.23 images/s with 1.",
-        "2 → 1 learner: 1.23 images/s with 1, the fewest within 5 % of the best.",
+        "2 → 1 learner: 1.23 images/s with 1, the fewest within 5 % of the best; measures again.",
+        "Settled on 1 learner: 1.25 images/s with 1, up 1 % since.",
     ]
 
 
@@ -263,8 +266,8 @@ def test_observe_neighbour_that_stays_is_tried_ever_more_rarely():
         state, decision = tuner.observe(state, {1: 94, 2: 95}[state.num_learners])
         at += [window] if decision.action == "grow" else []
     waits = [after - before for before, after in itertools.pairwise(at)]
-    # 8, 16, 32, 64, 64, ... settled measurements, and the window that measured 2 learners.
-    assert waits == [9, 17, 33, 65, 65, 65, 65, 65]
+    # 8, 16, 32, 64, 64, ... settled measurements, and the windows that measured 2 learners and 1 again.
+    assert waits == [10, 18, 34, 66, 66, 66, 66, 66]
 
 
 def test_observe_drop_with_a_dip_below_looks_one_count_further_down():
@@ -320,10 +323,35 @@ def test_observe_drop_at_one_learner_only_takes_note():
 
 def test_observe_lasting_rise_tries_more_learners():
     # 3 learners are the device's now: 450 is 12.5 % more than 400; 460 and 470 are not worth it.
-    state, _ = follow(quick(), [100, 200, 190, 195])
+    state, _ = follow(quick(), [100, 200, 190, 195, 200])
     assert (state.phase, state.num_learners) == ("settled", 2)
     _, decisions = follow(quick(), [400, 400, 450, 460, 470], state)
     assert steps(decisions) == [("stay", 2), ("grow", 3), ("grow", 4), ("grow", 6), ("shrink", 3)]
+
+
+# --- slower while it searched -----------------------------------------------------------------------------------------
+
+
+def test_observe_machine_that_slowed_down_while_growing_grows_on_from_the_choice():
+    # Twice the learners, twice the throughput, but half the speed from 3 learners on: 2 with 100 lose to 3 with 150.
+    state, decisions = follow(quick(max_learners=4), [100, 200, 150, 200, 100, 150, 200])
+    assert steps(decisions) == [
+        ("grow", 2), ("grow", 3), ("grow", 4), ("shrink", 2), ("grow", 3), ("grow", 4), ("stay", 4),
+    ]  # fmt: skip
+    assert decisions[4].reason == "2 → 3 learners: 100 images/s with 2, down 50 % since."
+    assert (state.phase, state.measured) == ("settled", ((2, 100), (3, 150), (4, 200)))
+
+
+def test_observe_machine_that_slows_down_again_is_not_measured_a_third_time():
+    state, decisions = follow(quick(max_learners=3), [100, 200, 150, 100, 90])
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 2), ("grow", 3), ("shrink", 2)]
+    assert (state.phase, state.measured) == ("settled", ((2, 100), (3, 90)))
+
+
+def test_observe_choice_measured_again_is_what_drift_is_measured_from():
+    state, _ = follow(quick(max_learners=3), [100, 200, 150, 160])
+    assert (state.phase, state.num_learners, state.measured[-1]) == ("settled", 2, (2, 160))
+    assert steps(follow(quick(max_learners=3), [130] * 50, state)[1]) == [("stay", 2)] * 50
 
 
 def test_observe_drift_that_does_not_last_changes_nothing():
