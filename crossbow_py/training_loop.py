@@ -91,7 +91,7 @@ class TrainingLoop:
         while True:
             if signals.status:
                 reason = StopSignal.REASONS[signals.status]
-                self.reporter.message(f"{reason}: stopping. A second Ctrl-C aborts at once, without a checkpoint.")
+                self.reporter.message(f"{reason}: stopping. Ctrl-C now aborts at once, without another checkpoint.")
                 return signals.status, reason
             seconds = self.meter.elapsed_s
             if reason := stops.after_round(state.samples_seen, self.num_samples, seconds, state.round_index):
@@ -298,5 +298,5 @@ class TrainingLoop:
 def _how_it_failed(error: BaseException) -> tuple[str, str]:
     """Status and reason of a run that an exception ended."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", "Ctrl-C, without a checkpoint"
+        return "interrupted", "Ctrl-C, aborted"
     return "failed", "non_finite" if isinstance(error, NonFiniteError) else type(error).__name__

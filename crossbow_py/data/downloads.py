@@ -40,7 +40,7 @@ def data_folders(root: str | None) -> tuple[Path, ...]:
     cache = Path.home() / ".cache" / "crossbow_py"
     chosen = root or os.environ.get("CROSSBOW_DATA_DIR")
     first = Path(chosen).expanduser() if chosen else cache
-    if os.path.isfile(first):  # noqa: PTH113
+    if chosen and os.path.isfile(first):  # noqa: PTH113 - Path.is_file would raise where a folder must not be entered
         name = "data.root" if root else "$CROSSBOW_DATA_DIR"
         raise UserError(f"{name} must be the folder that holds the data sets, got the file {first}.")
     return (first,) if first == cache else (first, cache)
@@ -61,7 +61,7 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     Raises:
         UserError: not allowed, or every address failed; says where it was looked for and what to do offline.
     """
-    looked = " or ".join(map(_as_it_is, folders))
+    looked = " or ".join(map(_described, folders))
     remedy = f"put {wanted.path} into {folders[0]} yourself, or set data.root to the folder that holds it"
     if not allowed:
         raise UserError(f"{wanted.path} is not in {looked} and data.download is false; set it to true, or {remedy}.")
@@ -82,9 +82,10 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     )
 
 
-def _as_it_is(folder: Path) -> str:
+def _described(folder: Path) -> str:
     """A folder's name; one that is not there is often misspelt."""
-    return f"{folder}{'' if os.path.exists(folder) else ' (which does not exist)'}"  # noqa: PTH110
+    there = os.path.exists(folder)  # noqa: PTH110 - as in `find`
+    return f"{folder}{'' if there else ' (which does not exist)'}"
 
 
 def read_file(path: Path) -> bytes:

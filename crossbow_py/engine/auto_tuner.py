@@ -131,15 +131,15 @@ class AutoTuner:
 
         What memory did not hold may be tried again. A lower limit takes learners away, a higher one starts growing.
         """
-        state = replace(state, out_of_memory_at=None)
+        fitting = tuple(pair for pair in state.measured if pair[0] <= self.max_learners)
+        state = replace(state, out_of_memory_at=None, measured=fitting)
         if state.num_learners > self.max_learners:
-            fitting = tuple(pair for pair in state.measured if pair[0] <= self.max_learners)
-            state = replace(state, measured=fitting, before_drop=0)
+            state = replace(state, before_drop=0)
             if fitting:
                 return _move(state, self._choice(state), "settled", "")[0]
             return _move(state, self.max_learners, "shrinking", "")[0]
-        if self.max_learners > former_limit and state.phase == "settled":
-            return _move(replace(state, measured=()), state.num_learners, "growing", "")[0]
+        if self.max_learners > former_limit and state.phase in ("settled", "checking"):
+            return _move(replace(state, measured=(), checked=False), state.num_learners, "growing", "")[0]
         return state
 
     def out_of_memory(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:

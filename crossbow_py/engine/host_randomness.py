@@ -11,8 +11,9 @@ import numpy as np
 
 def host_state() -> Hashable:
     """What both generators stand at: another value after a draw."""
-    legacy = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), legacy["key"].tobytes(), legacy["pos"]
+    state = np.random.get_state(legacy=False)
+    generator, kept = state["state"], (state["has_gauss"], state["gauss"])  # it draws normal values by twos
+    return random.getstate(), generator["key"].tobytes(), generator["pos"], kept
 
 
 @contextmanager

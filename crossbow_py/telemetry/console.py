@@ -25,6 +25,7 @@ CONSOLE_LOG = "console.log"
 PLAIN_INTERVAL_S = 10.0
 _WIDTH_FOR_A_BAR = 110  # columns: the bar takes 21, the line beside it 88 or so
 _NOTHING_PLANNED = "–"
+_STOPPED_FROM_OUTSIDE = ("interrupted", "terminated")
 
 
 class ConsoleListener(Listener):
@@ -50,10 +51,12 @@ class ConsoleListener(Listener):
         self._planned_samples: int | None = None
         self._planned_epochs = _NOTHING_PLANNED
         self._trace_path: str | None = None
+        self._has_checkpoint = False
 
     def on_start(self, info: RunInfo) -> None:
         """The header, and the live line under it."""
         self._planned_samples, self._trace_path = info.planned_samples, info.trace_path
+        self._has_checkpoint = info.resumed_from is not None
         if info.planned_samples is not None:
             self._planned_epochs = f"{info.planned_samples / info.num_train_samples:g}"
         for line in header_lines(info):
@@ -86,11 +89,17 @@ class ConsoleListener(Listener):
         """A sentence that stays."""
         self._say(message)
 
+    def on_checkpoint(self, path: str, samples_seen: int) -> None:
+        """Nothing to see, but the last block may count on it."""
+        self._has_checkpoint = True
+
     def on_end(self, summary: Summary) -> None:
         """The last block."""
         self._stop_live()
         for line in final_lines(summary):
             self._say(line)
+        if self._has_checkpoint and summary.status in _STOPPED_FROM_OUTSIDE:
+            self._say("  to go on       the same command with resume=auto")
         if self._trace_path is not None and Path(self._trace_path).exists():
             self._say(f"  timeline       {self._trace_path} (open it in ui.perfetto.dev)")
 
@@ -202,8 +211,6 @@ def final_lines(summary: Summary) -> list[str]:
         lines.append(f"  model          {summary.model_path}")
     if summary.output_dir:
         lines.append(f"  run folder     {summary.output_dir}")
-        if summary.status in ("interrupted", "terminated"):
-            lines.append("  to go on       the same command with resume=auto")
         lines.append(f"  curves         tensorboard --logdir {Path(summary.output_dir) / TENSORBOARD_FOLDER}")
     return lines
 

@@ -69,8 +69,8 @@ def channels(value: Fused, num_learners: int) -> Tensor:
     stacked = stack(value, num_learners)
     if stacked.ndim == 5:  # images: channels-last
         batch, height, width = stacked.shape[1], stacked.shape[3], stacked.shape[4]
-        rows = stacked.permute(1, 3, 4, 0, 2).reshape(batch, height, width, -1).contiguous()  # of one channel a view
-        return rows.permute(0, 3, 1, 2)
+        rows = stacked.permute(1, 3, 4, 0, 2).reshape(batch, height, width, -1)
+        return rows.contiguous().permute(0, 3, 1, 2)  # for one channel reshape gives a view in the old order
     return stacked.transpose(0, 1).flatten(1, 2)
 
 

@@ -191,6 +191,36 @@ def test_resumed_under_a_higher_limit_grows_from_where_it_was():
     assert steps(decisions) == [("grow", 6), ("grow", 8), ("stay", 8)]
 
 
+def test_resumed_while_measuring_its_choice_again_under_a_lower_limit_settles_on_it():
+    state, _ = follow(quick(max_learners=4), [100, 200, 150, 200])
+    assert (state.phase, state.num_learners) == ("checking", 2)
+    found = quick(max_learners=2).resumed(state, former_limit=4)
+    state, decisions = follow(quick(max_learners=2), [100], found)
+    assert (steps(decisions), state.phase) == ([("stay", 2)], "settled")
+
+
+@pytest.mark.parametrize("again", [[], [100]], ids=["measuring again", "settled"])
+def test_resumed_under_a_higher_limit_is_a_search_that_measures_its_choice_again(again):
+    state, _ = follow(quick(max_learners=2), [100, 101, *again])
+    found = quick(max_learners=4).resumed(state, former_limit=2)
+    assert (found.num_learners, found.phase, found.measured) == (1, "growing", ())
+    state, decisions = follow(quick(max_learners=4), [100, 101, 102, 100], found)
+    assert steps(decisions) == [("grow", 2), ("grow", 3), ("shrink", 1), ("stay", 1)]
+
+
+def test_state_of_a_checkpoint_that_knows_no_second_look_searches_as_a_new_one():
+    plain = AutoTunerState(2, "growing", measured=((1, 100.0),)).to_plain()
+    del plain["checked"]
+    assert AutoTunerState.from_plain(plain) == AutoTunerState(2, "growing", measured=((1, 100.0),))
+
+
+def test_out_of_memory_while_measuring_the_choice_again_goes_further_back():
+    tuner = quick(max_learners=4)
+    state, _ = follow(tuner, [100, 200, 150, 200])
+    state, decision = tuner.out_of_memory(state)
+    assert (decision.action, decision.num_learners, state.phase) == ("shrink", 1, "settled")
+
+
 def test_time_that_counts_for_several_windows_is_a_measurement_sooner():
     tuner = AutoTuner()
     state, first = tuner.observe(START, 100.0, 5)  # warms up

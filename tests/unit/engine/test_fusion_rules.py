@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.fusion.values import Fused, Layout, channels
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
 
@@ -435,3 +436,10 @@ def test_operator_for_three_learners_equals_three_modules(name):
     assert bool(graph.looped) == case.looped, graph.looped
     graph = FusedGraph(bank.template, inputs[0], bank)
     check_run(graph, bank, models, inputs[0], shared=True)
+
+
+@pytest.mark.parametrize("num_channels", [1, 3])
+def test_images_of_all_learners_side_by_side_lie_channels_last(num_channels):
+    images = channels(Fused(torch.randn(3, 5, num_channels, 4, 4), Layout.STACK), 3)
+    assert images.shape == (5, 3 * num_channels, 4, 4)
+    assert images.is_contiguous(memory_format=torch.channels_last)

@@ -72,6 +72,22 @@ def test_final_block_names_the_timeline_where_one_was_written(tmp_path: Path, ev
     assert (f"  timeline       {path} (open it in ui.perfetto.dev)" in stream.getvalue()) == written
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "status", "said"),
+    [(True, "interrupted", True), (True, "terminated", True), (True, "finished", False), (False, "interrupted", False)],
+)
+def test_final_block_says_how_to_go_on_after_a_signal_where_there_is_a_checkpoint(
+    events: Any, checkpoint: bool, status: str, said: bool
+) -> None:
+    stream = io.StringIO()
+    console = ConsoleListener(stream=stream)
+    console.on_start(events.run_info())
+    if checkpoint:
+        console.on_checkpoint("runs/x/checkpoints/samples-10", 10)
+    console.on_end(events.summary(status=status))
+    assert ("  to go on       the same command with resume=auto" in stream.getvalue()) == said
+
+
 def test_plain_progress_is_one_line_in_ten_seconds_and_every_epoch(events: Any) -> None:
     now = [0.0]
     stream = io.StringIO()
