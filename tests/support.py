@@ -100,3 +100,16 @@ def run_rounds(tasks: RoundTasks, executor: str, num_rounds: int, learning_rate:
     finally:
         runner.close()
     return [loss for outcome in outcomes for loss in outcome.losses]
+
+
+def assert_learners_equal(ours: ReplicaBank, reference: ReplicaBank, tolerance: float = 1e-8) -> None:
+    """Equal learners and z of two banks whatever their order and room: norms to a tolerance, the rest to the bit."""
+    k = reference.num_learners
+    assert ours.step_counts[:k] == reference.step_counts[:k]
+    states = [(ours.learner_state(j), reference.learner_state(j)) for j in range(k)]
+    for mine, theirs in [*states, (ours.z.shaped(), reference.z.shaped())]:
+        for name, expected in theirs.items():
+            if expected.is_floating_point() and expected.isfinite().all():
+                assert (mine[name] - expected).norm() <= tolerance * (expected.norm() + 1e-3), name
+            else:
+                assert torch.equal(mine[name], expected), name

@@ -22,7 +22,7 @@ from crossbow_py.models import MODELS
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
 from tests.gpu.support import Counting, Eager, run, tasks_on_cuda, with_dropout
-from tests.support import features, norm_model, plan
+from tests.support import assert_learners_equal, features, norm_model, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -49,17 +49,6 @@ def resnet20():
     return MODELS["resnet20"]().build((3, 32, 32), 10)
 
 
-def assert_equal(ours, reference, tolerance=1e-8):
-    assert ours.step_counts[: ours.num_learners] == reference.step_counts[: reference.num_learners]
-    states = [(ours.learner_state(j), reference.learner_state(j)) for j in range(reference.num_learners)]
-    for mine, theirs in [*states, (ours.z.shaped(), reference.z.shaped())]:
-        for name, expected in theirs.items():
-            if expected.is_floating_point() and expected.isfinite().all():
-                assert (mine[name] - expected).norm() <= tolerance * (expected.norm() + 1e-3), name
-            else:
-                assert torch.equal(mine[name], expected), name
-
-
 def assert_outcomes_equal(found, expected):
     for (loss, right), (expected_loss, expected_right) in zip(found, expected, strict=True):
         assert (loss, right) == (pytest.approx(expected_loss, rel=1e-8), expected_right)
@@ -73,7 +62,7 @@ def test_fused_after_twenty_rounds_in_float64_equals_serial(network, rule, kind)
     device = kind(ours.bank.device)
     found = run(lambda tasks: FusedExecutor(tasks, device), ours, 20)
     assert_outcomes_equal(found, run(SerialExecutor, reference, 20))
-    assert_equal(ours.bank, reference.bank)
+    assert_learners_equal(ours.bank, reference.bank)
     if kind is Counting:
         assert sorted(device.captured) == sorted(["averaging", *["round"] * (1 if rule.averaging_period == 1 else 2)])
 
@@ -87,7 +76,7 @@ def test_optimizers_at_a_rate_that_changes_every_round_capture_once_and_equal_se
     device = Counting(ours.bank.device)
     found = run(lambda tasks: FusedExecutor(tasks, device), ours, 20, rate)
     assert_outcomes_equal(found, run(SerialExecutor, reference, 20, rate))
-    assert_equal(ours.bank, reference.bank)
+    assert_learners_equal(ours.bank, reference.bank)
     assert device.captured == ["round", "averaging"]
 
 
@@ -96,7 +85,7 @@ def test_any_number_of_learners_equals_serial(num_learners):
     ours, reference = (fused_tasks(num_learners=num_learners) for _ in range(2))
     run(FusedExecutor, ours, 8)
     run(SerialExecutor, reference, 8)
-    assert_equal(ours.bank, reference.bank)
+    assert_learners_equal(ours.bank, reference.bank)
 
 
 def test_independent_learners_that_share_their_batches_equal_serial():
@@ -109,14 +98,14 @@ def test_independent_learners_that_share_their_batches_equal_serial():
         runner.drain()
         runner.close()
         banks.append(tasks.bank)
-    assert_equal(*banks)
+    assert_learners_equal(*banks)
 
 
 def test_round_in_float32_equals_serial():
     ours, reference = (fused_tasks(precision=FP32) for _ in range(2))
     run(FusedExecutor, ours, 1)
     run(SerialExecutor, reference, 1)
-    assert_equal(ours.bank, reference.bank, tolerance=1e-5)
+    assert_learners_equal(ours.bank, reference.bank, tolerance=1e-5)
 
 
 def test_bf16_follows_serial_in_graphs_and_keeps_the_shadow():
@@ -194,7 +183,7 @@ def test_bank_that_grows_and_shrinks_goes_on_as_under_serial():
             runner.drain()
             runner.close()
         banks.append(tasks.bank)
-    assert_equal(*banks)
+    assert_learners_equal(*banks)
 
 
 def test_memory_does_not_grow_with_the_number_of_executors():

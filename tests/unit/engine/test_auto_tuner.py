@@ -424,9 +424,10 @@ def test_observe_any_numbers_stays_within_the_limits_and_round_trips(max_learner
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(0, 2), st.randoms(use_true_random=False))
-def test_observe_any_throughput_settles_within_a_measurement_of_every_count(max_learners, windows, warm_up, numbers):
+def test_observe_any_throughput_settles_in_time_on_a_count_it_measured(max_learners, windows, warm_up, numbers):
     tuner = AutoTuner(max_learners=max_learners, windows=windows, warm_up_windows=warm_up)
-    settle(tuner, lambda _: numbers.uniform(1, 100))
+    state, _ = settle(tuner, lambda _: numbers.uniform(1, 100))
+    assert state.num_learners in dict(state.measured)
 
 
 @given(st.floats(1, 1e6), st.lists(st.floats(1.06, 2.0), max_size=9), st.lists(st.floats(0.3, 1.0), min_size=9))

@@ -21,7 +21,7 @@ from crossbow_py.errors import LearnerError
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import features, linear_model, make_tasks, norm_model, plan
+from tests.support import assert_learners_equal, features, linear_model, make_tasks, norm_model, plan
 
 IMAGES = features(48, (3, 6, 6))
 OPTIMIZERS = [
@@ -71,15 +71,7 @@ def assert_equal(ours, reference, found, expected, tolerance=1e-8):
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.losses == pytest.approx(theirs.losses, rel=tolerance)
         assert (mine.num_correct, mine.finite) == (theirs.num_correct, theirs.finite)
-    k = reference.num_learners
-    assert ours.step_counts[:k] == reference.step_counts[:k]
-    states = [(ours.learner_state(j), reference.learner_state(j)) for j in range(k)]
-    for mine, theirs in [*states, (ours.z.shaped(), reference.z.shaped())]:
-        for name, expected_value in theirs.items():
-            if expected_value.is_floating_point() and expected_value.isfinite().all():
-                assert (mine[name] - expected_value).norm() <= tolerance * (expected_value.norm() + 1e-3), name
-            else:
-                assert torch.equal(mine[name], expected_value), name
+    assert_learners_equal(ours, reference, tolerance)
 
 
 @pytest.mark.parametrize("make_device", [RecordingStreams, Refuses], ids=["graphs", "eager"])
