@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+# Read when Triton is first imported: without a GPU its kernels run in the interpreter, on CPU tensors.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("house")
 

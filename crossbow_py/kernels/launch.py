@@ -1,0 +1,86 @@
+"""Whether Triton kernels can run on a device, and how they are launched and counted.
+
+In Triton's interpreter (`TRITON_INTERPRET=1`, set before Triton is imported) kernels run on CPU tensors, program by
+program: slow, and a proof of what they compute on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Ampere: bfloat16, asynchronous copies and the reductions that kernels use. Older generations are never tried.
+_OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that was launched: its name, its programs and what it was given."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+
+
+_RECORDS: list[list[Launch]] = []
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why no kernel runs on a device, as half a sentence; None where they do."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu":
+        return None if interprets() else "Triton runs on GPUs"
+    if device.type != "cuda":
+        return f"Triton kernels are not made for {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _OLDEST_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
+    return None
+
+
+def interprets() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Enqueue a kernel on the current stream; the host does not wait, except for compilation at the first call."""
+    for record in _RECORDS:
+        record.append(Launch(kernel.__name__, grid, arguments))
+    # Said outright, as Triton's own default is about to change. Fused multiply-adds round once instead of twice.
+    kernel[grid](*arguments, enable_fp_fusion=True, **constants)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Every launch of the block, in order. For counting and tests; not thread-safe."""
+    record: list[Launch] = []
+    _RECORDS.append(record)
+    try:
+        yield record
+    finally:
+        _RECORDS.remove(record)
+
+
+class KernelError(Exception):
+    """Kernels cannot be used here; the message says why, as half a sentence."""
+
+
+def compiles(check: Callable[[], None]) -> None:
+    """Run a family's check against its reference. Raises KernelError for a Triton that fails, whatever it raised."""
+    try:
+        check()
+    except KernelError:
+        raise
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers raise what they like
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise KernelError(f"Triton failed ({reason[:160]})") from error
