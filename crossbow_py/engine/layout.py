@@ -120,6 +120,11 @@ class Rows:
         """
         return self._trained[row]
 
+    @property
+    def offsets(self) -> list[int]:
+        """Where each block begins in the storage; in `blocks` its rows follow one another."""
+        return self._bases
+
     def end_to_end(self) -> list[Tensor]:
         """The trained part of all rows in `blocks`, padding included: what takes weight decay, and what does not."""
         assert self.order == "blocks", "rows of the other order are not apart by weight decay"

@@ -52,6 +52,7 @@ class ReplicaBank:
     Attributes:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
         z, z_prev, total: `Rows` of one row, P values: average model, the one before, sum of the last corrections.
+        total_squares: sums of squares of that sum, piece by piece, from an update that does not write `total`; else None.
         step_counts: optimizer steps taken, per learner.
         has_dropout: whether modules draw from the learners' generators.
     """
@@ -76,6 +77,7 @@ class ReplicaBank:
         self.num_trained = self.layout.count("decayed", "undecayed")
         self.num_learners = num_learners
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3))
+        self.total_squares: Tensor | None = None
         self._allocate(max(capacity or num_learners, num_learners))
         self.z.load(0, dict(self.template.named_parameters()))
         self.z_prev.copy_row(0, self.z)
@@ -280,7 +282,11 @@ class ReplicaBank:
 
     def correction_norm(self) -> float | None:
         """|Σ_j c_j| of the last round that averaged; None with one learner."""
-        return None if self.num_learners == 1 else _norm(self.total.trained())
+        if self.num_learners == 1:
+            return None
+        if self.total_squares is not None:
+            return math.sqrt(float(self.total_squares.sum()))  # host–device synchronisation on CUDA
+        return _norm(self.total.trained())
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""
