@@ -15,6 +15,7 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.device_update import AllLearners, DeviceUpdate, OneLearner
 from crossbow_py.engine.dropout import MaskTape, counter_seed
 from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
 
@@ -150,12 +151,28 @@ class DeviceTasks(RoundValues):
 
 
 class FusedDeviceTasks(RoundValues):
-    """Bodies for all learners at once, over a bank in `blocks`; one stream for all of them."""
+    """Bodies for all learners at once, over a bank in `blocks`; one stream for all of them.
 
-    def __init__(self, tasks: RoundTasks, fused: FusedPass, executor: str = "fused") -> None:
+    Args:
+        tasks: what to compute.
+        fused: forward and backward of all learners.
+        kernels: whether the update is to be Triton kernels where they serve, and not operators.
+        executor: the name for messages.
+
+    Attributes:
+        notes: sentences for the user, on what runs slower than it might.
+    """
+
+    def __init__(self, tasks: RoundTasks, fused: FusedPass, kernels: bool, executor: str = "fused") -> None:
         super().__init__(tasks, executor)
-        self._pass = fused
-        self._rows = AllLearners(tasks.bank, tasks.update.optimizer)
+        self._pass, self.notes = fused, list[str]()
+        self._kernels: KernelUpdate | None = None
+        if kernels:
+            optimizer, rule = tasks.update.optimizer, tasks.update.rule
+            alone = tasks.collective.num_devices == 1
+            self._kernels, note = choose_kernel_update(tasks.bank, optimizer, rule, moves=alone)
+            self.notes += [note] if note else []
+        self._rows = None if self._kernels else AllLearners(tasks.bank, tasks.update.optimizer)
         self._batch: Batch | None = None
         self._loaded_rates: tuple[float, ...] = ()
         self._tape = MaskTape()
@@ -194,6 +211,17 @@ class FusedDeviceTasks(RoundValues):
         if learned.num_correct is not None:
             results[: bank.num_learners, _NUM_CORRECT].copy_(learned.num_correct)
         self._classifies = [learned.num_correct is not None] * bank.num_learners
+        self._correct(averaging)
+
+    def _correct(self, averaging: LinearRound | None) -> None:
+        if self._kernels is not None:
+            self._kernels.correct(
+                averaging, results=self._results, loss_column=_LOSS, finite_column=_FINITE,
+                learning_rates=self._rates, step_counts=self._counts,
+            )  # fmt: skip
+            return
+        assert self._rows is not None, "without kernels there are vectors for the operators"
+        results = self._results
         self.update.correct(
             self._rows,
             averaging,
@@ -202,6 +230,20 @@ class FusedDeviceTasks(RoundValues):
             step_count=self._counts,
             finite=results[:, _FINITE],
         )
+
+    @property
+    def moves_z(self) -> bool:
+        """Whether `learn_and_correct` moves z as well, and `average` has nothing to do."""
+        return self._kernels is not None and self._kernels.moves
+
+    def average(self, outcome: RoundOutcome) -> None:
+        """Move z, where `moves_z` does not hold; the kernels have summed the corrections already."""
+        averaging = outcome.plan.averaging
+        if self._kernels is None:
+            super().average(outcome)
+        elif not self._kernels.moves and averaging is not None:
+            self.tasks.collective.all_reduce_sum(self.tasks.bank.total.storage)
+            self._kernels.move(averaging)
 
     def report(self, host: Tensor) -> None:
         """Copy the results to `host` [K, 3], pinned memory on CUDA; the host goes on."""

@@ -54,8 +54,8 @@ class KernelUpdate:
         self._values = torch.zeros(k, kernels.SETTINGS, dtype=bank.precision.master, device=device)
         self._squares = torch.zeros(self._tiles.count, k, dtype=torch.float64, device=device)
         self._rows = self._rows_of(bank, uses_state=_uses_state(optimizer))
-        bank.total_squares = torch.zeros(self._tiles.count, dtype=torch.float64, device=device) if moves else None
-        self._total_squares = self._squares[:, 0] if bank.total_squares is None else bank.total_squares
+        self._total_squares = torch.zeros(self._tiles.count, dtype=torch.float64, device=device)
+        bank.total_squares = self._total_squares if moves else None
 
     def _rows_of(self, bank: ReplicaBank, uses_state: bool) -> RowsToUpdate:
         return self._kernels.RowsToUpdate(

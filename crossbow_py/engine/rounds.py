@@ -138,6 +138,7 @@ class RoundTasks:
         """All-reduce the sum of corrections over devices, and move z by it."""
         bank, coefficients = self.bank, outcome.plan.averaging
         assert coefficients is not None, "z moves in rounds that average"
+        bank.total_squares = None  # `total` is written
         self.collective.all_reduce_sum(bank.total.storage)
         self.update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], coefficients)
 

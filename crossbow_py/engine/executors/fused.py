@@ -38,6 +38,7 @@ class FusedExecutor(Executor):
     Args:
         tasks: what to compute.
         device: for tests; by default CUDA for a bank that is there, and the calling thread for another.
+        kernels: for tests; by default Triton kernels serve on CUDA, where they can.
 
     Raises:
         FusionError: the model cannot be fused.
@@ -46,9 +47,12 @@ class FusedExecutor(Executor):
     NAME = "fused"
     ORDER = "blocks"
 
-    def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None) -> None:
+    def __init__(
+        self, tasks: RoundTasks, device: DeviceStreams | None = None, kernels: bool | None = None
+    ) -> None:
         super().__init__(tasks)
         bank = tasks.bank
+        kernels = bank.device.type == "cuda" if kernels is None else kernels
         if bank.device.type == "cpu":
             keep_freed_memory()
         elif not knows(tasks.update.optimizer):
@@ -58,7 +62,7 @@ class FusedExecutor(Executor):
         self._pass = FusedPass(tasks)
         self._noted = False
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
-        self._on_device = FusedRounds(tasks, self._pass, device, self.notes) if device else None
+        self._on_device = FusedRounds(tasks, self._pass, device, self.notes, kernels) if device else None
 
     @property
     def looped(self) -> list[str]:

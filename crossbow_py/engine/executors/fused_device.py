@@ -2,6 +2,8 @@
 
     load(n)  round(n): forward, backward, gate, corrections  averaging(n): z  report(n)  record
 
+Where the update is Triton kernels, the round moves z as well, and averaging(n) is there for several devices alone.
+
 The host is a round ahead: it learns of losses and of learners that were gated when the next round is on its way.
 """
 
@@ -30,10 +32,14 @@ class FusedRounds:
         fused: forward and backward of all learners.
         device: where to.
         notes: gets a sentence where rounds cannot be captured; they run eagerly then.
+        kernels: whether Triton kernels are to be used where they serve.
     """
 
-    def __init__(self, tasks: RoundTasks, fused: FusedPass, device: DeviceStreams, notes: list[str]) -> None:
-        self._bodies, self._notes = FusedDeviceTasks(tasks, fused), notes
+    def __init__(
+        self, tasks: RoundTasks, fused: FusedPass, device: DeviceStreams, notes: list[str], kernels: bool
+    ) -> None:
+        self._bodies, self._notes = FusedDeviceTasks(tasks, fused, kernels), notes
+        notes += self._bodies.notes
         self.rounds = DeviceRounds(device, "fused", [ALL_LEARNERS], (tasks.bank.num_learners, NUM_RESULTS))
         program, pool = self.rounds.program, device.new_pool()
         self._round, self._averaging = (program(name, ALL_LEARNERS, pool) for name in ("round", "averaging"))
@@ -49,7 +55,7 @@ class FusedRounds:
         load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run("load", load, stream)
         self._launch(self._round, partial(bodies.learn_and_correct, plan.averaging, shared, masks_ahead=ahead), variant)
-        if plan.averaging is not None:
+        if plan.averaging is not None and not bodies.moves_z:
             self._launch(self._averaging, partial(bodies.average, outcome), plan.averaging)
         rounds.device.run("report", partial(bodies.report, slot.results), stream)
         rounds.mark(slot, ALL_LEARNERS)
