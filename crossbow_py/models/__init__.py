@@ -7,10 +7,16 @@ from crossbow_py.models.custom import CustomModel
 from crossbow_py.models.lenet import LeNet
 from crossbow_py.models.mlp import MLP
 from crossbow_py.models.resnet import ResNet20, ResNet32, ResNet44, ResNet56, ResNet110
+from crossbow_py.models.resnet_imagenet import ResNet18, ResNet34, ResNet50, ResNet101, ResNet152
 from crossbow_py.models.vgg import VGG16
 
 MODELS: dict[str, type[ModelSettings]] = {
-    cls.NAME: cls for cls in (MLP, LeNet, ResNet20, ResNet32, ResNet44, ResNet56, ResNet110, VGG16, CustomModel)
+    cls.NAME: cls
+    for cls in (
+        *(MLP, LeNet, ResNet20, ResNet32, ResNet44, ResNet56, ResNet110, VGG16),
+        *(ResNet18, ResNet34, ResNet50, ResNet101, ResNet152),
+        CustomModel,
+    )
 }
 
 __all__ = [
@@ -20,9 +26,14 @@ __all__ = [
     "CustomModel",
     "LeNet",
     "ModelSettings",
+    "ResNet18",
     "ResNet20",
     "ResNet32",
+    "ResNet34",
     "ResNet44",
+    "ResNet50",
     "ResNet56",
+    "ResNet101",
     "ResNet110",
+    "ResNet152",
 ]
