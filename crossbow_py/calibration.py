@@ -26,14 +26,13 @@ from crossbow_py.engine.host_randomness import kept_host_state
 from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, UserError
-from crossbow_py.user_cache import user_cache
+from crossbow_py.user_cache import Remembered
 
 _BUDGET_S = 8.0
 _WINDOW_S = 0.25
 _WINDOWS = 3
 _SLOW_S = 1.0
 _FAR_BEHIND = 0.7  # of the best so far: more learners will not make up for it
-_MAX_KEPT = 500
 
 
 @dataclass(frozen=True)
@@ -149,35 +148,8 @@ def _processor() -> str:
     return str(os.cpu_count())
 
 
-class RememberedChoices:
-    """Choices of earlier runs, in one small file. A file that cannot be read or written is no reason to stop."""
+class RememberedChoices(Remembered):
+    """The executors that earlier runs took."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._given = path
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._given or user_cache() / "executors.json"
-
-    def recall(self, key: str) -> str | None:
-        """The executor remembered for a fingerprint."""
-        return self._read().get(key)
-
-    def remember(self, key: str, executor: str) -> None:
-        """Keep a choice; the oldest ones are dropped."""
-        kept = {**self._read(), key: executor}
-        text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
-        with suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
-            temporary.write_text(text)
-            temporary.replace(self.path)
-
-    def _read(self) -> dict[str, str]:
-        try:
-            values = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return {}
-        plain = values if isinstance(values, dict) else {}
-        return {str(key): value for key, value in plain.items() if isinstance(value, str)}
+        super().__init__("executors.json", path)

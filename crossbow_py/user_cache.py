@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
 from pathlib import Path
+
+_MAX_KEPT = 500
 
 
 def user_cache() -> Path:
@@ -14,3 +18,37 @@ def user_cache() -> Path:
     except RuntimeError as error:
         raise OSError(f"there is no home folder ({error})") from error
     return folder / "crossbow_py"
+
+
+class Remembered:
+    """Choices of earlier runs, in one small file. A file that cannot be read or written is no reason to stop."""
+
+    def __init__(self, name: str, path: Path | None = None) -> None:
+        self._name, self._given = name, path
+
+    @property
+    def path(self) -> Path:
+        """The file. Raises OSError for a user without a home."""
+        return self._given or user_cache() / self._name
+
+    def recall(self, key: str) -> str | None:
+        """What is remembered for a fingerprint."""
+        return self._read().get(key)
+
+    def remember(self, key: str, choice: str) -> None:
+        """Keep a choice; the oldest ones are dropped."""
+        kept = {**self._read(), key: choice}
+        text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            temporary.write_text(text)
+            temporary.replace(self.path)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            values = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        plain = values if isinstance(values, dict) else {}
+        return {str(key): value for key, value in plain.items() if isinstance(value, str)}

@@ -86,5 +86,5 @@ def known_executor() -> Iterator[None]:
     """What `executor=auto` takes is known beforehand, so that no test measures unless it means to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("crossbow_py.calibration.RememberedChoices.recall", lambda choices, key: "threads")
-        patch.setattr("crossbow_py.calibration.RememberedChoices.remember", lambda choices, key, executor: None)
+        patch.setattr("crossbow_py.calibration.RememberedChoices.remember", lambda choices, key, choice: None)
         yield

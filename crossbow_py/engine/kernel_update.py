@@ -131,7 +131,7 @@ def _settings(optimizer: Optimizer, num_learners: int) -> tuple[int, list[list[f
 def choose_kernel_update(
     bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule, *, moves: bool
 ) -> tuple[KernelUpdate | None, str | None]:
-    """The kernels where they serve, compile and agree with the reference; else None, and why where that is a surprise."""
+    """The kernels where they serve, compile and agree with the reference; else None, and why if that is a surprise."""
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
     reason = unavailable(bank.device)

@@ -7,10 +7,12 @@ Three launches a round, whatever the number of learners and parameters:
     update     every value of w, g, u read once and of w, u and the shadow written once; z and z_prev once for all K
 
 In bytes, float32 rows with a bfloat16 shadow, SGD with momentum: (12 + 8 + 2)·K·P + 16·P for `update`, 4·K·P for
-`squares`. Equations: averaging/sma.py and engine/optimizers.py. Rows are a bank's in `blocks` (engine/layout.py); a tile
-is a piece of one parameter, and its program goes through the learners in order.
+`squares`. Equations: averaging/sma.py and engine/optimizers.py. Rows are a bank's in `blocks` (engine/layout.py); a
+tile is a piece of one parameter, and its program goes through the learners in order.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,9 +39,9 @@ class Tiles:
     """Where the values of a bank lie.
 
     Attributes:
-        table: int64 [T, 4] on the device: beginning of the parameter's block in a bank of K rows, beginning of the block
-            in z, length of a row, and the tile's place in the row times 4, plus 1 if weight decay applies, plus 2 if
-            rows begin on 4 values.
+        table: int64 [T, 4] on the device: beginning of the parameter's block in the bank, beginning of the block in z,
+            length of a row, and the tile's place in the row times 4, plus 1 if weight decay applies, plus 2 if rows
+            begin on 4 values.
     """
 
     table: Tensor

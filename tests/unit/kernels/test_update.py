@@ -15,6 +15,7 @@ from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.update import Step, TorchUpdate
+from crossbow_py.kernels import update as kernels
 from crossbow_py.kernels.launch import recorded
 from tests.unit.kernels.traffic import counted_traffic
 
@@ -177,8 +178,6 @@ def test_choice_without_triton_says_so_in_one_line(monkeypatch):
 
 
 def test_choice_of_kernels_that_give_other_numbers_falls_back(monkeypatch):
-    from crossbow_py.kernels import update as kernels
-
     good = kernels.update
     monkeypatch.setattr(kernels, "update", lambda *a, correction, **b: good(*a, correction=0.31, **b))
     update, note = choose_kernel_update(make_bank(SGD(), FP32), SGD(), SMA(), moves=True)

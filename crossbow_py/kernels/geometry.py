@@ -1,0 +1,103 @@
+"""Sizes of a convolution for all learners, and the tiles that its matrix products are cut into. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+_PROGRAMS = 512  # wanted of a launch: a few for each processor of a large GPU
+_STEPS = 8  # of a split at least, else adding up costs more than it gains
+_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a convolution; `groups` are learners times groups of one. Channels are a group's."""
+
+    batch: int
+    groups: int
+    in_channels: int
+    out_channels: int
+    height: int
+    width: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+    @property
+    def out_size(self) -> tuple[int, int]:
+        """Height and width of the output."""
+        sizes = zip((self.height, self.width), self.kernel, self.stride, self.padding, self.dilation, strict=True)
+        high, wide = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+        return high, wide
+
+    @property
+    def out_rows(self) -> int:
+        """Pixels of the output, of all images."""
+        return self.batch * self.out_size[0] * self.out_size[1]
+
+    @property
+    def in_rows(self) -> int:
+        """Pixels of the input, of all images."""
+        return self.batch * self.height * self.width
+
+    @property
+    def places(self) -> int:
+        """Of a filter."""
+        return self.kernel[0] * self.kernel[1]
+
+    @property
+    def flops(self) -> int:
+        """Of one of the three products, for all groups."""
+        return 2 * self.groups * self.out_rows * self.out_channels * self.places * self.in_channels
+
+    def constants(self) -> dict[str, int]:
+        """For kernels."""
+        high, wide = self.out_size
+        return {
+            "GROUPS": self.groups, "C": self.in_channels, "O": self.out_channels, "H": self.height, "W": self.width,
+            "OH": high, "OW": wide, "KH": self.kernel[0], "KW": self.kernel[1], "SY": self.stride[0],
+            "SX": self.stride[1], "PY": self.padding[0], "PX": self.padding[1], "DY": self.dilation[0],
+            "DX": self.dilation[1],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """Tile of a product: rows, columns and depth, powers of two and at least 16; `splits` of the depth."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int = 1
+
+    def tiles(self, rows: int, columns: int) -> int:
+        """Of a group's product, splits not counted."""
+        return triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
+
+
+def _power_of_two(value: int, least: int, most: int) -> int:
+    return max(least, min(most, triton.next_power_of_2(value)))
+
+
+def blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
+    """A tile for a product of few columns: as large as it fills, smaller where there would be few programs."""
+    wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 128)
+    while high > 32 and groups * triton.cdiv(rows, high) * triton.cdiv(columns, wide) < _PROGRAMS // 4:
+        high //= 2
+    return Blocking(high, wide, _depth_of(depth, high * wide))
+
+
+def split_blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
+    """A tile for a product of much depth, which is split until there are programs enough."""
+    wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 64)
+    deep = _depth_of(depth, high * wide)
+    programs = groups * triton.cdiv(rows, high) * triton.cdiv(columns, wide)
+    splits = min(triton.cdiv(_PROGRAMS, programs), triton.cdiv(depth, _STEPS * deep), _SPLITS)
+    return Blocking(high, wide, deep, max(1, splits))
+
+
+def _depth_of(depth: int, size: int) -> int:
+    return 64 if depth >= 512 and size <= 4096 else 32
