@@ -53,35 +53,40 @@ class Augmentation:
 
 
 class PaddedImages:
-    """uint8 images on a device, stored for cropping. Read-only after construction, so any thread may call it."""
+    """uint8 images on a device, stored for cropping. Read-only after construction, so any thread may call it.
+
+    Attributes:
+        pixels: uint8 [N·(H + 2p)·(W + 2p), C], the pixel table.
+        row: pixels in a row of a padded image, W + 2p.
+    """
 
     def __init__(self, images: Tensor, padding: int, device: torch.device) -> None:
         """Copy `images` uint8 [N, C, H, W] to `device`, padded with `padding` zero pixels on every side."""
         self.num_samples, self.channels, self.height, self.width = images.shape
-        self._row = self.width + 2 * padding
-        self._image = (self.height + 2 * padding) * self._row
+        self.row = self.width + 2 * padding
+        self._image = (self.height + 2 * padding) * self.row
         padded = torch.zeros(self.num_samples, self._image, self.channels, dtype=torch.uint8, device=device)
-        rows = padded.view(self.num_samples, -1, self._row, self.channels)
+        rows = padded.view(self.num_samples, -1, self.row, self.channels)
         rows[:, padding : padding + self.height, padding : padding + self.width].copy_(images.permute(0, 2, 3, 1))
-        self._pixels = padded.view(-1, self.channels)
+        self.pixels = padded.view(-1, self.channels)
         self._pattern = self._patterns().to(device)
 
     def first_pixel(self, ids: Ids, top: Ids, left: Ids) -> Ids:
         """Index [B] in the pixel table of the corner of each crop."""
-        first: Ids = ids * self._image + top * self._row + left
+        first: Ids = ids * self._image + top * self.row + left
         return first
 
     def crops(self, first: Tensor, mirrored: Tensor) -> Tensor:
         """uint8 [B, H·W·C], channels last. `first` and `mirrored` (0 or 1) are int64 [B] on the device."""
         index = self._pattern.index_select(0, mirrored).add_(first.unsqueeze(1))
-        return self._pixels.index_select(0, index.view(-1)).view(len(first), -1)
+        return self.pixels.index_select(0, index.view(-1)).view(len(first), -1)
 
     def whole(self, ids: Tensor) -> Tensor:
         """uint8 [B, H·W·C] of images stored without padding: one copy an image. `ids` is int64 [B] on the device."""
-        return self._pixels.view(self.num_samples, -1).index_select(0, ids)
+        return self.pixels.view(self.num_samples, -1).index_select(0, ids)
 
     def _patterns(self) -> Tensor:
         """int64 [2, H·W]: distance of every pixel of a crop from its corner, as it is and mirrored."""
-        down = torch.arange(self.height).unsqueeze(1) * self._row
+        down = torch.arange(self.height).unsqueeze(1) * self.row
         across = torch.arange(self.width)
         return torch.stack([(down + across).flatten(), (down + across.flip(0)).flatten()])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from crossbow_py.data.augmentation import Augmentation, Ids
 from crossbow_py.data.datasets import Data, MapStyleDataset, as_pair, check_data
 from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.inputs import ImageInputs, ResidentInputs, RowInputs, is_image_batch
+from crossbow_py.data.inputs import ImageInputs, MemoryOrder, ResidentInputs, RowInputs, is_image_batch
 from crossbow_py.data.normalisation import IDENTITY, Normalisation
 from crossbow_py.data.sampler import epoch_order, segments, stream_ids
 from crossbow_py.errors import UserError
@@ -33,7 +33,22 @@ class Batch(NamedTuple):
 
 
 class Feed(ABC):
-    """Base of all feeds. Thread-safe: every method may be called from several threads at once."""
+    """Base of all feeds. Thread-safe: every method may be called from several threads at once.
+
+    A batch is loaded in one step (`batch`, `batches`), or in two by an executor whose CUDA graph makes the batch:
+
+        picks, batches = feed.new_picks(K), feed.new_batches(K)    once
+        feed.write_picks(starts, picks)                            every round, before the graph
+        feed.take(picks, batches)                                  inside the graph
+
+    Both give the same batches to the bit. Picks and batches are the caller's: it keeps one `write_picks` or `take` from
+    overwriting what another stream or thread still reads.
+
+    Attributes:
+        supports_picks: whether there are the two steps; without them their methods must not be called.
+    """
+
+    supports_picks: ClassVar[bool] = False
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         """Raises UserError when a batch would be larger than the data set."""
@@ -60,9 +75,38 @@ class Feed(ABC):
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         """All samples once, in the data set's order and not augmented by the feed; the last batch may be partial."""
 
+    def new_picks(self, num_batches: int) -> Tensor:
+        """Int64 [R, num_batches·B] on the device, for `write_picks`; until then they pick the first sample."""
+        raise NotImplementedError
+
+    def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
+        """Zeros for `take`: inputs [num_batches, B, ...] and targets [num_batches, B, ...].
+
+        The order "channels" is for images alone: their memory is `[B, H, W, num_batches, C]`, so that
+        `inputs.transpose(0, 1).flatten(1, 2)` is what a grouped convolution takes, and a view.
+        """
+        raise NotImplementedError
+
+    def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
+        """Write what makes up the batches at `starts`; one copy on the current stream, never inside a capture.
+
+        The host waits only once an epoch, in the first call that reaches it. `out` is of `new_picks(len(starts))`.
+        """
+        raise NotImplementedError
+
+    def take(self, picks: Tensor, out: Batch) -> None:
+        """Make the batches that were picked; enqueued on the current stream, the host does not wait.
+
+        Reads nothing but `picks` and what lies on the device, so a CUDA graph may hold it. `out` is of `new_batches`;
+        a single batch may also be given as `[B, ...]`.
+        """
+        raise NotImplementedError
+
 
 class ResidentFeed(Feed):
     """Both tensors live on the device; only gathers and arithmetic are done per batch."""
+
+    supports_picks = True
 
     def __init__(self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int) -> None:
         super().__init__(len(targets), batch_size)
@@ -79,14 +123,39 @@ class ResidentFeed(Feed):
         together = self._take(self._picks(starts))
         return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
 
+    def new_picks(self, num_batches: int) -> Tensor:
+        """See `Feed.new_picks`."""
+        shape = self._inputs.NUM_ROWS, num_batches * self.batch_size
+        return torch.zeros(shape, dtype=torch.int64, device=self._targets.device)
+
+    def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
+        """See `Feed.new_batches`."""
+        targets = self._targets.new_zeros(num_batches, self.batch_size, *self._targets.shape[1:])
+        return Batch(self._inputs.new(num_batches, self.batch_size, order), targets)
+
+    def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
+        """See `Feed.write_picks`."""
+        assert out.shape[1] == len(starts) * self.batch_size, "picks are for a fixed number of batches"
+        torch.cat(self._slices(starts), dim=1, out=out)
+
+    def take(self, picks: Tensor, out: Batch) -> None:
+        """See `Feed.take`; one launch for images where there are kernels."""
+        inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
+        self._inputs.fill(picks, inputs, self._targets, targets)
+
     def _picks(self, starts: Sequence[int]) -> Tensor:
-        runs = [run for start in starts for run in segments(start, self.batch_size, self.num_samples)]
-        tables = [self._tables(epoch) for epoch, _, _ in runs]
-        if self._targets.device.type == "cuda":
-            for table in tables:  # the cache may drop it while this stream still reads it
-                table.record_stream(torch.cuda.current_stream())
-        parts = [table[:, first:last] for table, (_, first, last) in zip(tables, runs, strict=True)]
+        parts = self._slices(starts)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _slices(self, starts: Sequence[int]) -> list[Tensor]:
+        """The picks of the batches, as slices [R, n] of the tables of epochs: few, as learners' batches adjoin."""
+        stretches = _adjoined(starts, self.batch_size)
+        runs = [run for start, count in stretches for run in segments(start, count, self.num_samples)]
+        tables = {epoch: self._tables(epoch) for epoch, _, _ in runs}
+        if self._targets.device.type == "cuda":
+            for table in tables.values():  # the cache may drop it while this stream still reads it
+                table.record_stream(torch.cuda.current_stream())
+        return [tables[epoch][:, first:last] for epoch, first, last in runs]
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`."""
@@ -166,6 +235,7 @@ def make_feed(
     std: Sequence[float] | None = None,
     channels_last: bool = False,
     dtype: torch.dtype = torch.float32,
+    kernels: bool = False,
 ) -> Feed:
     """The feed for `data`: resident for a pair of tensors, item by item for a map-style data set.
 
@@ -182,6 +252,7 @@ def make_feed(
         std: likewise.
         channels_last: memory format of 4-D inputs.
         dtype: of floating inputs.
+        kernels: let Triton make batches of channels-last images in `Feed.take`; it must run on the device.
 
     Raises:
         UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised so.
@@ -199,10 +270,21 @@ def make_feed(
         return MapStyleFeed(data, batch_size, seed, device, normalisation, channels_last, dtype)
     inputs: ResidentInputs
     if is_image_batch(pair[0]):
-        inputs = ImageInputs(pair[0], augmentation, normalisation or IDENTITY, device, channels_last, dtype)
+        inputs = ImageInputs(pair[0], augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
     else:
         inputs = RowInputs(pair[0], normalisation, device, channels_last, dtype)
     return ResidentFeed(inputs, pair[1].to(device), batch_size, seed)
+
+
+def _adjoined(starts: Sequence[int], batch_size: int) -> list[tuple[int, int]]:
+    """Batches in order as stretches (start, count) of the stream; one that begins where another ends prolongs it."""
+    stretches: list[tuple[int, int]] = []
+    for start in starts:
+        if stretches and sum(stretches[-1]) == start:
+            stretches[-1] = (stretches[-1][0], stretches[-1][1] + batch_size)
+        else:
+            stretches.append((start, batch_size))
+    return stretches
 
 
 def _collate(items: list[Any]) -> tuple[Tensor, Tensor]:

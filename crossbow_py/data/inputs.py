@@ -2,11 +2,17 @@
 
 What an epoch does to every sample is worked out once, as the picks of the whole epoch; a batch is a slice of them. So
 the cost per batch is a few gathers, and nothing has to travel from the host.
+
+Batches of all learners go to one tensor `[K, B, *shape]`. Images may lie in it as `[B, H, W, K, C]`, the memory order
+in which grouped operators take `[B, K·C, H, W]`: no copy is needed on the way to them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,6 +21,10 @@ from torch import Tensor
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 
+# Each learner's batch in one piece, or the channels of all learners side by side.
+MemoryOrder = Literal["stacked", "channels"]
+Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
 
 def is_image_batch(inputs: Tensor) -> bool:
     """uint8 [N, C, H, W] counts as images."""
@@ -22,7 +32,34 @@ def is_image_batch(inputs: Tensor) -> bool:
 
 
 class ResidentInputs(ABC):
-    """Read-only after construction; any thread may call it."""
+    """Read-only after construction; any thread may call it.
+
+    Attributes:
+        NUM_ROWS: R, rows of the picks.
+        shape: of one sample as batches have it.
+        dtype: of batches.
+    """
+
+    NUM_ROWS: ClassVar[int] = 1
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, channels_last: bool) -> None:
+        """`channels_last` is the memory format of 4-D batches."""
+        self.shape, self.dtype, self._device = shape, dtype, device
+        self._channels_last = channels_last and len(shape) == 3
+
+    def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tensor:
+        """Zeros [K, B, *shape] for `fill`, in the memory format of batches; only images have channels to interleave."""
+        if order == "channels":
+            channels, height, width = self.shape
+            rows = self._zeros(batch_size, height, width, num_batches, channels)
+            return rows.permute(3, 0, 4, 1, 2)
+        if not self._channels_last:
+            return self._zeros(num_batches, batch_size, *self.shape)
+        channels, height, width = self.shape
+        return self._zeros(num_batches, batch_size, height, width, channels).permute(0, 1, 4, 2, 3)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     @abstractmethod
     def epoch_picks(self, seed: int, epoch: int, order: Ids) -> Ids:
@@ -35,6 +72,21 @@ class ResidentInputs(ABC):
     @abstractmethod
     def take(self, picks: Tensor) -> Tensor:
         """The inputs [B, ...]; enqueued on the current stream, the host does not wait."""
+
+    def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
+        """What `take` gives, in memory that stays; a CUDA graph may hold it.
+
+        Args:
+            picks: [R, K·B], batch by batch.
+            inputs: [K, B, *shape] from `new`, written.
+            all_targets: [N, ...] by sample id.
+            targets: [K, B, ...], contiguous, written.
+        """
+        self._fill_inputs(picks, inputs)
+        torch.index_select(all_targets, 0, picks[0], out=targets.flatten(0, 1))
+
+    def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
+        inputs.copy_(self.take(picks).view(inputs.shape))
 
 
 class RowInputs(ResidentInputs):
@@ -51,7 +103,7 @@ class RowInputs(ResidentInputs):
         rows = inputs.to(device)
         if rows.is_floating_point():
             rows = rows.to(dtype) if normalisation is None else normalisation.apply(rows, dtype)
-        self._channels_last = channels_last and rows.ndim == 4
+        super().__init__(rows.shape[1:], rows.dtype, device, channels_last)
         # index_select gives contiguous results, so channels-last rows are stored as [N, H, W, C].
         self._rows = (rows.permute(0, 2, 3, 1) if self._channels_last else rows).contiguous()
 
@@ -68,9 +120,21 @@ class RowInputs(ResidentInputs):
         rows = self._rows.index_select(0, picks[0])
         return rows.permute(0, 3, 1, 2) if self._channels_last else rows
 
+    def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
+        rows = inputs.permute(0, 1, 3, 4, 2) if self._channels_last else inputs
+        if rows.is_contiguous():
+            torch.index_select(self._rows, 0, picks[0], out=rows.flatten(0, 1))
+        else:
+            super()._fill_inputs(picks, inputs)
+
 
 class ImageInputs(ResidentInputs):
-    """uint8 images: cropped, flipped, normalised. Picks are (sample id, first pixel of the crop, mirrored)."""
+    """uint8 images: cropped, flipped, normalised. Picks are (sample id, first pixel of the crop, mirrored).
+
+    With `kernels`, `fill` is one launch of a Triton kernel and gives the same bits; channels-last only.
+    """
+
+    NUM_ROWS = 3
 
     def __init__(
         self,
@@ -80,11 +144,14 @@ class ImageInputs(ResidentInputs):
         device: torch.device,
         channels_last: bool,
         dtype: torch.dtype,
+        kernels: bool,
     ) -> None:
+        super().__init__(images.shape[1:], dtype, device, channels_last)
         self._augmentation = augmentation
         self._images = PaddedImages(images, augmentation.crop_padding, device)
         channels, height, width = images.shape[1:]
         self._normalise = PixelNormaliser((channels, height, width), normalisation, dtype, device, channels_last)
+        self._kernel = _image_kernel(self._images, self._normalise) if kernels and channels_last else None
 
     def epoch_picks(self, seed: int, epoch: int, order: Ids) -> Ids:
         """Drawn by sample id, then brought into stream order."""
@@ -101,3 +168,17 @@ class ImageInputs(ResidentInputs):
         if not self._augmentation.active:
             return self._normalise(self._images.whole(picks[0]))
         return self._normalise(self._images.crops(picks[1], picks[2]))
+
+    def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
+        """See `ResidentInputs.fill`."""
+        if self._kernel is None:
+            super().fill(picks, inputs, all_targets, targets)
+        else:
+            self._kernel(picks, inputs, all_targets, targets)
+
+
+def _image_kernel(images: PaddedImages, normalise: PixelNormaliser) -> Fill:
+    # Triton is there where kernels were asked for; on other machines this module must still be importable.
+    from crossbow_py.kernels.images import PixelTable, gather_images  # noqa: PLC0415
+
+    return partial(gather_images, PixelTable(images.pixels, images.row, normalise.table()))

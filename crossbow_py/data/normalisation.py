@@ -78,6 +78,12 @@ class PixelNormaliser:
         images = values.view(-1, height, width, channels).permute(0, 3, 1, 2)
         return images if self._channels_last else images.contiguous()
 
+    def table(self) -> Tensor:
+        """[256, C]: what every pixel value turns into in each channel, to the bit."""
+        channels = self._shape[0]
+        values = torch.arange(256, device=self._scale.device).to(self._compute).unsqueeze(1)
+        return torch.addcmul(self._shift[:channels], values, self._scale[:channels]).to(self._dtype)
+
     def _row(self, per_channel: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tensor:
         """[H·W·C]: the constants repeated for every pixel, as a broadcast axis of length C = 3 would defeat SIMD."""
         channels, height, width = self._shape

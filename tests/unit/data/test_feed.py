@@ -15,9 +15,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, MapStyleFeed, ResidentFeed, make_feed
+from crossbow_py.data.feed import Batch, Feed, MapStyleFeed, ResidentFeed, make_feed
+from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.data.sampler import epoch_order, stream_ids
 from crossbow_py.errors import UserError
+from crossbow_py.kernels.launch import recorded
 
 N, SEED = 23, 11
 BOTH = Augmentation(crop_padding=2, flip=True)
@@ -172,6 +174,109 @@ def test_epoch_cache_of_returning_epochs_builds_each_once_and_forgets_the_stales
     assert cache(1) == 10 and built == [0, 1, 2, 3, 1]
 
 
+KINDS = {
+    "images": lambda: images()[0],
+    "images of one channel": lambda: images()[0][:, :1],
+    "floats": lambda: images()[0] / 255,
+    "rows": lambda: torch.randn(N, 4),
+    "tokens": lambda: torch.randint(0, 1000, (N, 8)),
+}
+# Learners that follow one another, cross the end of an epoch, all take the same batch, stand epochs apart.
+STARTS = [(0, 4, 8), (16, 20, 24), (5, 5, 5), (40, 3, 93), (88, 92, 96)]
+
+
+def loaded_in_two_steps(feed: Feed, starts: tuple[int, ...], order: MemoryOrder = "stacked") -> Batch:
+    picks, out = feed.new_picks(len(starts)), feed.new_batches(len(starts), order)
+    places = picks.data_ptr(), out.inputs.data_ptr(), out.targets.data_ptr()
+    feed.write_picks(starts, picks)
+    feed.take(picks, out)
+    assert places == (picks.data_ptr(), out.inputs.data_ptr(), out.targets.data_ptr())
+    return out
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize(("kind", "augmentation"), [*((kind, None) for kind in KINDS), ("images", BOTH)])
+def test_batches_loaded_in_two_steps_equal_those_of_one(
+    kind: str, augmentation: Augmentation | None, channels_last: bool
+) -> None:
+    labels = torch.randn(N, 2) if kind == "rows" else torch.arange(N)
+    settings = {"augmentation": augmentation, "channels_last": channels_last, "dtype": torch.bfloat16}
+    feed = make_feed((KINDS[kind](), labels), 4, SEED, **settings)
+    assert feed.supports_picks
+    for starts in STARTS:
+        expected, got = feed.batches(starts), loaded_in_two_steps(feed, starts)
+        assert torch.equal(got.inputs, expected.inputs) and torch.equal(got.targets, expected.targets)
+        assert got.inputs.dtype == expected.inputs.dtype
+        last = channels_last and got.inputs.ndim == 5
+        wished = torch.channels_last if last else torch.contiguous_format
+        assert all(batch.is_contiguous(memory_format=wished) for batch in got.inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("order", ["stacked", "channels"])
+@pytest.mark.parametrize("augmentation", [BOTH, None])
+def test_batches_of_images_made_by_the_kernel_equal_torchs_to_the_bit(
+    augmentation: Augmentation | None, order: MemoryOrder, dtype: torch.dtype
+) -> None:
+    settings = {"augmentation": augmentation, "channels_last": True, "dtype": dtype}
+    moments = {"mean": (0.49, 0.48, 0.44), "std": (0.2, 0.19, 0.23)}
+    feed = make_feed(images(), 4, SEED, **settings, **moments, kernels=True)
+    for starts in STARTS[1:4]:
+        with recorded() as launches:
+            got = loaded_in_two_steps(feed, starts, order)
+        expected = feed.batches(starts)
+        assert len(launches) == 1
+        assert torch.equal(got.inputs, expected.inputs) and torch.equal(got.targets, expected.targets)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kind", ["images", "images of one channel", "floats"])
+def test_batches_in_order_of_channels_are_what_a_grouped_operator_takes(
+    kind: str, kernels: bool, channels_last: bool
+) -> None:
+    feed = make_feed((KINDS[kind](), torch.arange(N)), 4, SEED, channels_last=channels_last, kernels=kernels)
+    got, expected = loaded_in_two_steps(feed, (20, 0, 24), "channels"), feed.batches((20, 0, 24))
+    assert torch.equal(got.inputs, expected.inputs) and torch.equal(got.targets, expected.targets)
+    grouped = got.inputs.transpose(0, 1).flatten(1, 2)
+    assert grouped.data_ptr() == got.inputs.data_ptr() and grouped.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(grouped, torch.cat(list(expected.inputs), dim=1))
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kind", ["images", "rows"])
+def test_single_batch_is_taken_without_an_axis_of_learners_too(kind: str, kernels: bool) -> None:
+    feed = make_feed((KINDS[kind](), torch.arange(N)), 4, SEED, channels_last=True, kernels=kernels)
+    picks, out = feed.new_picks(1), feed.new_batches(1)
+    feed.write_picks([N - 2], picks)
+    feed.take(picks, Batch(out.inputs[0], out.targets[0]))
+    expected = feed.batch(N - 2)
+    assert torch.equal(out.inputs[0], expected.inputs) and torch.equal(out.targets[0], expected.targets)
+
+
+def test_new_picks_pick_the_first_sample() -> None:
+    feed = make_feed(images(), 4, SEED, augmentation=BOTH, channels_last=True, kernels=True)
+    picks, out = feed.new_picks(2), feed.new_batches(2)
+    feed.take(picks, out)
+    assert not out.targets.any() and torch.equal(out.inputs[0, 0], out.inputs[1, 3])
+
+
+def test_written_picks_build_the_tables_of_an_epoch_once() -> None:
+    feed = make_feed(images(), 4, SEED)
+    assert isinstance(feed, ResidentFeed)
+    built: list[int] = []
+    build = feed._tables._build
+    feed._tables._build = lambda epoch: built.append(epoch) or build(epoch)
+    picks = feed.new_picks(2)
+    for start in range(0, 3 * N, 8):
+        feed.write_picks((start, start + 4), picks)
+    assert built == [0, 1, 2, 3]
+
+
+def test_map_style_feed_has_no_picks() -> None:
+    assert not make_feed(Counted(torch.randn(N, 2)), 4).supports_picks
+
+
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -231,3 +336,23 @@ def test_batch_on_cuda_equals_the_cpus(augmentation: Augmentation) -> None:
     for start in (0, N - 3):
         torch.testing.assert_close(there.batch(start).inputs.cpu(), here.batch(start).inputs, rtol=0, atol=1e-6)
         assert torch.equal(there.batch(start).targets.cpu(), here.batch(start).targets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("order", ["stacked", "channels"])
+def test_batches_taken_inside_a_cuda_graph_follow_the_picks(kernels: bool, order: MemoryOrder) -> None:
+    settings = {"augmentation": BOTH, "channels_last": True, "dtype": torch.bfloat16}
+    feed = make_feed(images(), 4, SEED, "cuda", **settings, kernels=kernels)
+    picks, out, graph = feed.new_picks(3), feed.new_batches(3, order), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        feed.take(picks, out)  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        feed.take(picks, out)
+    for starts in STARTS:
+        feed.write_picks(starts, picks)
+        graph.replay()
+        expected = feed.batches(starts)
+        assert torch.equal(out.inputs, expected.inputs) and torch.equal(out.targets, expected.targets)
