@@ -64,12 +64,15 @@ def make_tasks(
     precision: Precision = FP64,
     seed: int = 0,
     order: Order | None = None,
+    kernels: bool = False,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU."""
     bank = ReplicaBank(
         make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order
     )
-    feed = make_feed(data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute)
+    feed = make_feed(
+        data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute, kernels=kernels
+    )
     return RoundTasks(
         bank,
         update=choose_update(optimizer, rule, CPU, precision.master)[0],

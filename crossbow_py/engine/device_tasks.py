@@ -12,9 +12,10 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Batch
+from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.engine.device_update import AllLearners, DeviceUpdate, OneLearner
 from crossbow_py.engine.dropout import MaskTape, counter_seed
-from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.fused_pass import FusedPass, is_shared
 from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
@@ -174,6 +175,9 @@ class FusedDeviceTasks(RoundValues):
             self.notes += [note] if note else []
         self._rows = None if self._kernels else AllLearners(tasks.bank, tasks.update.optimizer)
         self._batch: Batch | None = None
+        # Where the gather is in the graph: what is picked, and the batch that becomes of it, for one or K batches.
+        self._picked: dict[int, tuple[Tensor, Batch]] = {}
+        self._picks = kernels and tasks.feed.supports_picks
         self._loaded_rates: tuple[float, ...] = ()
         self._tape = MaskTape()
 
@@ -190,7 +194,28 @@ class FusedDeviceTasks(RoundValues):
                 self._counts[learner].fill_(bank.step_counts[learner])
         if plan.learning_rates != self._loaded_rates:
             self._load_rates(plan.learning_rates)
-        self._batch = self._keep(self._batch, self._pass.batch(plan))
+        if self._picks:
+            starts = plan.starts[:1] if is_shared(plan) else plan.starts
+            self.tasks.feed.write_picks(starts, self._picked_for(len(starts))[0])
+        else:
+            self._batch = self._keep(self._batch, self._pass.batch(plan))
+
+    def _picked_for(self, num_batches: int) -> tuple[Tensor, Batch]:
+        """Made when first needed, which is never in a capture."""
+        if num_batches not in self._picked:
+            feed, channels = self.tasks.feed, self._pass.graph.takes_channels and num_batches > 1
+            order: MemoryOrder = "channels" if channels else "stacked"
+            self._picked[num_batches] = feed.new_picks(num_batches), feed.new_batches(num_batches, order)
+        return self._picked[num_batches]
+
+    def _loaded(self, shared: bool) -> Batch:
+        """The round's batches, gathered now if that is left to the graph."""
+        if not self._picks:
+            assert self._batch is not None, "a round needs a loaded batch"
+            return self._batch
+        picks, batch = self._picked[1 if shared else self.tasks.bank.num_learners]
+        self.tasks.feed.take(picks, batch)
+        return Batch(*(each[0] for each in batch)) if shared else batch
 
     def _load_rates(self, rates: tuple[float, ...]) -> None:
         if len(set(rates)) == 1:
@@ -203,9 +228,8 @@ class FusedDeviceTasks(RoundValues):
     def learn_and_correct(self, averaging: LinearRound | None, shared: bool, masks_ahead: bool) -> None:
         """All learning and correction tasks of a round, on the loaded batch, which learners may share."""
         bank, results = self.tasks.bank, self._results
-        assert self._batch is not None, "a round needs a loaded batch"
         with self._tape.over(masks_ahead):
-            learned = self._pass.learn(self._batch, shared)
+            learned = self._pass.learn(self._loaded(shared), shared)
         bank.store_stacked_gradients(learned.gradients)
         results[: bank.num_learners, _LOSS].copy_(learned.losses)
         if learned.num_correct is not None:

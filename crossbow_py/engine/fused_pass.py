@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.rounds import Round, RoundTasks
 
 _IGNORED = -100  # targets that cross_entropy leaves out of its mean
+_MOST_CLASSES = 16384  # of the loss kernel
+
+# Losses [K], right predictions [K] and the gradient of the outputs, from outputs [K, B, C] and targets [K, B].
+LossOfAll = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Learned(NamedTuple):
@@ -26,12 +31,33 @@ class Learned(NamedTuple):
 class FusedPass:
     """The learning tasks of a round. Dropout draws from the learners' generators: seed them first.
 
+    Args:
+        tasks: what to compute.
+        kernels: whether Triton kernels are to be used where they serve, and not operators.
+
+    Attributes:
+        notes: sentences for the user, on what runs slower than it might; grows in the first rounds, readers clear it.
+
     Raises FusionError for models it cannot run.
     """
 
-    def __init__(self, tasks: RoundTasks) -> None:
-        self._tasks = tasks
-        self.graph = FusedGraph(tasks.bank.template, tasks.feed.batch(0).inputs, tasks.bank)
+    def __init__(self, tasks: RoundTasks, kernels: bool = False) -> None:
+        self._tasks, bank = tasks, tasks.bank
+        self.graph = FusedGraph(bank.template, tasks.feed.batch(0).inputs, bank, kernels)
+        self.notes = self.graph.notes
+        self._loss: LossOfAll | None = None
+        if kernels and tasks.loss is nn.functional.cross_entropy:
+            self._loss = self._loss_kernel()
+
+    def _loss_kernel(self) -> LossOfAll | None:
+        bank = self._tasks.bank
+        refusal = serves("loss", bank.device, bank.precision.compute)
+        if refusal is not None:
+            self.notes.append(refusal)
+            return None
+        from crossbow_py.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415  Triton is there
+
+        return cross_entropy_of_learners
 
     def batch(self, plan: Round) -> Batch:
         """The round's batches `[K, B, ...]`, or `[B, ...]` where all learners take the same."""
@@ -39,14 +65,29 @@ class FusedPass:
         return feed.batch(plan.starts[0]) if is_shared(plan) else feed.batches(plan.starts)
 
     def learn(self, batch: Batch, shared: bool) -> Learned:
-        """Losses and their gradients at the learners' weights."""
-        bank = self._tasks.bank
-        outputs = self.graph.run(batch.inputs, shared).to(bank.precision.master)
+        """Losses and their gradients at the learners' weights. Some gradients are the bank's own, already in place."""
+        bank, graph = self._tasks.bank, self.graph
+        outputs = graph.run(batch.inputs, shared)
         targets = batch.targets.expand(bank.num_learners, *batch.targets.shape) if shared else batch.targets
+        if self._loss is not None and _are_classes(outputs, targets):
+            losses, num_correct, given = self._loss(outputs.detach(), targets)
+            return Learned(losses, num_correct, self._gradients(outputs, given))
+        outputs = outputs.to(bank.precision.master)
         losses = self._losses(outputs, targets)
-        parameters = list(self.graph.parameters.trained.values())
-        gradients = torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+        gradients = self._gradients(losses.sum(), None)
         return Learned(losses.detach(), _count_correct(outputs.detach(), targets), gradients)
+
+    def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
+        """In the order of the layout."""
+        graph, trained = self.graph, self.graph.parameters.trained
+        asked = [name for name in trained if name not in graph.written]
+        leaves = [graph.anchor, *(trained[name] for name in asked)] if graph.written else list(trained.values())
+        found = torch.autograd.grad(of, leaves, given, allow_unused=True)
+        if not graph.written:
+            return list(found)
+        by_name = dict(zip(asked, found[1:], strict=True))
+        rows = zip(trained, self._tasks.bank.stacked_gradients(), strict=True)
+        return [row if name in graph.written else by_name[name] for name, row in rows]
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """One loss a learner `[K]`; cross-entropy of classes in one call, any other in a loop."""
@@ -55,6 +96,11 @@ class FusedPass:
             return each.view(targets.shape).sum(1) / (targets != _IGNORED).sum(1)
         pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
         return torch.stack([self._tasks.loss(output, target).reshape(()) for output, target in pairs])
+
+
+def _are_classes(outputs: Tensor, targets: Tensor) -> bool:
+    classes = outputs.ndim == 3 and targets.ndim == 2 and targets.dtype == torch.int64
+    return classes and outputs.shape[2] <= _MOST_CLASSES
 
 
 def is_shared(plan: Round) -> bool:

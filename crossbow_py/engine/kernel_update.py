@@ -1,7 +1,7 @@
 """The update of a fused round by Triton kernels: three launches, every value read and written once.
 
-What `DeviceUpdate` does with a few dozen operators over all rows (`device_update.py`), for SGD and AdamW, every rule that
-is linear in (w, z), and banks in `blocks`. On one device the same pass moves z; over several it leaves the sum of
+What `DeviceUpdate` does with a few dozen operators over all rows (`device_update.py`), for SGD and AdamW, every rule
+that is linear in (w, z), and banks in `blocks`. On one device the same pass moves z; over several it leaves the sum of
 corrections, which is all-reduced before z moves.
 """
 

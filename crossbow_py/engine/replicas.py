@@ -20,6 +20,8 @@ from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.layout import Order, Rows, buffer_layout, parameter_layout
 from crossbow_py.engine.precision import Precision, full_precision_parameters
 
+_COUNTER = "num_batches_tracked"
+
 
 @dataclass(frozen=True, eq=False)
 class TrainedRow:
@@ -52,9 +54,10 @@ class ReplicaBank:
     Attributes:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
         z, z_prev, total: `Rows` of one row, P values: average model, the one before, sum of the last corrections.
-        total_squares: sums of squares of that sum, piece by piece, from an update that does not write `total`; else None.
+        total_squares: sums of squares of that sum, piece by piece, from an update that leaves `total` alone; else None.
         step_counts: optimizer steps taken, per learner.
         has_dropout: whether modules draw from the learners' generators.
+        counters: `[capacity, n]`, the learners' own BatchNorm counters of batches, of `counter_names`.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class ReplicaBank:
             self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
         self.step_counts = [0] * capacity
         self.generators = [torch.Generator(self.device) for _ in range(capacity)]
+        self.counter_names = [name for name, _ in self.template.named_buffers() if name.endswith(_COUNTER)]
+        self.counters = torch.zeros(capacity, len(self.counter_names), dtype=torch.int64, device=self.device)
         self._modules = [self._bind(learner) for learner in range(capacity)]
         # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
         named = [dict(module.named_parameters()) for module in self._modules]
@@ -134,6 +139,9 @@ class ReplicaBank:
         for name, buffer in module.named_buffers():
             if name in buffers:
                 buffer.data = buffers[name]
+            elif name in self.counter_names:
+                counter = self.counters[learner, self.counter_names.index(name)]
+                buffer.data = counter.copy_(buffer)
         return module.train()
 
     def module(self, learner: int) -> nn.Module:
@@ -347,9 +355,12 @@ class ReplicaBank:
 
 
 def _store(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    present = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-    torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-    for view, gradient in zip(views, gradients, strict=True):
+    """Copy what is not there already."""
+    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not view]
+    present = [(view, gradient) for view, gradient in pairs if gradient is not None]
+    if present:
+        torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+    for view, gradient in pairs:
         if gradient is None:
             view.zero_()
 

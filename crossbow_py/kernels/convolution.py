@@ -1,4 +1,4 @@
-"""2-D convolution with a learner axis as implicit matrix products: forward, gradient of the input, gradient of the filters.
+"""2-D convolution with a learner axis as implicit matrix products: forward, and the gradients of inputs and filters.
 
 Images are channels-last with the groups' channels side by side, `[B, H, W, G·C]`; filters lie as a bank of blocks keeps
 them, `[G, O, KH, KW, C]`. A group is a learner, or a group of a learner's own grouped convolution. Every group is a
@@ -10,8 +10,8 @@ y·stride − padding + r·dilation:
     d_w[o, r, s, c] = Σ_nyx  d_out[n, y, x, o] · in[n, i(y, r), i(x, s), c]      rows o, columns r·s·c, depth n·y·x
 
 where in the second y and x are the places with i(y, r) = h and i(x, s) = v. Products of bfloat16 or float32, sums in
-float32. The third has few rows and columns and much depth: its depth is split among programs, whose sums the last one to
-finish adds up in a fixed order, so that results repeat to the bit.
+float32. The third has few rows and columns and much depth: its depth is split among programs, whose sums the last one
+to finish adds up in a fixed order, so that results repeat to the bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -29,7 +29,7 @@ from crossbow_py.kernels.geometry import Blocking, Geometry, blocking, split_blo
 from crossbow_py.kernels.launch import interprets, launch
 from crossbow_py.kernels.statistics import Workspace, finish_statistics
 
-_LANES = 8
+_LANES = 2048  # over columns: tiles whose statistics are read at once
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -43,8 +43,8 @@ def precision_of(dtype: torch.dtype) -> str:
 class Moments:
     """What a forward convolution leaves for a BatchNorm behind it, `[G·O]` in float32.
 
-    mean and rstd are written; running statistics, unless None, are moved in place; `workspace` as `statistics_workspace`
-    makes it.
+    mean and rstd are written; running statistics, unless None, are moved in place; `workspace` is as
+    `statistics_workspace` makes it.
     """
 
     mean: Tensor
@@ -97,8 +97,8 @@ def forward(
     launch(
         _forward, (tile.tiles(geometry.out_rows, geometry.out_channels), geometry.groups),
         inputs, filters, bias, out, *places, geometry.out_rows, **geometry.constants(), **options,
-        BM=tile.rows, BN=tile.columns, BK=tile.depth, PRECISION=precision_of(inputs.dtype), LANES=_LANES,
-        num_warps=4, num_stages=3,
+        BM=tile.rows, BN=tile.columns, BK=tile.depth, PRECISION=precision_of(inputs.dtype),
+        LANES=_LANES // tile.columns, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -239,8 +239,8 @@ def _backward(
             )  # fmt: skip
     elif FILTERS:
         _filter_gradient(
-            outputs, inputs, d_filters, partials, counters, program - data_programs, group, out_rows, GROUPS, C, O, H, W,
-            OH, OW, KH, KW, SY, SX, PY, PX, DY, DX, FM, FN, FK, SPLITS, PRECISION,
+            outputs, inputs, d_filters, partials, counters, program - data_programs, group, out_rows, GROUPS, C, O, H,
+            W, OH, OW, KH, KW, SY, SX, PY, PX, DY, DX, FM, FN, FK, SPLITS, PRECISION,
         )  # fmt: skip
 
 

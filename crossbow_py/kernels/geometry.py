@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import triton
-
 _PROGRAMS = 512  # wanted of a launch: a few for each processor of a large GPU
 _STEPS = 8  # of a split at least, else adding up costs more than it gains
 _SPLITS = 64
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """⌈value / divisor⌉."""
+    return -(-value // divisor)
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,17 @@ class Blocking:
 
     def tiles(self, rows: int, columns: int) -> int:
         """Of a group's product, splits not counted."""
-        return triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
+        return ceil_div(rows, self.rows) * ceil_div(columns, self.columns)
 
 
 def _power_of_two(value: int, least: int, most: int) -> int:
-    return max(least, min(most, triton.next_power_of_2(value)))
+    return max(least, min(most, 1 << (value - 1).bit_length()))
 
 
 def blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking:
     """A tile for a product of few columns: as large as it fills, smaller where there would be few programs."""
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 128)
-    while high > 32 and groups * triton.cdiv(rows, high) * triton.cdiv(columns, wide) < _PROGRAMS // 4:
+    while high > 32 and groups * ceil_div(rows, high) * ceil_div(columns, wide) < _PROGRAMS // 4:
         high //= 2
     return Blocking(high, wide, _depth_of(depth, high * wide))
 
@@ -94,8 +97,8 @@ def split_blocking(rows: int, columns: int, depth: int, groups: int) -> Blocking
     """A tile for a product of much depth, which is split until there are programs enough."""
     wide, high = _power_of_two(columns, 16, 64), _power_of_two(rows, 16, 64)
     deep = _depth_of(depth, high * wide)
-    programs = groups * triton.cdiv(rows, high) * triton.cdiv(columns, wide)
-    splits = min(triton.cdiv(_PROGRAMS, programs), triton.cdiv(depth, _STEPS * deep), _SPLITS)
+    programs = groups * ceil_div(rows, high) * ceil_div(columns, wide)
+    splits = min(ceil_div(_PROGRAMS, programs), ceil_div(depth, _STEPS * deep), _SPLITS)
     return Blocking(high, wide, deep, max(1, splits))
 
 

@@ -15,6 +15,7 @@ tile is a piece of one parameter, and its program goes through the learners in o
 # What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -178,7 +179,7 @@ def move(z: Tensor, z_prev: Tensor, totals: Sequence[Tensor], momentum: float) -
 
 def two_floats(value: float) -> tuple[float, float]:
     """A number as a float32 and what that leaves: kernels take float32, and float64 rows want all digits."""
-    high = float(torch.tensor(value, dtype=torch.float32))
+    (high,) = struct.unpack("f", struct.pack("f", value))
     return high, value - high
 
 

@@ -59,7 +59,7 @@ class FusedExecutor(Executor):
             self.notes.append(_HOST_UPDATES)
         elif bank.order == "blocks":
             device = device or CudaStreams(bank.device)
-        self._pass = FusedPass(tasks)
+        self._pass = FusedPass(tasks, kernels)
         self._noted = False
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
         self._on_device = FusedRounds(tasks, self._pass, device, self.notes, kernels) if device else None
@@ -104,7 +104,9 @@ class FusedExecutor(Executor):
         self._note_loops()
 
     def _note_loops(self) -> None:
-        """Say once which operators the first round found without a rule."""
+        """Say once which operators the first round found without a rule, and what the pass has to say."""
+        self.notes += self._pass.notes
+        self._pass.notes.clear()
         if self.looped and not self._noted:
             names = ", ".join(sorted(set(self.looped)))
             self.notes.append(f"Operators run learner by learner, for want of a rule that fuses them: {names}.")
@@ -116,10 +118,11 @@ class FusedExecutor(Executor):
         learners = range(tasks.bank.num_learners)
         if isinstance(update, NativeUpdate) and self._rows is not None:
             self._rows.gradients = self._in_place(gradients)
-            norms = update.gradient_norms(self._rows)
-            update.correct_all(self._rows, averaging, [tasks.next_step(j, norms[j], outcome) for j in learners])
+            norms, alone = update.gradient_norms(self._rows), tasks.collective.num_devices == 1
+            steps = [tasks.next_step(j, norms[j], outcome) for j in learners]
+            update.correct_all(self._rows, averaging, steps, moves=alone)
             self._rows.gradients = tasks.bank.stacked_gradients()  # lets go of autograd's
-            if averaging is not None:
+            if averaging is not None and not alone:
                 tasks.move(outcome)
             return
         tasks.bank.store_stacked_gradients(gradients)

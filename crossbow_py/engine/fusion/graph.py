@@ -8,16 +8,12 @@ one, is replaced by the loop from then on, and the operator is named in `looped`
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
-import logging
 import operator
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +22,15 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from crossbow_py.engine.fusion import elementwise, layers
+from crossbow_py.engine.fusion.export import constants_of, exported, first_names, single_output, writes_of
 from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
-from crossbow_py.engine.fusion.values import Fused, Layout, PerLearner, map_values, stack, values_in, wrap
-from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write, find_writes
-from crossbow_py.engine.host_randomness import host_state, kept_host_state
+from crossbow_py.engine.fusion.shortcuts import Shortcut, find_shortcuts, run_shortcut
+from crossbow_py.engine.fusion.steps import Copies, Step, free_after_use, resolve
+from crossbow_py.engine.fusion.units import Unit, find_units
+from crossbow_py.engine.fusion.values import Fused, Layout, PerLearner, channels, map_values, stack, values_in, wrap
+from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write
+from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
 
 __all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
@@ -40,7 +39,6 @@ _RULE_MODULES = (elementwise, layers)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 # What rules raise for arguments they were not written for.
 _UNSERVED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
-_EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,18 +49,6 @@ class Parameters:
     others: dict[str, Fused | PerLearner]
 
 
-@dataclass
-class _Step:
-    """One node: what runs it, which other names get what it wrote, and what is not needed afterwards."""
-
-    node: Node
-    call: Call
-    others: tuple[Node, ...]
-    rule: Rule = loop
-    settled: bool = False
-    finished: list[Node] = field(default_factory=list)
-
-
 class FusedGraph:
     """A model for K learners. Not thread-safe.
 
@@ -70,36 +56,98 @@ class FusedGraph:
         template: the model; copied, never changed.
         example: a batch of inputs of one learner `[B, ...]`, in compute precision.
         bank: whose rows the learners are.
+        kernels: whether units of the graph run by Triton kernels, where these serve.
 
     Attributes:
         looped: operators without a rule, run learner by learner; known after the first run.
+        notes: sentences for the user, on what runs slower than it might.
+        written: parameters whose gradients the backward pass writes to the bank's rows, past autograd.
+        takes_channels: whether the inputs are best given in the memory order of CHANNELS.
+        anchor: has to be among what autograd differentiates, so that it comes by all units.
 
     Raises:
         FusionError: the model cannot be exported, returns something else than one tensor, or writes what cannot be
             followed.
     """
 
-    def __init__(self, template: nn.Module, example: Tensor, bank: ReplicaBank) -> None:
+    def __init__(self, template: nn.Module, example: Tensor, bank: ReplicaBank, kernels: bool = False) -> None:
         self.looped: list[str] = []
+        self.written: frozenset[str] = frozenset()
+        self.anchor = torch.zeros((), device=bank.device, requires_grad=True)
         program = exported(template, example, bank.precision)
-        self._bank, self._constants = bank, _constants(program)
-        names = _first_names(template)
+        self._bank, self._constants = bank, constants_of(program)
+        names = first_names(template)
         self._sources = {
             spec.arg.name: (spec.kind, names.get(spec.target or "", spec.target or ""))
             for spec in program.graph_signature.input_specs
         }
         nodes = list(program.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
-        self._output = _single_output(program)
-        writes = _writes(program)
+        self._output = single_output(program)
+        writes = writes_of(program)
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
-        calls = [node for node in nodes if node.op == "call_function" and not _is_assertion(node)]
-        self._steps = [self._step(node, writes.get(node, NOTHING)) for node in calls]
-        self._shared: bool | None = None
-        _free_after_use(self._steps, self._output)
         self.parameters = self._bind()
+        self._counting = self._find_counters(writes)
+        refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
+        self.notes = [refusal] if refusal else []
+        units = find_units(nodes, writes, self._trained_once()) if kernels and not refusal else []
+        kinds = [self._sources[unit.input.name][0] for unit in units if unit.input in self._inputs]
+        self.takes_channels = InputKind.USER_INPUT in kinds
+        shortcuts = find_shortcuts(nodes, writes)
+        parts: list[Unit | Shortcut] = [*units, *shortcuts]
+        skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
+        calls = [node for node in nodes if node.op == "call_function" and not _is_assertion(node)]
+        self._steps = [self._step(node, writes.get(node, NOTHING)) for node in calls if node not in skipped]
+        self._add_shortcuts(shortcuts)
+        self._add_units(units)
+        free_after_use(self._steps, self._output)
+        self._shared: bool | None = None
 
-    def _step(self, node: Node, write: Write) -> _Step:
+    def _trained_once(self) -> list[Node]:
+        """Placeholders of trained parameters that one operator reads."""
+        trained = self.parameters.trained
+        return [node for node in self._inputs if self._sources[node.name][1] in trained and len(node.users) == 1]
+
+    def _find_counters(self, writes: Mapping[Node, Write]) -> set[Node]:
+        """The operators that count batches, if they are all that is done with the bank's counters."""
+        names = {node: self._sources[node.name][1] for node in self._inputs}
+        found = {node: names[own] for node in writes if (own := _counted(node)) in names}
+        return set(found) if sorted(found.values()) == sorted(self._bank.counter_names) else set()
+
+    def _add_shortcuts(self, shortcuts: list[Shortcut]) -> None:
+        """Have the step of each shortcut's last node run all of it."""
+        of_last = {shortcut.last: shortcut for shortcut in shortcuts}
+        for step in self._steps:
+            if step.node in of_last:
+                shortcut = of_last[step.node]
+                step.arguments, step.named, step.is_unit = (shortcut.input,), {}, True
+                step.rule = partial(_run_shortcut, shortcut)
+
+    def _add_units(self, units: list[Unit]) -> None:
+        """Have the step of each unit's last node run the unit."""
+        if not units:
+            return
+        from crossbow_py.engine.fusion import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
+
+        of_last, k = {unit.last: unit for unit in units}, self._bank.num_learners
+        steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]
+        for step, unit in steps:
+            step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
+        reads = Counter([self._output, *(node for step in self._steps for node in step.reads)])
+        name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
+        gradients = dict(zip(self.parameters.trained, self._bank.stacked_gradients(), strict=True))
+        trained, buffers = self.parameters.trained, self._bank.buffers.stacked(k)
+        own = unit_step.Rows(
+            {node: unit_step.Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
+            {node: buffers[name] for node, name in name_of.items() if name in buffers},
+        )
+        maker = unit_step.LayerMaker(own, k, self._bank.device)
+        for step, unit in steps:
+            step.rule = partial(_run_unit, maker.layer(unit, reads[unit.last]), self.anchor)
+        self.written = frozenset(name_of[node.name] for unit in units for node in unit.parameters)
+        self.notes = maker.notes
+
+    def _step(self, node: Node, write: Write) -> Step:
         value = node.meta.get("val")
         call = Call(
             node.target,  # type: ignore[arg-type]
@@ -109,7 +157,7 @@ class FusedGraph:
             may_write=write.may_write,
             must_write=write.must_write,
         )
-        return _Step(node, call, write.others)
+        return Step(node, call, node.args, node.kwargs, write.others)
 
     def _bind(self) -> Parameters:
         """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy."""
@@ -137,15 +185,18 @@ class FusedGraph:
             self._forget(shared)
         values: dict[Node, Any] = {node: self._leaf(node, inputs, shared) for node in self._inputs}
         for step in self._steps:
-            args = [_resolve(argument, values) for argument in step.node.args]
-            kwargs = {name: _resolve(value, values) for name, value in step.node.kwargs.items()}
-            result = step.rule(step.call, args, kwargs) if step.settled else self._first(step, args, kwargs)
+            args = [resolve(argument, values) for argument in step.arguments]
+            kwargs = {name: resolve(value, values) for name, value in step.named.items()}
+            known = step.settled or step.is_unit
+            result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
             values[step.node] = result
             for node in step.others:
                 values[node] = result
             for node in step.finished:
                 values.pop(node, None)
-        output: Fused = values[self._output]
+        if self._counting:
+            self._bank.counters[: self._bank.num_learners].add_(1)
+        output: Fused = resolve(self._output, values)
         return stack(output, self._bank.num_learners)
 
     def _forget(self, shared: bool) -> None:
@@ -168,7 +219,7 @@ class FusedGraph:
             return Fused(torch.stack(value.tensors), Layout.STACK)  # a few integers: a mask, indices
         return value
 
-    def _first(self, step: _Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _first(self, step: Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step for the first time, and find out whether its rule serves it."""
         step.settled, step.rule = True, _choose(step.call, args, kwargs)
         try:
@@ -185,95 +236,32 @@ class FusedGraph:
         return result
 
 
-def exported(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
-    """The template's graph for batches like the example; kept as long as the template, for banks of other sizes.
+def _run_unit(layer: Any, anchor: Tensor, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
+    """The rule of a unit's step."""
+    from crossbow_py.engine.fusion.unit_step import run_unit  # noqa: PLC0415  as in `_add_units`
 
-    Raises:
-        FusionError: see `FusedGraph`.
-    """
-    graphs = _EXPORTED.setdefault(template, {})
-    key = (tuple(example.shape), example.dtype, precision.name)
-    if key not in graphs:
-        graphs[key] = _export(template, example, precision)
-    return graphs[key]
+    inputs = _channels_last(args[0], call.num_learners)
+    residual = None if args[1] is None else _channels_last(args[1], call.num_learners)
+    found = run_unit(layer, anchor, inputs, residual)
+    return Copies([Fused(tensor, Layout.CHANNELS) for tensor in found])
 
 
-def _export(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
-    module = cast_module(copy.deepcopy(template), precision).train()
-    try:
-        with _quiet(), kept_host_state():
-            before = host_state()
-            program = torch.export.export(module, (example,), strict=False)
-            draws = before != host_state()
-    except Exception as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]})") from error
-    if draws:
-        raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
-    _single_output(program)
-    _writes(program)
-    for node in program.graph.nodes:
-        _check_operator(node)
-    return program
+def _run_shortcut(shortcut: Shortcut, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
+    """The rule of a shortcut's step."""
+    images = _channels_last(args[0], call.num_learners)
+    return Fused(run_shortcut(images, shortcut, call.num_learners), Layout.CHANNELS)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Nothing on stderr: torch prints graphs and advice to authors of graphs, and what matters is in the exception."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
+def _channels_last(value: Fused, num_learners: int) -> Tensor:
+    return channels(value, num_learners).contiguous(memory_format=torch.channels_last)
 
 
-def _constants(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    return {name: value for name, value in program.constants.items() if isinstance(value, Tensor)}
-
-
-def _first_names(template: nn.Module) -> dict[str, str]:
-    """The name under which the bank keeps each parameter and buffer; tied ones have several."""
-    first: dict[int, str] = {}
-    names = {}
-    for tensors in (template.named_parameters(remove_duplicate=False), template.named_buffers(remove_duplicate=False)):
-        for name, tensor in tensors:
-            names[name] = first.setdefault(id(tensor), name)
-    return names
-
-
-def _single_output(program: torch.export.ExportedProgram) -> Node:
-    spec, returned = program.call_spec.out_spec, program.graph.output_node().args[0]
-    outputs = [entry for entry in returned if isinstance(entry, Node)] if isinstance(returned, list | tuple) else []
-    if spec is None or not spec.is_leaf() or not outputs:
-        kind = "no tensor" if spec is None or spec.is_leaf() else f"a {getattr(spec.type, '__name__', spec.type)}"
-        raise FusionError(f"it returns {kind}, and one tensor is needed")
-    return outputs[0]
-
-
-def _writes(program: torch.export.ExportedProgram) -> dict[Node, Write]:
-    """What the graph's in-place operators write. Buffers keep it; parameters and constants may not be written."""
-    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
-    inputs = {node: kinds[node.name] for node in program.graph.nodes if node.op == "placeholder"}
-    buffers = {node for node, kind in inputs.items() if kind is InputKind.BUFFER}
-    fixed = {node for node, kind in inputs.items() if kind not in (InputKind.BUFFER, InputKind.USER_INPUT)}
-    return find_writes(list(program.graph.nodes), buffers, fixed)
-
-
-def _check_operator(node: Node) -> None:
-    """Refuse what cannot be right for several learners, whatever runs it."""
-    target, value = node.target, node.meta.get("val")
-    if node.op != "call_function" or target is operator.getitem:
-        return
-    if not isinstance(target, OpOverload):
-        raise FusionError(f"its graph holds {getattr(target, '__name__', target)}, which is no operator")
-    name = base_name(target)
-    if value is not None and not isinstance(value, Tensor | list | tuple):
-        raise FusionError(f"it makes a number of a tensor ({name}), and learners may have different ones")
-    if name.startswith("as_strided"):
-        raise FusionError(f"it looks into memory ({name}), which learners share")
+def _counted(node: Node) -> Node | None:
+    """What a node adds one to, in place, if nobody reads it before or afterwards."""
+    own = node.args[0]
+    adds = base_name(node.target) == "add" and node.args[1:] == (1,) and not node.kwargs  # type: ignore[arg-type]
+    alone = isinstance(own, Node) and len(own.users) == 1 and not node.users
+    return own if adds and alone and isinstance(own, Node) else None
 
 
 def _is_assertion(node: Node) -> bool:
@@ -327,22 +315,3 @@ def _fits(result: Any, exported: Any, num_learners: int) -> bool:
         Layout.CHANNELS: (*shape[:1], num_learners * shape[1], *shape[2:]) if len(shape) > 1 else None,
     }
     return tuple(result.tensor.shape) == expected[result.layout] and result.tensor.dtype == exported.dtype
-
-
-def _resolve(argument: Any, values: Mapping[Node, Any]) -> Any:
-    if isinstance(argument, Node):
-        return values[argument]
-    if isinstance(argument, list | tuple):
-        return [_resolve(entry, values) for entry in argument]
-    return argument
-
-
-def _free_after_use(steps: list[_Step], output: Node) -> None:
-    """Note at every step which values nobody needs any more: activations are freed as early as in eager mode."""
-    last: dict[Node, _Step] = {}
-    for step in steps:
-        for node in [step.node, *step.node.all_input_nodes]:
-            last[node] = step
-    for node, step in last.items():
-        if node is not output:
-            step.finished.append(node)

@@ -1,0 +1,68 @@
+"""Work side by side, on streams that fork from the current one and join it again: in a capture, branches of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_MOST = 8  # streams; more branches share them in turn
+
+
+class Branches:
+    """Streams of a CUDA device, made when they are first needed. On a CPU one branch comes after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: list[torch.cuda.Stream] = []
+
+    def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """What the bodies return, in order. The host does not wait; afterwards the current stream does for all."""
+        if self._device.type != "cuda":
+            return [body() for body in bodies]
+        while len(self._streams) < min(_MOST, len(bodies)):
+            self._streams.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        home, results = torch.cuda.current_stream(self._device), []
+        streams = self._streams[: len(bodies)]
+        for stream in streams:
+            stream.wait_stream(home)
+        for index, body in enumerate(bodies):
+            with torch.cuda.stream(streams[index % len(streams)]):
+                results.append(body())
+        # Results are freed after this, so their memory, which belongs to the branch, is not used again too early.
+        for stream in streams:
+            home.wait_stream(stream)
+        return results
+
+
+def graph_milliseconds(
+    device: torch.device, repeats: int = 8, replays: int = 3
+) -> Callable[[Callable[[], Tensor]], float]:
+    """A clock for work that will run in a CUDA graph: the best of a few replays of a graph of a few calls.
+
+    Outside a graph what is measured of small operators is how fast the host can launch them.
+    """
+
+    def milliseconds(run: Callable[[], Tensor]) -> float:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            run()  # libraries choose algorithms and allocate workspaces at their first call on a stream
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(repeats):
+                run()
+        times = []
+        for _ in range(replays):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record(stream)
+            with torch.cuda.stream(stream):
+                graph.replay()
+            end.record(stream)
+            end.synchronize()  # host–device synchronisation
+            times.append(float(begin.elapsed_time(end)) / repeats)
+        graph.reset()
+        return min(times)
+
+    return milliseconds

@@ -1,0 +1,120 @@
+"""The export of a model: its graph for one learner, checked for what no run for several could do right."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import logging
+import operator
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.export.graph_signature import InputKind
+from torch.fx import Node
+
+from crossbow_py.engine.fusion.registry import base_name
+from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
+from crossbow_py.engine.host_randomness import host_state, kept_host_state
+from crossbow_py.engine.precision import Precision, cast_module
+
+_EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
+
+
+def exported(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
+    """The template's graph for batches like the example; kept as long as the template, for banks of other sizes.
+
+    Raises:
+        FusionError: the model cannot be exported, returns something else than one tensor, or writes what cannot be
+            followed.
+    """
+    graphs = _EXPORTED.setdefault(template, {})
+    key = (tuple(example.shape), example.dtype, precision.name)
+    if key not in graphs:
+        graphs[key] = _export(template, example, precision)
+    return graphs[key]
+
+
+def _export(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
+    module = cast_module(copy.deepcopy(template), precision).train()
+    try:
+        with _quiet(), kept_host_state():
+            before = host_state()
+            program = torch.export.export(module, (example,), strict=False)
+            draws = before != host_state()
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]})") from error
+    if draws:
+        raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
+    single_output(program)
+    writes_of(program)
+    for node in program.graph.nodes:
+        _check_operator(node)
+    return program
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Nothing on stderr: torch prints graphs and advice to authors of graphs, and what matters is in the exception."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def constants_of(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    """By name."""
+    return {name: value for name, value in program.constants.items() if isinstance(value, Tensor)}
+
+
+def first_names(template: nn.Module) -> dict[str, str]:
+    """The name under which the bank keeps each parameter and buffer; tied ones have several."""
+    first: dict[int, str] = {}
+    names = {}
+    for tensors in (template.named_parameters(remove_duplicate=False), template.named_buffers(remove_duplicate=False)):
+        for name, tensor in tensors:
+            names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def single_output(program: torch.export.ExportedProgram) -> Node:
+    """The node whose value the model returns. Raises FusionError unless it returns one tensor."""
+    spec, returned = program.call_spec.out_spec, program.graph.output_node().args[0]
+    outputs = [entry for entry in returned if isinstance(entry, Node)] if isinstance(returned, list | tuple) else []
+    if spec is None or not spec.is_leaf() or not outputs:
+        kind = "no tensor" if spec is None or spec.is_leaf() else f"a {getattr(spec.type, '__name__', spec.type)}"
+        raise FusionError(f"it returns {kind}, and one tensor is needed")
+    return outputs[0]
+
+
+def writes_of(program: torch.export.ExportedProgram) -> dict[Node, Write]:
+    """What the graph's in-place operators write. Buffers keep it; parameters and constants may not be written."""
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    inputs = {node: kinds[node.name] for node in program.graph.nodes if node.op == "placeholder"}
+    buffers = {node for node, kind in inputs.items() if kind is InputKind.BUFFER}
+    fixed = {node for node, kind in inputs.items() if kind not in (InputKind.BUFFER, InputKind.USER_INPUT)}
+    return find_writes(list(program.graph.nodes), buffers, fixed)
+
+
+def _check_operator(node: Node) -> None:
+    """Refuse what cannot be right for several learners, whatever runs it."""
+    target, value = node.target, node.meta.get("val")
+    if node.op != "call_function" or target is operator.getitem:
+        return
+    if not isinstance(target, OpOverload):
+        raise FusionError(f"its graph holds {getattr(target, '__name__', target)}, which is no operator")
+    name = base_name(target)
+    if value is not None and not isinstance(value, Tensor | list | tuple):
+        raise FusionError(f"it makes a number of a tensor ({name}), and learners may have different ones")
+    if name.startswith("as_strided"):
+        raise FusionError(f"it looks into memory ({name}), which learners share")

@@ -1,0 +1,139 @@
+"""Fused rounds by Triton kernels, in the interpreter: what serial gives, in few launches for any number of learners."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.engine.executors import SerialExecutor
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.models import MODELS
+from tests.recording_streams import RecordingStreams
+from tests.support import assert_learners_equal, features, make_tasks, norm_model, plan
+from tests.unit.engine.test_fused_device import assert_equal, run
+from tests.unit.kernels.launches import counted_launches, kernels_that_do_nothing
+
+
+class Residual(nn.Module):
+    """Two units, the second with a sum; its input has two users."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5)
+        self.conv, self.last = nn.Conv2d(5, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5)
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu()
+        x = (self.last(self.conv(x)) + x).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def residual():
+    torch.manual_seed(3)
+    return Residual()
+
+
+def kernel_executor(tasks):
+    return FusedExecutor(tasks, RecordingStreams(), kernels=True)
+
+
+def images(count=24, size=6):
+    return features(count, (3, size, size))
+
+
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW(clip_norm=0.5)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("make_model", [residual, norm_model])
+def test_rounds_by_kernels_in_float64_equal_serial(make_model, optimizer):
+    options = {"optimizer": optimizer, "data": images(), "order": "blocks", "precision": FP64}
+    ours, reference = make_tasks(make_model, **options), make_tasks(make_model, **options)
+    runner = kernel_executor(ours)
+    found = run(runner, ours, 6)
+    expected = run(SerialExecutor(reference), reference, 6)
+    assert runner.notes == []
+    assert_equal(ours.bank, reference.bank, found, expected)
+
+
+@pytest.mark.parametrize("num_learners", [1, 3])
+def test_round_by_kernels_in_float32_equals_serial(num_learners):
+    """Convolutions are the implicit-GEMM kernel, with statistics of the norms on the way."""
+    options = {"num_learners": num_learners, "data": images(), "order": "blocks", "precision": FP32}
+    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
+    runner = kernel_executor(ours)
+    with counted_launches() as launches:
+        run(runner, ours, 1)
+    run(SerialExecutor(reference), reference, 1)
+    assert_learners_equal(ours.bank, reference.bank, tolerance=1e-5)
+    assert (launches["_forward"], launches["_backward"], launches["convolution"]) == (2, 2, 0)
+
+
+def test_rounds_by_kernels_in_bfloat16_follow_serial():
+    options = {"data": images(), "order": "blocks", "precision": BF16, "optimizer": SGD(momentum=0.0)}
+    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
+    run(kernel_executor(ours), ours, 3)
+    run(SerialExecutor(reference), reference, 3)
+    moved, expected = (tasks.bank.z.storage for tasks in (ours, reference))
+    assert (moved - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_learners_that_share_a_batch_by_kernels_equal_serial():
+    options = {"num_learners": 3, "data": images(), "order": "blocks", "rule": Independent()}
+    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
+    found = run(kernel_executor(ours), ours, 4, shared=True)
+    expected = run(SerialExecutor(reference), reference, 4, shared=True)
+    assert_equal(ours.bank, reference.bank, found, expected)
+
+
+def test_rule_that_averages_every_third_round_by_kernels_equals_serial():
+    options = {"data": images(), "order": "blocks", "rule": SMA(averaging_period=3)}
+    ours, reference = make_tasks(residual, **options), make_tasks(residual, **options)
+    found = run(kernel_executor(ours), ours, 7)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 7))
+
+
+def test_learner_that_is_not_finite_by_kernels_keeps_its_row_and_adds_nothing_to_z():
+    tasks = make_tasks(residual, num_learners=3, data=images(), order="blocks", precision=FP32)
+    bank, runner = tasks.bank, kernel_executor(tasks)
+    bank.weights.flat(1)[0][0] = torch.nan
+    kept = [part.clone() for part in bank.weights.flat(1)]
+    with np.errstate(all="ignore"):
+        outcomes = run(runner, tasks, 1)
+    assert outcomes[0].non_finite_learners == [1]
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(kept, bank.weights.flat(1), strict=True))
+    assert bool(bank.z.storage.isfinite().all())
+
+
+def test_counters_of_batches_are_one_launch_and_count_for_every_learner():
+    tasks = make_tasks(residual, num_learners=3, data=images(), order="blocks")
+    run(kernel_executor(tasks), tasks, 2)
+    states = [tasks.bank.learner_state(learner) for learner in range(3)]
+    assert [int(state["norm.num_batches_tracked"]) for state in states] == [2, 2, 2]
+
+
+def resnet32():
+    torch.manual_seed(0)
+    return MODELS["resnet32"]().build((3, 32, 32), 10)
+
+
+@pytest.mark.parametrize("num_learners", [1, 2, 8])
+def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(num_learners):
+    """Counted from the first round whose graph is captured: own kernels, and torch's operators that do work."""
+    data = (torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10)
+    tasks = make_tasks(resnet32, num_learners=num_learners, data=data, order="blocks", precision=FP32, kernels=True)
+    device = RecordingStreams()
+    runner = FusedExecutor(tasks, device, kernels=True)
+    with kernels_that_do_nothing():
+        for n in range(2):
+            runner.submit(plan(tasks, n))
+        with counted_launches() as launches:
+            runner.submit(plan(tasks, n + 1))
+        runner.drain()
+    assert launches["_forward"] == launches["_backward"] == 31
+    assert launches["_update"] == 1
+    assert sum(launches.values()) <= 200
+    assert runner.looped == []
