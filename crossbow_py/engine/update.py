@@ -2,18 +2,18 @@
 
 `TorchUpdate` is the reference, for every device, format, optimizer and rule. `NativeUpdate` does the same for float32
 rows on a CPU, optimizers that have a C function and rules that are linear: every value is read and written once, where
-the operators make over ten passes. Rounding is alike; only sums over a whole gradient differ in their last digits.
+the operators make over ten passes, and gradients once more before, for the gate. Rounding is alike; only sums over a
+whole gradient differ in their last digits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Array, c_double, c_float, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
-from crossbow_py.engine.native.library import Learner, NativeError, Vector, load
+from crossbow_py.engine.native.library import Averaging, Learner, NativeError, Vector, load
 from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.precision import BF16
 from crossbow_py.engine.replicas import ReplicaBank, TrainedRow
 
 _TOLERANCE = 1e-5
+_STRIPS = 64  # sums of squares a gradient, each with a fixed place, so that a norm is one whatever the threads
+_VALUES_A_PART = 2**17  # their update takes about as long as it takes to hand work to another thread
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Step:
     learning_rate: float
     step_count: int
     gradient_scale: float = 1.0
+
+
+_CHECK_STEPS = (Step(0.1, step_count=3, gradient_scale=0.5), None, Step(0.1, step_count=3))
 
 
 class TorchUpdate:
@@ -106,14 +112,12 @@ class NativeUpdate(TorchUpdate):
 
     def gradient_norm(self, row: TrainedRow) -> float:
         """See TorchUpdate; summed in float64 over values."""
-        vectors, sums = self._vectors(row), (c_double * 1)()
-        self._library.crossbow_sums_of_squares(vectors, len(vectors), sums, 1, 0, 1)
-        return math.sqrt(sums[0])
+        return self._norms(self._vectors(row), 1, _num_values(row.weights))[0]
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
-        """See TorchUpdate."""
-        vectors, learners = self._vectors(row), (Learner * 1)(self._learner(learner, step))
-        self._library.crossbow_update(vectors, len(vectors), learners, 1, self._step, *_correction(averaging), 0, 1)
+        """See TorchUpdate; gradients are left as they were."""
+        learners, coefficients = (Learner * 1)(self._learner(learner, step)), _coefficients(averaging, moves=False)
+        self._update(self._vectors(row), learners, coefficients, _num_values(row.weights))
 
     def _vectors(self, row: TrainedRow) -> Array[Vector]:
         """The row for C, made once: a bank that grew has other TrainedRows."""
@@ -135,33 +139,45 @@ class NativeUpdate(TorchUpdate):
         """See TorchUpdate."""
         for index, out in enumerate(total):
             rows = (c_void_p * len(corrections))(*(own[index].data_ptr() for own in corrections))
-            self._library.crossbow_sum(out.data_ptr(), rows, len(rows), out.numel())
+            values = out.numel() * len(corrections)
+            self._spread(values, self._library.crossbow_sum, out.data_ptr(), rows, len(rows), out.numel())
 
     def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
         """See TorchUpdate."""
         for parts in zip(z, z_prev, total, strict=True):
-            self._library.crossbow_move(*(part.data_ptr() for part in parts), averaging.momentum, parts[0].numel())
+            pointers, count = [part.data_ptr() for part in parts], parts[0].numel()
+            self._spread(count, self._library.crossbow_move, *pointers, averaging.momentum, count)
 
     def gradient_norms(self, rows: StackedRows) -> list[float]:
         """Of every learner."""
-        sums = (c_double * rows.num_learners)()
-        vectors = rows.vectors(self.optimizer.decay_norm_and_bias)
-        self._spread(self._library.crossbow_sums_of_squares, vectors, len(vectors), sums, rows.num_learners)
-        return [math.sqrt(value) for value in sums]
+        return self._norms(rows.vectors(self.optimizer.decay_norm_and_bias), rows.num_learners, rows.num_values)
 
-    def correct_all(self, rows: StackedRows, averaging: LinearRound | None, steps: Sequence[Step | None]) -> None:
-        """`correct` of all learners and `sum`, in one pass; a learner without a step is gated."""
+    def correct_all(
+        self, rows: StackedRows, averaging: LinearRound | None, steps: Sequence[Step | None], *, moves: bool
+    ) -> None:
+        """`correct` of all learners and `sum`, in one pass; a learner without a step is gated.
+
+        With `moves`, the pass does what `move` does as well: where the sum is not all-reduced in between.
+        """
         learners = (Learner * len(steps))(
             *(Learner(skipped=1) if step is None else self._learner(j, step) for j, step in enumerate(steps))
         )
-        vectors, correction = rows.vectors(self.optimizer.decay_norm_and_bias), _correction(averaging)
-        self._spread(
-            self._library.crossbow_update, vectors, len(vectors), learners, len(learners), self._step, *correction
-        )
+        vectors = rows.vectors(self.optimizer.decay_norm_and_bias)
+        self._update(vectors, learners, _coefficients(averaging, moves), rows.num_values)
 
-    def _spread(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call a function once for each of as many parts as torch uses threads, side by side."""
-        parts = torch.get_num_threads()
+    def _update(self, vectors: Array[Vector], learners: Array[Learner], coefficients: Averaging, values: int) -> None:
+        arguments = vectors, len(vectors), learners, len(learners), self._step, coefficients
+        self._spread(values, self._library.crossbow_update, *arguments)
+
+    def _norms(self, vectors: Array[Vector], num_learners: int, values: int) -> list[float]:
+        sums = (c_double * (num_learners * _STRIPS))()
+        arguments = vectors, len(vectors), sums, num_learners, _STRIPS
+        self._spread(values, self._library.crossbow_sums_of_squares, *arguments)
+        return [math.sqrt(math.fsum(sums[j * _STRIPS : (j + 1) * _STRIPS])) for j in range(num_learners)]
+
+    def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function once a part, side by side: as many as torch uses threads, fewer for few values."""
+        parts = max(1, min(torch.get_num_threads(), values // _VALUES_A_PART))
         others = [self._helpers.submit(function, *arguments, part, parts) for part in range(1, parts)]
         function(*arguments, 0, parts)
         for other in others:
@@ -173,6 +189,7 @@ class StackedRows:
 
     Attributes:
         num_learners: K.
+        num_values: trained values of all learners.
         gradients: what is read, `[K, numel]` a block with the learners' values in the bank's order; set every round.
     """
 
@@ -180,6 +197,7 @@ class StackedRows:
         assert bank.order == "blocks", "one pass over all learners needs their values side by side"
         self.num_learners, self._bank = bank.num_learners, bank
         self.gradients = [bank.gradients.flat(0)[index] for index in range(bank.num_trained)]
+        self.num_values = bank.num_learners * _num_values(self.gradients)
         self._array: Array[Vector] | None = None
 
     def vectors(self, decay_all: bool) -> Array[Vector]:
@@ -195,18 +213,24 @@ class StackedRows:
                 shadow=bank.shadow.trained(0) if bank.precision.has_shadow else None,
                 num_decayed=bank.weights.num_decayed,
             )
-            self._array = _vectors(first, decay_all)
+            self._array = _vectors(first, decay_all, bank.z_prev.trained())
         for vector, gradient in zip(self._array, self.gradients, strict=True):
             vector.gradients = gradient.data_ptr()
         return self._array
 
 
-def _correction(averaging: LinearRound | None) -> tuple[int, float]:
-    """Whether the round averages, and its correction rate."""
-    return (0, 0.0) if averaging is None else (1, averaging.correction)
+def _coefficients(averaging: LinearRound | None, moves: bool) -> Averaging:
+    if averaging is None:
+        return Averaging()
+    return Averaging(averages=1, moves=moves, correction=averaging.correction, momentum=averaging.momentum)
 
 
-def _vectors(row: TrainedRow, decay_all: bool) -> Array[Vector]:
+def _num_values(vectors: Sequence[Tensor]) -> int:
+    return sum(vector.numel() for vector in vectors)
+
+
+def _vectors(row: TrainedRow, decay_all: bool, z_prev: Sequence[Tensor] | None = None) -> Array[Vector]:
+    """A row for C; z_prev where z may move."""
     states = list(row.state.values())
     num_decayed = len(row.weights) if decay_all else row.num_decayed
     return (Vector * len(row.weights))(
@@ -215,8 +239,9 @@ def _vectors(row: TrainedRow, decay_all: bool) -> Array[Vector]:
                 weights=weights.data_ptr(),
                 gradients=row.gradients[index].data_ptr(),
                 state=(c_void_p * 2)(*(state[index].data_ptr() for state in states)),
-                corrections=row.corrections[index].data_ptr(),
+                total=row.corrections[index].data_ptr(),
                 z=row.z[index].data_ptr(),
+                z_prev=None if z_prev is None else z_prev[index].data_ptr(),
                 shadow=None if row.shadow is None else row.shadow[index].data_ptr(),
                 count=weights.numel(),
                 stride=weights.numel(),
@@ -239,37 +264,77 @@ def choose_update(
     if not NativeUpdate.supports(optimizer, rule, device, dtype):
         return reference, None
     try:
-        native = NativeUpdate(optimizer, rule, load(cache))
-        _check(native, reference)
+        library = load(cache)
+        _check(optimizer, rule, library)
     except NativeError as error:
         return reference, (
             f"Updates run as torch operators, which is slower for models with many parameters, because {error}; "
             f"{error.remedy}."
         )
-    return native, None
+    return NativeUpdate(optimizer, rule, library), None
 
 
-def _check(native: NativeUpdate, reference: TorchUpdate) -> None:
-    """Raise NativeError unless both do the same to random rows, of a length that is no multiple of anything."""
-    results = []
-    for update, correction in itertools.product((native, reference), (0.3, 0.0)):
-        averaging = LinearRound(correction, momentum=0.9)
-        generator = torch.Generator().manual_seed(0)
-        weights, gradients, state0, state1, z, z_prev, corrections, total = (
-            [torch.rand(count, generator=generator) for count in (2077, 13)] for _ in range(8)
-        )
-        state = dict(zip(update.optimizer.STATE, (state0, state1), strict=False))
-        shadow = [part.to(torch.bfloat16) for part in weights]
-        row = TrainedRow(weights, gradients, corrections, state, z, shadow, num_decayed=1)
-        norm = update.gradient_norm(row)
-        update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=3, gradient_scale=0.5))
-        update.sum(total, [corrections, gradients])
-        update.move(z, z_prev, total, averaging)
-        tensors = [*weights, *state0, *state1, *corrections, *total, *z, *z_prev, *(part.float() for part in shadow)]
-        results.append(torch.cat([*tensors, torch.tensor([norm])]))
-    ours, expected = torch.stack(results[:2]), torch.stack(results[2:])
-    tolerance = torch.full_like(expected, _TOLERANCE)
-    num_shadow = sum(part.numel() for part in shadow)
-    tolerance[:, -1 - num_shadow : -1] = 2**-7  # one digit of bfloat16
-    if not bool(((ours - expected).abs() <= tolerance * (1 + expected.abs())).all()):
-        raise NativeError("its results differ from those of the torch operators", "name another C compiler in CC")
+def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
+    """Raise NativeError unless rounds of three learners, one of them gated, do what the reference does."""
+    settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer)}
+    first = {name: value[0] for name, value in settings.items() if isinstance(value, tuple)}
+    optimizer = replace(optimizer, **first)  # lists may be for more learners than here, or for fewer
+    native, reference = NativeUpdate(optimizer, rule, library), TorchUpdate(optimizer, rule)
+    for averaging in (LinearRound(0.3, momentum=0.9), None):
+        in_one_pass, by_row, expected = (_random_bank(optimizer) for _ in range(3))
+        norms = _round_in_one_pass(native, in_one_pass, averaging), _round_by_row(native, by_row, averaging)
+        expected_norms = _round_by_row(reference, expected, averaging)
+        for bank, found in zip((in_one_pass, by_row), norms, strict=True):
+            pairs = [*zip(_compared(bank), _compared(expected), strict=True)]
+            pairs.append((torch.tensor(found), torch.tensor(expected_norms)))
+            if not all(_is_close(*pair) for pair in pairs):
+                raise NativeError("its results differ from those of torch's operators", "name another C compiler in CC")
+
+
+def _random_bank(optimizer: Optimizer) -> ReplicaBank:
+    """Of rows whose lengths are no multiples of anything, always the same; draws nothing from torch's own generator."""
+    layers = torch.nn.Linear(53, 41, device="meta"), torch.nn.Linear(41, 3, device="meta")
+    template = torch.nn.Sequential(*layers).to_empty(device="cpu")
+    bank = ReplicaBank(
+        template,
+        len(_CHECK_STEPS),
+        device=torch.device("cpu"),
+        precision=BF16,
+        state_names=optimizer.STATE,
+        order="blocks",
+    )
+    generator = torch.Generator().manual_seed(0)
+    for rows in (bank.weights, bank.gradients, *bank.state.values(), bank.z, bank.z_prev, bank.shadow):
+        rows.storage.uniform_(generator=generator)
+    return bank
+
+
+def _round_in_one_pass(update: NativeUpdate, bank: ReplicaBank, averaging: LinearRound | None) -> list[float]:
+    rows = StackedRows(bank)
+    norms = update.gradient_norms(rows)
+    update.correct_all(rows, averaging, _CHECK_STEPS, moves=True)
+    return norms
+
+
+def _round_by_row(update: TorchUpdate, bank: ReplicaBank, averaging: LinearRound | None) -> list[float]:
+    norms = [update.gradient_norm(bank.trained_row(j)) for j in range(bank.num_learners)]
+    for learner, step in enumerate(_CHECK_STEPS):
+        if step is not None:
+            update.correct(learner, bank.trained_row(learner), averaging, step)
+    if averaging is not None:
+        update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
+        update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
+    return norms
+
+
+def _compared(bank: ReplicaBank) -> list[Tensor]:
+    """What a round writes, without padding."""
+    rows = (bank.trained_row(j) for j in range(bank.num_learners))
+    lists = (vectors for row in rows for vectors in (row.weights, row.shadow or [], *row.state.values()))
+    learners = [vector for vectors in lists for vector in vectors]
+    return [*learners, *bank.total.trained(), *bank.z.trained(), *bank.z_prev.trained()]
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 2**-7 if found.dtype == torch.bfloat16 else _TOLERANCE  # one digit of bfloat16
+    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)

@@ -44,8 +44,9 @@ class Vector(Structure):
         ("weights", c_void_p),
         ("gradients", c_void_p),
         ("state", c_void_p * 2),
-        ("corrections", c_void_p),
+        ("total", c_void_p),
         ("z", c_void_p),
+        ("z_prev", c_void_p),
         ("shadow", c_void_p),
         ("count", c_int64),
         ("stride", c_int64),
@@ -62,6 +63,17 @@ class Learner(Structure):
         ("gradient_scale", c_float),
         ("decay", c_float),
         ("values", c_float * 8),
+    ]
+
+
+class Averaging(Structure):
+    """The struct of the same name in update.c; all zero in a round that does not average."""
+
+    _fields_ = [
+        ("averages", c_int64),
+        ("moves", c_int64),
+        ("correction", c_float),
+        ("momentum", c_float),
     ]
 
 
@@ -142,12 +154,13 @@ def _compile(command: list[str], path: Path) -> None:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    vector, vectors = c_void_p, POINTER(Vector)
+    values, vectors, learners = c_void_p, (POINTER(Vector), c_int64), (POINTER(Learner), c_int64)
+    part = (c_int64, c_int64)
     signatures = {
-        "crossbow_update": (vectors, c_int64, POINTER(Learner), c_int64, c_int64, c_int64, c_float, c_int64, c_int64),
-        "crossbow_sums_of_squares": (vectors, c_int64, POINTER(c_double), c_int64, c_int64, c_int64),
-        "crossbow_sum": (vector, POINTER(c_void_p), c_int64, c_int64),
-        "crossbow_move": (vector, vector, vector, c_float, c_int64),
+        "crossbow_update": (*vectors, *learners, c_int64, POINTER(Averaging), *part),
+        "crossbow_sums_of_squares": (*vectors, POINTER(c_double), c_int64, c_int64, *part),
+        "crossbow_sum": (values, POINTER(c_void_p), c_int64, c_int64, *part),
+        "crossbow_move": (values, values, values, c_float, c_int64, *part),
     }
     for name, arguments in signatures.items():
         function = getattr(library, name)

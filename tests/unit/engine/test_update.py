@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.native.library import load
 from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.replicas import TrainedRow
-from crossbow_py.engine.update import NativeUpdate, Step, TorchUpdate, choose_update
+from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.engine.replicas import ReplicaBank, TrainedRow
+from crossbow_py.engine.update import NativeUpdate, StackedRows, Step, TorchUpdate, choose_update
 
 CPU = torch.device("cpu")
 LENGTHS = (20_003, 37)  # no multiple of a chunk, a block or a vector register
@@ -41,7 +43,7 @@ def random_row(optimizer, shadow, seed=0):
 
 def flat(row):
     vectors = [*row.weights, *row.corrections, *(part for parts in row.state.values() for part in parts)]
-    return torch.cat([*vectors, *(part.float() for part in row.shadow or [])])
+    return torch.cat(vectors)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
@@ -51,11 +53,90 @@ def test_native_correction_equals_torch_operators(optimizer, averaging, shadow):
     rows = []
     for update in (NativeUpdate(optimizer, SMA(), load()), TorchUpdate(optimizer, SMA())):
         row = random_row(optimizer, shadow)
+        gradients = [part.clone() for part in row.gradients]
         for step in (1, 2, 3):
+            torch._foreach_copy_(row.gradients, gradients)  # the reference leaves others
             update.correct(0, row, averaging, Step(0.1, step, 0.5))
+        assert not shadow or torch.equal(torch.cat(row.shadow), torch.cat(row.weights).bfloat16())
         rows.append(flat(row))
-    torch.testing.assert_close(rows[0], rows[1], rtol=2**-8 if shadow else 1e-6, atol=1e-6)
+    torch.testing.assert_close(*rows, rtol=1e-6, atol=1e-6)
     assert not torch.equal(rows[0], flat(random_row(optimizer, shadow)))
+
+
+def random_bank(optimizer, precision, num_learners, long=False):
+    """Rows longer than a chunk if asked for, values that are no numbers of any model."""
+    generator = torch.Generator().manual_seed(0)
+    template = nn.Sequential(nn.Linear(211, 97) if long else nn.Linear(5, 3), nn.Linear(97 if long else 3, 7))
+    bank = ReplicaBank(
+        template, num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order="blocks"
+    )
+    for rows in (bank.weights, bank.gradients, bank.z, bank.z_prev, bank.total, *bank.state.values(), bank.shadow):
+        for part in rows.stacked(num_learners if rows.num_rows > 1 else 1).values():
+            part.copy_(torch.randn(part.shape, generator=generator).abs())
+    return bank
+
+
+def learn_row_by_row(update, bank, averaging, steps):
+    for learner, step in enumerate(steps):
+        if step is None:
+            bank.corrections.zero_row(learner)
+        else:
+            update.correct(learner, bank.trained_row(learner), averaging, step)
+    if averaging is not None:
+        update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
+        update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
+
+
+def values_of(bank):
+    buffers = [bank.weights, *bank.state.values(), bank.z, bank.z_prev, bank.total, bank.shadow]
+    return [rows.storage for rows in buffers]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+@pytest.mark.parametrize("averaging", [AVERAGING, None])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("gated", [(), (0,), (0, 1, 2)], ids=str)
+def test_native_round_of_all_learners_in_one_pass_equals_learner_by_learner_bit_for_bit(
+    optimizer, averaging, precision, gated
+):
+    update = NativeUpdate(optimizer, SMA(), load())
+    steps = [None if j in gated else Step(0.1, 2 + j, 0.5**j) for j in range(3)]
+    by_row, at_once = (random_bank(optimizer, precision, 3, long=True) for _ in range(2))
+    learn_row_by_row(update, by_row, averaging, steps)
+    update.correct_all(StackedRows(at_once), averaging, steps, moves=True)
+    for ours, expected in zip(values_of(at_once), values_of(by_row), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_native_round_that_leaves_z_to_others_writes_the_sum_alone():
+    update, bank = NativeUpdate(SGD(), SMA(), load()), random_bank(SGD(), FP32, 2)
+    z, z_prev = bank.z.storage.clone(), bank.z_prev.storage.clone()
+    pulls = [bank.weights.flat(j)[0].sub(bank.z.flat()[0]).mul(0.3) for j in range(2)]
+    update.correct_all(StackedRows(bank), AVERAGING, [Step(0.1, 1)] * 2, moves=False)
+    assert torch.equal(bank.total.flat()[0], pulls[0] + pulls[1])
+    assert torch.equal(bank.z.storage, z)
+    assert torch.equal(bank.z_prev.storage, z_prev)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_native_results_do_not_follow_from_the_number_of_threads(threads, monkeypatch):
+    optimizer = SGD(momentum=0.9, weight_decay=0.01)
+    monkeypatch.setattr("crossbow_py.engine.update._VALUES_A_PART", 1)
+    results = []
+    for count in (3, threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        update, bank = NativeUpdate(optimizer, SMA(), load()), random_bank(optimizer, FP32, 3, long=True)
+        norms = update.gradient_norms(StackedRows(bank))
+        update.correct_all(StackedRows(bank), AVERAGING, [Step(0.1, 1)] * 3, moves=True)
+        results.append((norms, torch.cat(values_of(bank))))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_native_gradient_norms_of_all_learners_are_those_of_each():
+    update, bank = NativeUpdate(SGD(), SMA(), load()), random_bank(SGD(), FP32, 3, long=True)
+    expected = [torch.cat(bank.trained_row(j).gradients).double().norm().item() for j in range(3)]
+    assert update.gradient_norms(StackedRows(bank)) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_learners", [1, 2, 5])
