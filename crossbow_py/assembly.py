@@ -17,6 +17,7 @@ from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Feed, make_feed
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.optimizers import Optimizer, for_learner
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
@@ -258,6 +259,7 @@ def _feed(
         data.std,
         settings.channels_last,
         choices.precision.compute,
+        kernels=choices.device.type == "cuda" and serves("batches", choices.device, choices.precision.compute) is None,
     )
 
 

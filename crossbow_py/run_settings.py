@@ -27,8 +27,10 @@ class RunSettings:
         "auto", "learners (replicas trained side by side) per device; auto finds the fastest number", minimum=1
     )
     max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
-    executor: Literal["auto", "serial", "threads", "fused", "streams"] = setting(
-        "auto", "how learners run: auto (the fastest), serial, threads (CPU), fused or streams (CUDA, experimental)"
+    executor: Literal["auto", "serial", "threads", "fused", "subarrays2", "subarrays4", "streams"] = setting(
+        "auto",
+        "how learners run: auto (the fastest), serial, threads (CPU), fused; on CUDA and experimental: streams, and "
+        "subarrays2 or subarrays4, which are that many groups of fused learners on streams",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")

@@ -91,7 +91,7 @@ class Trainer:
         batch_size: int = 16,
         num_learners: int | Literal["auto"] = "auto",
         max_learners: int = 8,
-        executor: Literal["auto", "serial", "threads", "fused", "streams"] = "auto",
+        executor: Literal["auto", "serial", "threads", "fused", "subarrays2", "subarrays4", "streams"] = "auto",
         device: Literal["auto", "cpu", "cuda"] = "auto",
         precision: PrecisionName = "auto",
         channels_last: bool = True,

@@ -34,16 +34,19 @@ class FusedPass:
     Args:
         tasks: what to compute.
         kernels: whether Triton kernels are to be used where they serve, and not operators.
+        learners: K neighbouring ones; by default all.
 
     Attributes:
+        learners: as given.
         notes: sentences for the user, on what runs slower than it might; grows in the first rounds, readers clear it.
 
     Raises FusionError for models it cannot run.
     """
 
-    def __init__(self, tasks: RoundTasks, kernels: bool = False) -> None:
+    def __init__(self, tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> None:
         self._tasks, bank = tasks, tasks.bank
-        self.graph = FusedGraph(bank.template, tasks.feed.batch(0).inputs, bank, kernels)
+        self.learners = range(bank.num_learners) if learners is None else learners
+        self.graph = FusedGraph(bank.template, tasks.feed.batch(0).inputs, bank, kernels, self.learners)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
         if kernels and tasks.loss is nn.functional.cross_entropy:
@@ -61,14 +64,23 @@ class FusedPass:
 
     def batch(self, plan: Round) -> Batch:
         """The round's batches `[K, B, ...]`, or `[B, ...]` where all learners take the same."""
-        feed = self._tasks.feed
-        return feed.batch(plan.starts[0]) if is_shared(plan) else feed.batches(plan.starts)
+        feed, starts = self._tasks.feed, self.starts(plan)
+        return feed.batch(starts[0]) if len(starts) == 1 else feed.batches(starts)
+
+    def starts(self, plan: Round) -> tuple[int, ...]:
+        """Of the learners' batches; one alone where all take the same."""
+        own = plan.starts[self.learners.start : self.learners.stop]
+        return own[:1] if self.shares(plan) else own
+
+    def shares(self, plan: Round) -> bool:
+        """Whether the learners take the same batch."""
+        return len(set(plan.starts[self.learners.start : self.learners.stop])) == 1
 
     def learn(self, batch: Batch, shared: bool) -> Learned:
         """Losses and their gradients at the learners' weights. Some gradients are the bank's own, already in place."""
         bank, graph = self._tasks.bank, self.graph
         outputs = graph.run(batch.inputs, shared)
-        targets = batch.targets.expand(bank.num_learners, *batch.targets.shape) if shared else batch.targets
+        targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
         if self._loss is not None and _are_classes(outputs, targets):
             losses, num_correct, given = self._loss(outputs.detach(), targets)
             return Learned(losses, num_correct, self._gradients(outputs, given))
@@ -86,7 +98,7 @@ class FusedPass:
         if not graph.written:
             return list(found)
         by_name = dict(zip(asked, found[1:], strict=True))
-        rows = zip(trained, self._tasks.bank.stacked_gradients(), strict=True)
+        rows = zip(trained, self._tasks.bank.stacked_gradients(self.learners), strict=True)
         return [row if name in graph.written else by_name[name] for name, row in rows]
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -101,11 +113,6 @@ class FusedPass:
 def _are_classes(outputs: Tensor, targets: Tensor) -> bool:
     classes = outputs.ndim == 3 and targets.ndim == 2 and targets.dtype == torch.int64
     return classes and outputs.shape[2] <= _MOST_CLASSES
-
-
-def is_shared(plan: Round) -> bool:
-    """Whether all learners take the same batch."""
-    return len(set(plan.starts)) == 1
 
 
 def _count_correct(outputs: Tensor, targets: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ corrections, which is all-reduced before z moves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer, for_learner
 from crossbow_py.engine.precision import BF16, FP64
 from crossbow_py.engine.replicas import ReplicaBank
@@ -33,29 +35,42 @@ class KernelUpdate:
         bank: in `blocks`, float32 or float64 rows, on a device where Triton runs.
         optimizer: SGD or AdamW.
         moves: whether z moves in the same pass; else `move` does it, after the sum was all-reduced.
+        learners: neighbouring ones; by default all.
 
     Attributes:
         moves: as given.
+        total: where the sum of corrections is left, unless it moves z at once.
     """
 
-    def __init__(self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool) -> None:
+    def __init__(
+        self, bank: ReplicaBank, optimizer: Optimizer, *, moves: bool, learners: range | None = None
+    ) -> None:
+        learners = range(bank.num_learners) if learners is None else learners
         # Triton is there by now, as `supports` has said; on other machines this module must still be importable.
         from crossbow_py.kernels import update as kernels  # noqa: PLC0415
 
         self._kernels, self._bank, self.moves = kernels, bank, moves
-        k, device, trained = bank.num_learners, bank.device, bank.num_trained
+        self._num_learners = k = len(learners)
+        device, trained = bank.device, bank.num_trained
         decayed = trained if optimizer.decay_norm_and_bias else bank.layout.count("decayed")
         blocks = zip(bank.weights.offsets, bank.z.offsets, bank.layout.blocks, strict=True)
         self._tiles = kernels.make_tiles(
-            [(at, z_at, block.numel, i < decayed) for i, (at, z_at, block) in enumerate(blocks) if i < trained], device
+            [
+                (at + learners.start * block.numel, z_at, block.numel, i < decayed)
+                for i, (at, z_at, block) in enumerate(blocks)
+                if i < trained
+            ],
+            device,
         )
-        self._optimizer, settings = _settings(optimizer, k)
+        self._optimizer, settings = _settings(optimizer, learners)
         self._settings = torch.tensor(settings, dtype=torch.float64, device=device)
         self._values = torch.zeros(k, kernels.SETTINGS, dtype=bank.precision.master, device=device)
         self._squares = torch.zeros(self._tiles.count, k, dtype=torch.float64, device=device)
-        self._rows = self._rows_of(bank, uses_state=_uses_state(optimizer))
         self._total_squares = torch.zeros(self._tiles.count, dtype=torch.float64, device=device)
         bank.total_squares = self._total_squares if moves else None
+        # Where others sum it up, the sum of these learners' corrections.
+        self.total = bank.total if learners.start == 0 else bank.new_flat()
+        self._rows = self._rows_of(bank, uses_state=_uses_state(optimizer))
 
     def _rows_of(self, bank: ReplicaBank, uses_state: bool) -> RowsToUpdate:
         return self._kernels.RowsToUpdate(
@@ -65,7 +80,7 @@ class KernelUpdate:
             shadow=bank.shadow.storage if bank.precision.has_shadow else None,
             z=bank.z.storage,
             z_prev=bank.z_prev.storage,
-            total=None if self.moves else bank.total.storage,
+            total=None if self.moves else self.total.storage,
         )
 
     @staticmethod
@@ -87,7 +102,7 @@ class KernelUpdate:
         step_counts: Tensor,
     ) -> None:
         """See `DeviceUpdate.correct`; z moves as well if `moves`. Tensors are float64 with K entries at least."""
-        kernels, k, coefficients = self._kernels, self._bank.num_learners, averaging
+        kernels, k, coefficients = self._kernels, self._num_learners, averaging
         kernels.squares(self._rows.gradients, self._tiles, k, self._squares)
         kernels.prepare(
             self._squares, self._settings, results, learning_rates, step_counts, self._values, k, self._optimizer,
@@ -102,8 +117,14 @@ class KernelUpdate:
 
     def move(self, averaging: LinearRound) -> None:
         """Z moves by the all-reduced sum of corrections."""
-        bank = self._bank
-        self._kernels.move(bank.z.whole(), bank.z_prev.whole(), [bank.total.whole()], averaging.momentum)
+        move_z(self._bank, [self.total], averaging)
+
+
+def move_z(bank: ReplicaBank, totals: Sequence[Rows], averaging: LinearRound) -> None:
+    """Z moves by the sum of at most four totals, which is left in the first."""
+    from crossbow_py.kernels import update as kernels  # noqa: PLC0415  as above
+
+    kernels.move(bank.z.whole(), bank.z_prev.whole(), [total.whole() for total in totals], averaging.momentum)
 
 
 def _uses_state(optimizer: Optimizer) -> bool:
@@ -111,12 +132,12 @@ def _uses_state(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, SGD) or optimizer.momentum != 0
 
 
-def _settings(optimizer: Optimizer, num_learners: int) -> tuple[int, list[list[float]]]:
+def _settings(optimizer: Optimizer, learners: range) -> tuple[int, list[list[float]]]:
     """Which optimizer, and a row of settings a learner."""
     from crossbow_py.kernels import update as kernels  # noqa: PLC0415
 
     rows, clip_norm = [], optimizer.clip_norm
-    for learner in range(num_learners):
+    for learner in learners:
         decay = optimizer.decay(learner)
         if isinstance(optimizer, SGD):
             momentum = for_learner(optimizer.momentum, learner)
@@ -129,7 +150,7 @@ def _settings(optimizer: Optimizer, num_learners: int) -> tuple[int, list[list[f
 
 
 def choose_kernel_update(
-    bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule, *, moves: bool
+    bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule, *, moves: bool, learners: range | None = None
 ) -> tuple[KernelUpdate | None, str | None]:
     """The kernels where they serve, compile and agree with the reference; else None, and why if that is a surprise."""
     if not KernelUpdate.supports(bank, optimizer, rule):
@@ -138,7 +159,7 @@ def choose_kernel_update(
     if reason is None:
         try:
             compiles(lambda: _check(optimizer, rule, bank.device, bank.precision.master))
-            return KernelUpdate(bank, optimizer, moves=moves), None
+            return KernelUpdate(bank, optimizer, moves=moves, learners=learners), None
         except KernelError as error:
             reason = str(error)
     return None, f"Updates run as torch operators, which is slower, because {reason}."

@@ -149,12 +149,13 @@ class Rows:
             for block, view in zip(self.layout.blocks, self._rows[row], strict=True)
         }
 
-    def stacked(self, num_rows: int) -> dict[str, Tensor]:
-        """Views `[K, *shape]` of the first `num_rows` rows by name; in `blocks` contiguous along K."""
+    def stacked(self, num_rows: int, first: int = 0) -> dict[str, Tensor]:
+        """Views `[K, *shape]` of `num_rows` rows from the `first` by name; in `blocks` contiguous along K."""
         views = {}
         for base, block in zip(self._bases, self.layout.blocks, strict=True):
             stride = block.numel if self.order == "blocks" else self._row_length
-            rows = self.storage.as_strided((num_rows, block.numel), (stride, 1), self.storage.storage_offset() + base)
+            begin = self.storage.storage_offset() + base + first * stride
+            rows = self.storage.as_strided((num_rows, block.numel), (stride, 1), begin)
             views[block.name] = self._shape(rows, (num_rows,), block)
         return views
 

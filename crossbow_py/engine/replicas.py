@@ -88,6 +88,10 @@ class ReplicaBank:
             self.reset_learner(learner)
             self.buffers.load(learner, dict(self.template.named_buffers()))
 
+    def new_flat(self) -> Rows:
+        """Zeros like z: one row."""
+        return self._rows(1)
+
     def _rows(self, rows: int) -> Rows:
         return Rows(self.layout, rows, self.precision.master, self.device, self.order)
 
@@ -111,7 +115,7 @@ class ReplicaBank:
             list(self.gradients.shaped(learner).values())[: self.num_trained] for learner in range(capacity)
         ]
         self._trained_rows = [self._trained_row(learner) for learner in range(capacity)]
-        self._stacked_gradients: dict[int, list[Tensor]] = {}
+        self._stacked_gradients: dict[range, list[Tensor]] = {}
 
     def _trained_row(self, learner: int) -> TrainedRow:
         return TrainedRow(
@@ -156,16 +160,17 @@ class ReplicaBank:
         """G row ← gradients, cast to master precision; a missing gradient is zero."""
         _store(self._gradient_views[learner], gradients)
 
-    def store_stacked_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """G ← gradients `[K, *shape]` of all learners, in layout order; as `store_gradients` does for one."""
-        _store(self.stacked_gradients(), gradients)
+    def store_stacked_gradients(self, gradients: Sequence[Tensor | None], learners: range | None = None) -> None:
+        """G ← gradients `[K, *shape]` of learners, in layout order; as `store_gradients` does for one."""
+        _store(self.stacked_gradients(learners), gradients)
 
-    def stacked_gradients(self) -> list[Tensor]:
-        """Views `[K, *shape]` of G, in layout order."""
-        k = self.num_learners
-        if k not in self._stacked_gradients:
-            self._stacked_gradients[k] = list(self.gradients.stacked(k).values())[: self.num_trained]
-        return self._stacked_gradients[k]
+    def stacked_gradients(self, learners: range | None = None) -> list[Tensor]:
+        """Views `[K, *shape]` of G, in layout order; of neighbouring learners, by default of all."""
+        learners = range(self.num_learners) if learners is None else learners
+        if learners not in self._stacked_gradients:
+            views = list(self.gradients.stacked(len(learners), learners.start).values())
+            self._stacked_gradients[learners] = views[: self.num_trained]
+        return self._stacked_gradients[learners]
 
     def trained_row(self, learner: int) -> TrainedRow:
         """What a correction task works on."""

@@ -8,12 +8,19 @@ from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.errors import UserError
 
-EXECUTORS: dict[str, type[Executor]] = {
-    executor.NAME: executor for executor in (SerialExecutor, ThreadsExecutor, FusedExecutor, StreamsExecutor)
-}
+_ALL: tuple[type[Executor], ...] = (
+    SerialExecutor,
+    ThreadsExecutor,
+    FusedExecutor,
+    TwoSubArrays,
+    FourSubArrays,
+    StreamsExecutor,
+)
+EXECUTORS: dict[str, type[Executor]] = {executor.NAME: executor for executor in _ALL}
 
 
 def check_executor(name: str, device: torch.device) -> None:

@@ -16,12 +16,13 @@ from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
-from crossbow_py.engine.fused_pass import FusedPass, is_shared
-from crossbow_py.engine.memory import keep_freed_memory
+from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.memory import is_out_of_memory, keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Launch
 from crossbow_py.engine.update import NativeUpdate, StackedRows
 from crossbow_py.errors import CrossbowError, LearnerError
+from crossbow_py.targets import one_line
 from crossbow_py.telemetry.timeline import Timeline
 
 _HOST_UPDATES = (
@@ -59,10 +60,16 @@ class FusedExecutor(Executor):
             self.notes.append(_HOST_UPDATES)
         elif bank.order == "blocks":
             device = device or CudaStreams(bank.device)
-        self._pass = FusedPass(tasks, kernels)
         self._noted = False
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
-        self._on_device = FusedRounds(tasks, self._pass, device, self.notes, kernels) if device else None
+        self._device = device
+        self._build(kernels)
+        # Until a round by kernels was whole: what a round that fails before its update may have changed.
+        self._before = (bank.buffers.storage.clone(), bank.counters.clone()) if kernels else None
+
+    def _build(self, kernels: bool) -> None:
+        self._pass, device = FusedPass(self.tasks, kernels), self._device
+        self._on_device = FusedRounds(self.tasks, self._pass, device, self.notes, kernels) if device else None
 
     @property
     def looped(self) -> list[str]:
@@ -85,16 +92,33 @@ class FusedExecutor(Executor):
 
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         try:
-            if self._on_device is None:
-                self._run(outcome)
-            else:
-                slot = self._on_device.rounds.begin()
-                with self.span("round", ALL_LEARNERS, outcome.plan.index):
-                    self._on_device.issue(outcome, slot)
+            self._issue_round(outcome)
         except CrossbowError:
             raise
         except Exception as error:
-            raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
+            if self._before is None or is_out_of_memory(error):
+                raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
+            self._give_up_kernels(error)
+            self._issue(launches, outcome)
+        self._before = None
+
+    def _issue_round(self, outcome: RoundOutcome) -> None:
+        if self._on_device is None:
+            self._run(outcome)
+            return
+        slot = self._on_device.rounds.begin()
+        with self.span("round", ALL_LEARNERS, outcome.plan.index):
+            self._on_device.issue(outcome, slot)
+
+    def _give_up_kernels(self, error: Exception) -> None:
+        """The first round by kernels failed, before it updated anything: begin it anew by operators."""
+        assert self._before is not None, "later rounds have changed the bank"
+        bank, (buffers, counters) = self.tasks.bank, self._before
+        bank.buffers.storage.copy_(buffers)
+        bank.counters.copy_(counters)
+        self._before = None
+        self.notes.append(f"Fused rounds run as torch operators, which is slower: kernels failed ({one_line(error)}).")
+        self._build(kernels=False)
 
     def _run(self, outcome: RoundOutcome) -> None:
         with self.span("pass", ALL_LEARNERS, outcome.plan.index):
@@ -153,7 +177,7 @@ class FusedExecutor(Executor):
         bank, plan = self.tasks.bank, outcome.plan
         for learner, generator in enumerate(bank.generators[: bank.num_learners]):
             generator.manual_seed(counter_seed(self.tasks.seed, "dropout", plan.index, learner))
-        learned = self._pass.learn(self._pass.batch(plan), is_shared(plan))
+        learned = self._pass.learn(self._pass.batch(plan), self._pass.shares(plan))
         outcome.losses = learned.losses.tolist()  # host–device synchronisation on CUDA
         if learned.num_correct is not None:
             outcome.num_correct = [float(count) for count in learned.num_correct.tolist()]

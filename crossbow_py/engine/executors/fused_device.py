@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import partial
 
-from crossbow_py.engine.device_tasks import NUM_RESULTS, FusedDeviceTasks
+from crossbow_py.engine.device_tasks import NUM_RESULTS
 from crossbow_py.engine.executors.device_streams import Body, DeviceStreams
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program, Slot
-from crossbow_py.engine.fused_pass import FusedPass, is_shared
+from crossbow_py.engine.fused_device_tasks import FusedDeviceTasks
+from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.kernel_update import choose_kernel_update
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 
 ALL_LEARNERS = "all learners"
@@ -38,8 +40,12 @@ class FusedRounds:
     def __init__(
         self, tasks: RoundTasks, fused: FusedPass, device: DeviceStreams, notes: list[str], kernels: bool
     ) -> None:
-        self._bodies, self._notes = FusedDeviceTasks(tasks, fused, kernels), notes
-        notes += self._bodies.notes
+        self._notes, update = notes, None
+        if kernels:
+            alone, optimizer = tasks.collective.num_devices == 1, tasks.update.optimizer
+            update, note = choose_kernel_update(tasks.bank, optimizer, tasks.update.rule, moves=alone)
+            notes += [note] if note else []
+        self._bodies = FusedDeviceTasks(tasks, fused, update, gathers=kernels)
         self.rounds = DeviceRounds(device, "fused", [ALL_LEARNERS], (tasks.bank.num_learners, NUM_RESULTS))
         program, pool = self.rounds.program, device.new_pool()
         self._round, self._averaging = (program(name, ALL_LEARNERS, pool) for name in ("round", "averaging"))
@@ -49,12 +55,17 @@ class FusedRounds:
     def issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         """Enqueue a round that has begun. Blocks the host only where a graph is captured or the feed blocks it."""
         rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
-        stream, shared = rounds.streams[ALL_LEARNERS], is_shared(plan)
+        stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
         variant = (plan.averaging, shared)
         ahead = self._round.runs_graph(variant)
         load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run("load", load, stream)
-        self._launch(self._round, partial(bodies.learn_and_correct, plan.averaging, shared, masks_ahead=ahead), variant)
+
+        def whole_round() -> None:
+            bodies.learn(shared, masks_ahead=ahead)
+            bodies.correct(plan.averaging)
+
+        self._launch(self._round, whole_round, variant)
         if plan.averaging is not None and not bodies.moves_z:
             self._launch(self._averaging, partial(bodies.average, outcome), plan.averaging)
         rounds.device.run("report", partial(bodies.report, slot.results), stream)

@@ -18,6 +18,8 @@ from crossbow_py.engine.device_tasks import NUM_RESULTS, DeviceTasks
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams, Event, Stream
 from crossbow_py.engine.executors.on_device import DeviceRounds
+from crossbow_py.engine.fused_device_tasks import SubArrayTasks
+from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
@@ -25,7 +27,7 @@ from crossbow_py.errors import CrossbowError, LearnerError
 from crossbow_py.telemetry.timeline import Timeline
 
 _DRAWS = (
-    "executor=streams runs learning tasks without CUDA graphs, which is slower, because the model or the loss draws "
+    "executor={} runs learning tasks without CUDA graphs, which is slower, because the model or the loss draws "
     "random numbers outside nn.Dropout modules."
 )
 
@@ -49,17 +51,17 @@ class StreamsExecutor(Executor):
     """
 
     NAME = "streams"
-    ORDER = "rows"  # a learner's row in one or two vectors: the fewest kernels
+    ORDER: Order | None = "rows"  # a learner's row in one or two vectors: the fewest kernels
     EXPERIMENTAL = True
     DEVICE = "cuda"
 
     def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None) -> None:
         super().__init__(tasks)
         device = device or CudaStreams(tasks.bank.device)
-        self._bodies = DeviceTasks(tasks)
-        learners = range(tasks.bank.num_learners)
+        self._bodies = self._make_bodies(tasks)
+        learners = range(self.scheduler.num_learners)
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
-        self._rounds = DeviceRounds(device, self.NAME, names, (len(learners), NUM_RESULTS))
+        self._rounds = DeviceRounds(device, self.NAME, names, (tasks.bank.num_learners, NUM_RESULTS))
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
@@ -67,6 +69,10 @@ class StreamsExecutor(Executor):
         # NCCL stays out of graphs.
         self._averaging.captures = tasks.collective.num_devices == 1
         self._marks: dict[Task, Event] = {}
+
+    def _make_bodies(self, tasks: RoundTasks) -> DeviceTasks | SubArrayTasks:
+        """What a stream runs, and how many there are in the scheduler's eyes."""
+        return DeviceTasks(tasks)
 
     def trace(self, timeline: Timeline) -> None:
         """See Executor: a span lies between two events on its stream; the round that captures shows the capture too."""
@@ -113,11 +119,15 @@ class StreamsExecutor(Executor):
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
         """On the learner's stream: load the round, then learn."""
         program, bodies, rounds = self._learning[learner], self._bodies, self._rounds
-        ahead = program.runs_graph()
-        load = partial(bodies.load, learner, outcome.plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
+        plan, variant = outcome.plan, bodies.variant(learner, outcome.plan)
+        ahead = program.runs_graph(variant)
+        load = partial(bodies.load, learner, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run(f"load({learner})", load, stream)
-        if program.launch_watched(partial(bodies.learn, learner, masks_ahead=ahead)):
-            self.notes.append(_DRAWS)
+        drawn = program.launch_watched(partial(bodies.learn, learner, plan, masks_ahead=ahead), variant)
+        self.notes += bodies.notes
+        bodies.notes.clear()
+        if drawn:
+            self.notes.append(_DRAWS.format(self.NAME))
             for each in self._learning:
                 each.captures = False
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.fusion.branches import Branches
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.kernels.geometry import Geometry
 from crossbow_py.kernels.launch import unavailable
 from crossbow_py.user_cache import Remembered
@@ -132,7 +133,7 @@ class Choices:
     """The way of each layer and direction: remembered, or measured when it is asked for the first time.
 
     Args:
-        milliseconds: how long a way takes; raises RuntimeError for one that fails.
+        milliseconds: how long a way takes; raises for one that fails.
         remembered: choices of earlier runs.
 
     Attributes:
@@ -173,8 +174,8 @@ class Choices:
                     self._note(f"Convolutions never run as {name}, which gave other numbers than the others.")
                     continue
                 times[name] = self._milliseconds(run)
-            except RuntimeError as error:
-                if expected is None:
+            except Exception as error:  # compilers and libraries raise what they like
+                if expected is None or is_out_of_memory(error):
                     raise
                 self._note(f"Convolutions never run as {name}, which failed: {' '.join(str(error).split())[:160]}.")
         return min(times, key=lambda name: times[name])

@@ -57,6 +57,7 @@ class FusedGraph:
         example: a batch of inputs of one learner `[B, ...]`, in compute precision.
         bank: whose rows the learners are.
         kernels: whether units of the graph run by Triton kernels, where these serve.
+        learners: K neighbouring ones; by default all.
 
     Attributes:
         looped: operators without a rule, run learner by learner; known after the first run.
@@ -70,7 +71,16 @@ class FusedGraph:
             followed.
     """
 
-    def __init__(self, template: nn.Module, example: Tensor, bank: ReplicaBank, kernels: bool = False) -> None:
+    def __init__(
+        self,
+        template: nn.Module,
+        example: Tensor,
+        bank: ReplicaBank,
+        kernels: bool = False,
+        learners: range | None = None,
+    ) -> None:
+        self._learners = range(bank.num_learners) if learners is None else learners
+        self._num_learners = len(self._learners)
         self.looped: list[str] = []
         self.written: frozenset[str] = frozenset()
         self.anchor = torch.zeros((), device=bank.device, requires_grad=True)
@@ -129,14 +139,14 @@ class FusedGraph:
             return
         from crossbow_py.engine.fusion import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
 
-        of_last, k = {unit.last: unit for unit in units}, self._bank.num_learners
+        of_last, k, learners = {unit.last: unit for unit in units}, self._num_learners, self._learners
         steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]
         for step, unit in steps:
             step.arguments, step.named, step.is_unit = (unit.input, unit.residual), {}, True
         reads = Counter([self._output, *(node for step in self._steps for node in step.reads)])
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
-        gradients = dict(zip(self.parameters.trained, self._bank.stacked_gradients(), strict=True))
-        trained, buffers = self.parameters.trained, self._bank.buffers.stacked(k)
+        gradients = dict(zip(self.parameters.trained, self._bank.stacked_gradients(learners), strict=True))
+        trained, buffers = self.parameters.trained, self._bank.buffers.stacked(k, learners.start)
         own = unit_step.Rows(
             {node: unit_step.Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
@@ -152,8 +162,8 @@ class FusedGraph:
         call = Call(
             node.target,  # type: ignore[arg-type]
             tuple(value.shape) if isinstance(value, Tensor) else None,
-            self._bank.num_learners,
-            self._bank.generators,
+            self._num_learners,
+            self._bank.generators[self._learners.start : self._learners.stop],
             may_write=write.may_write,
             must_write=write.must_write,
         )
@@ -161,8 +171,8 @@ class FusedGraph:
 
     def _bind(self) -> Parameters:
         """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy."""
-        bank, k = self._bank, self._bank.num_learners
-        master, shadow, buffers = bank.weights.stacked(k), bank.shadow.stacked(k), bank.buffers.stacked(k)
+        bank, own_rows = self._bank, (self._num_learners, self._learners.start)
+        master, shadow, buffers = (rows.stacked(*own_rows) for rows in (bank.weights, bank.shadow, bank.buffers))
         own = dict(bank.module(0).named_parameters())
         trained: dict[str, Tensor] = {}
         others: dict[str, Fused | PerLearner] = {}
@@ -174,7 +184,7 @@ class FusedGraph:
                 others[name] = Fused(rows, Layout.STACK)
         ordered = {name: trained[name] for name in bank.layout.names[: bank.num_trained]}
         others |= {name: Fused(rows, Layout.STACK) for name, rows in buffers.items()}
-        integers = [dict(bank.module(learner).named_buffers()) for learner in range(k)]
+        integers = [dict(bank.module(learner).named_buffers()) for learner in self._learners]
         names = [name for name, buffer in integers[0].items() if not buffer.is_floating_point()]
         others |= {name: PerLearner([each[name] for each in integers]) for name in names}
         return Parameters(ordered, others)
@@ -195,9 +205,9 @@ class FusedGraph:
             for node in step.finished:
                 values.pop(node, None)
         if self._counting:
-            self._bank.counters[: self._bank.num_learners].add_(1)
+            self._bank.counters[self._learners.start : self._learners.stop].add_(1)
         output: Fused = resolve(self._output, values)
-        return stack(output, self._bank.num_learners)
+        return stack(output, self._num_learners)
 
     def _forget(self, shared: bool) -> None:
         """Which rule serves hangs on what learners share."""

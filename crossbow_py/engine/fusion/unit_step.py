@@ -11,7 +11,7 @@ Gradients of parameters are written to the bank's rows, in master precision, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -109,23 +109,27 @@ class Convolution:
 
     def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Outputs, and mean and rstd `[K·C]` of them where the kernel finds them on the way."""
-        geometry = self._prepare(inputs)
+        self._prepare(inputs)
+        # Tried with statistics of its own, as it will run: the norm's would move with every try.
+        tried = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
+        way = self._way("forward", inputs, lambda way: self._outputs(inputs, way, tried)[0])
+        return self._outputs(inputs, way, statistics)
 
-        def run(way: str, moments: implicit.Moments | None = None) -> Tensor:
-            if way == IMPLICIT:
-                return implicit.forward(inputs, self._weights, self._bias, geometry, moments)
+    def _outputs(
+        self, inputs: Tensor, way: str, statistics: Statistics | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        assert self._geometry is not None, "sizes are known by the inputs"
+        if way != IMPLICIT:
             with searching_libraries():
-                return self._operators.forward(way, inputs, self._weights, self._bias)
-
-        way = self._way("forward", inputs, run)
-        if way != IMPLICIT or statistics is None:
-            return run(way), None
+                return self._operators.forward(way, inputs, self._weights, self._bias), None
+        if statistics is None:
+            return implicit.forward(inputs, self._weights, self._bias, self._geometry), None
         mean, rstd = (torch.empty(len(self._weights), device=inputs.device) for _ in range(2))
         moments = implicit.Moments(
             mean, rstd, statistics.running_mean, statistics.running_var, statistics.momentum, statistics.eps,
             self._moments_workspace,
         )  # fmt: skip
-        return run(way, moments), (mean, rstd)
+        return implicit.forward(inputs, self._weights, self._bias, self._geometry, moments), (mean, rstd)
 
     def backward(self, outputs: Tensor, inputs: Tensor, input_gradient: bool) -> Tensor | None:
         """Write the parameters' gradients; returns that of the inputs if it is wanted."""

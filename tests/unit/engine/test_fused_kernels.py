@@ -12,6 +12,8 @@ from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.errors import LearnerError
+from crossbow_py.kernels import batch_norm
 from crossbow_py.models import MODELS
 from tests.recording_streams import RecordingStreams
 from tests.support import assert_learners_equal, features, make_tasks, norm_model, plan
@@ -137,3 +139,33 @@ def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(nu
     assert launches["_update"] == 1
     assert sum(launches.values()) <= 200
     assert runner.looped == []
+
+
+def test_kernels_that_fail_in_the_first_round_leave_it_to_operators(monkeypatch):
+    ours, reference = (make_tasks(residual, data=images(), order="blocks") for _ in range(2))
+    runner = kernel_executor(ours)
+
+    def fails(*arguments):
+        raise RuntimeError("out of resource: shared memory, Required: 300000\nHardware limit: 232448")
+
+    monkeypatch.setattr(batch_norm, "backward_inputs", fails)  # statistics have moved by then
+    found = run(runner, ours, 3)
+    monkeypatch.undo()
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 3))
+    assert runner.notes == [
+        "Fused rounds run as torch operators, which is slower: kernels failed (RuntimeError: out of "
+        "resource: shared memory, Required: 300000 Hardware limit: 232448)."
+    ]
+
+
+def test_kernels_that_fail_later_are_a_learner_error(monkeypatch):
+    tasks = make_tasks(residual, data=images(), order="blocks")
+    runner = kernel_executor(tasks)
+    runner.submit(plan(tasks, 0))
+
+    def fails(*arguments):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(batch_norm, "backward_inputs", fails)
+    with pytest.raises(LearnerError, match="an illegal memory access"):
+        runner.submit(plan(tasks, 1))

@@ -311,7 +311,7 @@ def test_bodies_that_are_captured_ask_the_host_for_no_value():
     bodies.load(1, whole, bank_changed=True, masks_ahead=False)
     with OnlyLaunches():
         for learner in (0, 1):
-            bodies.learn(learner, masks_ahead=False)
+            bodies.learn(learner, whole, masks_ahead=False)
             bodies.correct(learner, whole.averaging)
         bodies.average(RoundOutcome(whole))
     with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
