@@ -1,4 +1,4 @@
-"""Memory: which errors mean that there is none left, and what glibc is asked for."""
+"""Memory: what learners need, which errors mean that there is none left, and what glibc is asked for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from crossbow_py.engine import memory
+from crossbow_py.engine.precision import BF16, FP32
 
 BLOCK = 2**30 - 2**21
 
@@ -34,6 +35,22 @@ def keep(monkeypatch, libc):
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: libc)
     memory.keep_freed_memory.__wrapped__()
     return libc.calls
+
+
+def test_learner_in_bf16_has_a_shadow_and_float32_rows():
+    own = memory.learner_bytes(1000, 30, 2, BF16, activations=500)
+    assert (own.weights, own.gradients, own.corrections, own.state) == (4000, 4000, 4000, 8000)
+    assert (own.shadow, own.buffers, own.activations) == (2000, 120, 500)
+    assert (own.row, own.whole) == (22_120, 22_620)
+    assert memory.learner_bytes(1000, 30, 1, FP32, activations=0).shadow == 0
+
+
+def test_prediction_counts_activations_of_learners_that_run_at_once():
+    own = memory.learner_bytes(1000, 0, 1, FP32, activations=500)
+    assert memory.predicted_bytes(own, 4, at_once=4, fixed=7) == 7 + 3 * 4000 + 4 * 16_000 + 4 * 500
+    assert memory.predicted_bytes(own, 4, at_once=1) == 3 * 4000 + 4 * 16_000 + 500
+    with pytest.raises(AssertionError, match="at once"):
+        memory.predicted_bytes(own, 4, at_once=5)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""Draws the memory of K learners: measured as points, predicted as lines.
+
+python experiments/memory/plot.py experiments/memory/results/memory_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from experiments.memory.report import Result, rows_of
+
+# Of Okabe and Ito's palette, which the colour-blind can tell apart.
+_COLOURS = {"serial": "#56B4E9", "fused": "#D55E00", "streams": "#009E73"}
+_MARKERS = {"serial": "s", "fused": "D", "streams": "^"}
+_MIB = 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw one results file, beside it; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("result", type=Path, help="a results file of run.py")
+    print(f"drawn to {draw_file(parser.parse_args(argv).result)}")
+    return 0
+
+
+def draw_file(path: Path) -> Path:
+    """Draw a results file; returns the picture's path."""
+    picture = path.with_suffix(".png")
+    draw(json.loads(path.read_text())).savefig(picture, dpi=130, metadata={"Software": None})
+    return picture
+
+
+def draw(result: Result) -> Figure:
+    """A panel a model."""
+    names = [entry["model"] for entry in result["models"]]
+    figure = Figure(figsize=(4.2 * len(names), 3.6), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(names), squeeze=False).flatten(), names, strict=True):
+        learners: set[int] = set()
+        for executor in dict.fromkeys(row["executor"] for row in result["rows"]):
+            rows = rows_of(result, model, executor)
+            across = [row["num_learners"] for row in rows]
+            learners |= set(across)
+            colour = _COLOURS[executor]
+            axes.plot(across, [row["predicted_bytes"] / _MIB for row in rows], color=colour, linewidth=1.2,
+                      label=f"{executor}, predicted")  # fmt: skip
+            axes.plot(across, [row["measured_bytes"] / _MIB for row in rows], _MARKERS[executor], color=colour,
+                      markersize=5, label=f"{executor}, measured")  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(sorted(learners), [str(value) for value in sorted(learners)])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.set(title=model, xlabel="learners K", ylabel="peak memory, MiB")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"peak memory of training rounds, b={result['batch_size']}, {result['precision']}, "
+                    f"{result['device']}", fontsize=11)  # fmt: skip
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

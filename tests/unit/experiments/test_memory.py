@@ -1,0 +1,142 @@
+"""The memory experiment: what is counted, the tables from made-up results, and a short run for real."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossbow_py.engine.memory import LearnerBytes, learner_bytes, predicted_bytes
+from crossbow_py.engine.precision import FP32
+from experiments.common.machine import machine
+from experiments.common.rounds import Rounds, Setup
+from experiments.memory import measure, plot, report, run
+
+MIB = 2**20
+OWN = LearnerBytes(MIB, MIB, MIB, MIB, 0, 0, 6 * MIB)  # 10 MiB a learner
+
+
+def row(executor: str, num_learners: int, measured: int | None) -> dict[str, Any]:
+    predicted = predicted_bytes(OWN, num_learners, at_once=1 if executor == "serial" else num_learners)
+    failed = {"failure": "it ran out of memory"} if measured is None else {}
+    return {"model": "lenet", "executor": executor, "num_learners": num_learners, "predicted_bytes": predicted,
+            "measured_bytes": measured} | failed  # fmt: skip
+
+
+def memory_result() -> dict[str, Any]:
+    return {
+        "machine": machine(), "device": "cpu", "precision": "fp32", "batch_size": 16,
+        "models": [{"model": "lenet", "num_values": MIB // 4, "learner": asdict(OWN)}],
+        "rows": [row("fused", 1, 13 * MIB), row("fused", 2, 24 * MIB), row("fused", 8, 87 * MIB),
+                 row("fused", 16, None), row("serial", 1, 13 * MIB), row("serial", 2, 17 * MIB)],
+    }  # fmt: skip
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_table_has_what_an_extra_learner_costs_and_its_ratio_to_its_own_parts() -> None:
+    assert cells(report.peaks_table(memory_result()))[2:] == [
+        ["lenet", "fused", "1", "13.0", "13.0", "1.000", "–", "–"],
+        ["lenet", "fused", "2", "24.0", "23.0", "1.043", "11.0", "1.100"],
+        ["lenet", "fused", "8", "87.0", "83.0", "1.048", "10.5", "1.050"],
+        ["lenet", "fused", "16", "–", "163.0", "–", "–", "–"],
+        ["lenet", "serial", "1", "13.0", "13.0", "1.000", "–", "–"],
+        ["lenet", "serial", "2", "17.0", "17.0", "1.000", "4.0", "0.400"],
+    ]
+
+
+def test_text_has_the_parts_of_a_learner_and_what_failed() -> None:
+    text = report.result_text(memory_result())
+    assert cells(text)[2] == ["lenet", "262,144", "1.00", "1.00", "1.00", "1.00", "0.00", "0.00", "6.00", "10.00"]
+    assert text.endswith("lenet fused K=16 failed: it ran out of memory")
+
+
+def test_picture_has_points_that_were_measured_and_lines_that_were_predicted() -> None:
+    pytest.importorskip("matplotlib")
+    (axes,) = plot.draw(memory_result()).axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["fused, measured"] == [13, 24, 87]
+    assert lines["serial, predicted"] == [13, 17]
+
+
+def test_peak_is_the_highest_running_sum() -> None:
+    assert measure.peak([5, 3, -4, 2, -6, 7]) == 8
+    assert measure.peak([]) == 0
+    assert measure.peak([-3]) == 0
+
+
+def test_peak_on_host_has_tensors_and_workspaces_inside_operators() -> None:
+    kept: list[torch.Tensor] = []
+
+    def call() -> None:
+        first = torch.ones(1000)
+        second = first + 1
+        del first
+        kept.append(second * 2)
+
+    assert measure.peak_on_host(call) in range(8000, 8200)  # two of three tensors at a time, and a few numbers
+
+
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_held_bytes_are_those_of_the_rows_and_their_padding(executor: Any) -> None:
+    with Rounds(Setup("lenet", 4, 3, executor, "cpu", "fp32")) as rounds:
+        bank = rounds.bank
+        held = measure.held_bytes(bank)
+        own = learner_bytes(bank.layout.num_values, bank.buffer_layout.num_values, 1, FP32, 0)
+    assert 1 <= held / predicted_bytes(own, 3, at_once=1) < 1.01
+
+
+def test_rounds_without_graphs_are_measured_and_predicted_within_five_percent() -> None:
+    setup = Setup("lenet", 8, 3, "fused", "cpu", "fp32")
+    probed = measure.probe(setup)
+    own = learner_bytes(
+        probed["num_values"], probed["num_buffer_values"], probed["num_states"], FP32, probed["activation_bytes"]
+    )
+    for asked in (setup, Setup("lenet", 8, 3, "serial", "cpu", "fp32")):
+        found = run.with_prediction(measure.weigh(asked), own, 3, asked.executor)
+        assert found["measured_bytes"] / found["predicted_bytes"] == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.slow
+def test_experiment_from_the_command_line_writes_its_result_and_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setitem(run.EXECUTORS, "cpu", ("fused",))
+    written = tmp_path / "memory_cpu.json"
+    arguments = ["--models", "mlp", "--num-learners", "2", "1", "--batch-size", "4", "--device", "cpu"]
+    assert run.main([*arguments, "--precision", "fp32", "--json", str(written)]) == 0
+    result = json.loads(written.read_text())
+    assert [(entry["executor"], entry["num_learners"]) for entry in result["rows"]] == [("fused", 1), ("fused", 2)]
+    assert all(entry["measured_bytes"] > entry["held_bytes"] for entry in result["rows"])
+    assert written.with_suffix(".png").stat().st_size > 5_000
+
+
+def test_measurement_that_fails_is_a_row_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(asked: dict[str, Any]) -> dict[str, int]:
+        if asked.get("probe"):
+            return {"num_values": 10, "num_buffer_values": 0, "num_states": 1, "activation_bytes": 100}
+        if asked["executor"] == "serial":
+            raise run.MeasurementError("it ended with code -9")
+        return {"held_bytes": 1, "fixed_bytes": 0, "measured_bytes": 380}
+
+    monkeypatch.setattr(run, "measure", found)
+    result: dict[str, Any] = {"models": [], "rows": []}
+    run.measure_model(Setup("lenet", 4, 1, "serial", "cpu", "fp32"), [1], result)
+    assert [(entry["measured_bytes"], entry["predicted_bytes"], entry.get("failure")) for entry in result["rows"]] == [
+        (380, 3 * 40 + 160 + 100, None), (None, None, "it ended with code -9"),
+    ]  # fmt: skip
+
+
+def test_command_line_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--num-learners", "0"], ["--models", "custom"]):
+        with pytest.raises(SystemExit) as ended:
+            run.main(arguments)
+        assert ended.value.code == 2
+        assert arguments[0] in capsys.readouterr().err
