@@ -37,6 +37,7 @@ test: setup  ## the whole suite (lint, types and import rules are tests) but for
 
 test-all: setup  ## the whole suite
 	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m gpu --quiet
 
 gpu: setup  ## the GPU tests and the throughput suite on a GPU, in 8 minutes
 	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")'

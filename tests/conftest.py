@@ -12,10 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-# Read when Triton is first imported: without a GPU its kernels run in the interpreter, on CPU tensors.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("house")
 
@@ -24,18 +20,27 @@ UNWATCHED_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_", "KMP_", "TF_", "G
 SECONDS_TO_END = 2.0
 
 
-def pytest_configure() -> None:
-    """Small tensors are slower on many threads than on one, and results should not hang on the number of cores."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Small tensors are slower on many threads than on one, and results should not hang on the number of cores.
+
+    Kernels run in Triton's interpreter, on CPU tensors, but for the tests on a GPU; Triton reads that when imported.
+    """
     torch.set_num_threads(1)
+    if not _on_gpu(config):
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped on a machine without CUDA."""
-    if torch.cuda.is_available():
+def _on_gpu(config: pytest.Config) -> bool:
+    return torch.cuda.is_available() and config.option.markexpr == "gpu"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` run by themselves, where there is CUDA."""
+    if _on_gpu(config):
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+            item.add_marker(pytest.mark.skip(reason="needs CUDA, and pytest -m gpu"))
 
 
 @pytest.fixture(autouse=True)
