@@ -25,6 +25,7 @@ from experiments.memory import report as memory_report
 from experiments.resnet32_cifar10.report import summary_table
 from experiments.throughput import suite_report
 from experiments.throughput.report import result_text, rounds_table, sides_table
+from experiments.update_bandwidth import report as update_report
 
 Table = Callable[[Mapping[str, Any]], str]
 Results = Mapping[str, Mapping[str, Any]]
@@ -44,6 +45,11 @@ TABLES: dict[str, dict[str, Table]] = {
     },
     "memory": {"all": memory_report.result_text, "machine": _machine},
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
+    "update_bandwidth": {
+        "all": update_report.result_text,
+        "bandwidth": update_report.bandwidth_table,
+        "machine": _machine,
+    },
 }
 # Those of a result that says of itself what kind it is.
 TABLES_OF_KIND: dict[str, dict[str, Table]] = {

@@ -1,0 +1,53 @@
+"""GB/s of the update of a bank of learners, beside those of a copy.
+
+    python experiments/update_bandwidth/run.py [--model vgg16 --num-learners 4 --device cpu] [--json PATH]
+
+README.md says what is counted and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from crossbow_py.engine.precision import choose_device
+from crossbow_py.errors import UserError
+from experiments.common.arguments import count, positive
+from experiments.common.machine import machine, machine_line
+from experiments.common.results import write_result
+from experiments.throughput.workloads import WORKLOAD_MODELS
+from experiments.update_bandwidth.measure import measure_update
+from experiments.update_bandwidth.report import result_text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as asked for; prints the table and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--model", choices=WORKLOAD_MODELS, default="vgg16", help="whose parameters (default %(default)s)")
+    add("--num-learners", type=count, default=4, help="K (default %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
+    add("--seconds", type=positive, default=30.0, help="of measuring (default %(default)s)")
+    add("--json", type=Path, metavar="PATH", help="write the results there")
+    options = parser.parse_args(argv)
+    try:
+        device = choose_device(options.device)
+        result = {
+            "machine": machine(),
+            **measure_update(options.model, options.num_learners, device.type, options.seconds),
+        }
+    except UserError as error:
+        parser.error(str(error))
+    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    if options.json:
+        write_result(options.json, result)
+        print(f"written to {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
