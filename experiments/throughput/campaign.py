@@ -1,8 +1,8 @@
 """Measures the cells of one model: a process for each executor and batch size, several passes over all cells.
 
 The first pass goes from short rounds to long ones, because what it finds decides which cells are left out; the auto
-side has its turn, and time put by for it, after the cells it is compared with. Further passes are in random order.
-Between its windows a process is blocked.
+side has its turn, and time put by for it, after the cells it is compared with, and then the peers have theirs. Further
+passes are in random order. Between its windows a process is blocked.
 """
 
 from __future__ import annotations
@@ -16,28 +16,35 @@ from dataclasses import dataclass, replace
 from experiments.throughput import planning
 from experiments.throughput.comparison import Measurement, clean_window
 from experiments.throughput.gate import Window
-from experiments.throughput.planning import Cell, Cells, LeftOut, Limits
-from experiments.throughput.sides import AUTO, OPEN, SINGLE_SIDES, Side
+from experiments.throughput.mps import SideGroup, start_side
+from experiments.throughput.peers import PEER_SIDES
+from experiments.throughput.planning import Cell, Cells, LeftOut, Limits, ProcessKey
+from experiments.throughput.sides import AUTO, Side
 from experiments.throughput.workers import SideError, SideProcess
 from experiments.throughput.workloads import Effort, Workload
 
 _RETRY_AFTER_S = 0.5
-# Of a model's time: for the auto side to choose an executor and settle.
-_TUNING_SHARE = 0.55
 # Beyond a model's time, after which a process that is at work is ended.
 _GRACE_S = 5.0
 _ORDER_SEED = 0
 
-Start = Callable[[Side, Workload, Effort, float], SideProcess]
+Start = Callable[[Side, Workload, Effort, float], SideProcess | SideGroup]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure of a model, and how."""
+    """What to measure of a model, and how.
+
+    `tuning_share` of a model's time is for the auto side to choose an executor and settle, and `peers_share` is kept
+    for the first cells of the peers. `mps_pipes` is where the suite's MPS daemon listens.
+    """
 
     cells: Cells
     limits: Limits
     max_foreign_share: float
+    tuning_share: float = 0.55
+    peers_share: float = 0.0
+    mps_pipes: str = ""
 
 
 class Campaign:
@@ -61,19 +68,19 @@ class Campaign:
         plan: Plan,
         budget_s: float,
         *,
-        start: Start = SideProcess,
+        start: Start = start_side,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
         self._workload, self._plan, self._budget_s = workload, plan, budget_s
         self._start, self._clock, self._wait = start, clock, wait
         self._deadline_s = clock() + budget_s
-        self._effort = Effort(trial_s=0.1, trials=3, trials_limit_s=2.0, tuning_s=_TUNING_SHARE * budget_s)
-        self._processes: dict[tuple[int, str], SideProcess] = {}
-        self._failures: dict[tuple[int, str], str] = {}
+        self._effort = Effort(0.1, 3, 2.0, tuning_s=plan.tuning_share * budget_s, mps_pipes=plan.mps_pipes)
+        self._processes: dict[ProcessKey, SideProcess | SideGroup] = {}
+        self._failures: dict[ProcessKey, str] = {}
         self._rates: dict[Cell, float] = {}
         self._costs_s: dict[Cell, float] = {}
-        self._starts_s: dict[tuple[int, str], float] = {}
+        self._starts_s: dict[ProcessKey, float] = {}
         self._stack = ExitStack()
         self.measurements: dict[Cell, Measurement] = {}
         self.left_out: dict[Cell, LeftOut] = {}
@@ -93,10 +100,10 @@ class Campaign:
         for cell in cells.single:
             self._first_window(cell)
         if cells.auto:
-            self._first_windows(cells.main, reserved_s=_TUNING_SHARE * self._budget_s)
+            self._first_windows(cells.main, (self._plan.tuning_share + self._plan.peers_share) * self._budget_s)
         for cell in cells.auto:
             self._first_window(cell)
-        self._first_windows([*cells.main, *cells.others], reserved_s=0.0)
+        self._first_windows([*cells.peers, *cells.main, *cells.others], reserved_s=0.0)
         draw = random.Random(_ORDER_SEED)
         for passes_left in reversed(range(self._plan.limits.passes - 1)):
             turns = list(self.measurements)
@@ -110,6 +117,12 @@ class Campaign:
 
     def _patience_s(self) -> float:
         return max(0.0, self._left_s()) + _GRACE_S
+
+    def _start_patience_s(self, side: Side) -> float:
+        """A peer that takes long to compile, or hangs, leaves the others half of the time that is not promised."""
+        if side.side not in PEER_SIDES:
+            return self._patience_s()
+        return max(0.0, (self._left_s() - self._promised_s()) / 2) + _GRACE_S
 
     def _one_pass_s(self, cells: Iterable[Cell]) -> float:
         """What a window of each will take, as far as is known."""
@@ -132,12 +145,12 @@ class Campaign:
                 self.left_out[cell] = refusal
 
     def _refusal(self, cell: Cell, reserved_s: float) -> LeftOut | None:
-        if cell.process_key in self._failures:
-            return LeftOut("failure", self._failures[cell.process_key])
+        if self._key(cell) in self._failures:
+            return LeftOut("failure", self._failures[self._key(cell)])
         rate = planning.expected_images_per_s(cell, self._rates)
         if rate is None:
             return None
-        start_s = planning.expected_start_s(cell, self._starts_s)
+        start_s = planning.expected_start_s(cell, self._starts_s, self._plan.limits)
         left_s = self._left_s() - self._promised_s() - reserved_s
         return planning.left_out(cell, rate, start_s, left_s, self._plan.limits)
 
@@ -160,7 +173,7 @@ class Campaign:
     def _next_window(self, cell: Cell, later_s: float) -> None:
         """Take it if there is time and the process still lives; `later_s` are promised to others."""
         measurement, window = self.measurements[cell], None
-        if cell.process_key not in self._failures and self._costs_s[cell] <= self._left_s():
+        if self._key(cell) not in self._failures and self._costs_s[cell] <= self._left_s():
             try:
                 window = self._clean_window(cell, measurement, later_s)
             except SideError as error:
@@ -169,23 +182,30 @@ class Campaign:
 
     def _fail(self, cell: Cell, error: SideError) -> None:
         print(f"{self._workload.model} b={cell.batch_size}: {error}", flush=True)
-        self._failures[cell.process_key] = str(error)
+        self._failures[self._key(cell)] = str(error)
 
-    def _process(self, cell: Cell) -> SideProcess:
-        if cell.process_key not in self._processes:
-            side = cell.side if cell.side.side in SINGLE_SIDES else replace(cell.side, num_learners=OPEN)
+    def _key(self, cell: Cell) -> ProcessKey:
+        return cell.process_key(self._plan.limits)
+
+    def _process(self, cell: Cell) -> SideProcess | SideGroup:
+        key = self._key(cell)
+        if key not in self._processes:
+            side = replace(cell.side, num_learners=key.num_learners)
             begun_s = self._clock()
             process = self._start(
-                side, replace(self._workload, batch_size=cell.batch_size), self._effort, self._patience_s()
+                side, replace(self._workload, batch_size=cell.batch_size), self._effort, self._start_patience_s(side)
             )
-            self._processes[cell.process_key] = self._stack.enter_context(process)
-            self._starts_s[cell.process_key] = self._clock() - begun_s
-        return self._processes[cell.process_key]
+            self._stack.enter_context(process)
+            self._processes[key] = process
+            if warm_up := planning.warm_up(side, self._plan.limits):
+                process.window(warm_up, self._start_patience_s(side))
+            self._starts_s[key] = self._clock() - begun_s
+        return self._processes[key]
 
     def _clean_window(self, cell: Cell, measurement: Measurement, later_s: float) -> float | None:
         def take(_: Side) -> Window:
             begun_s = self._clock()
-            window = self._processes[cell.process_key].window(
+            window = self._processes[self._key(cell)].window(
                 planning.visit(cell, self._plan.limits), self._patience_s()
             )
             self._costs_s[cell], self._rates[cell] = self._clock() - begun_s, window.images_per_s

@@ -10,6 +10,7 @@ from typing import Any
 
 from crossbow_py.engine.precision import PrecisionName
 from experiments.throughput.gate import Ready, Window
+from experiments.throughput.peers import COMPILED, PEER_SIDES
 from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 
 ATTEMPTS = 3
@@ -97,8 +98,8 @@ def paired_ratios(numerator: Sequence[float | None], denominator: Sequence[float
 def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """What the comparison is for; every entry is the median of the ratios within repetitions.
 
-    Kinds: `throughput`, of a side to `default_loop`, and to `tuned_single` of its precision; and `round_time`, of
-    rounds with SMA to rounds of as many learners without averaging.
+    Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision, and of learners to peers;
+    and `round_time`, of rounds with SMA to rounds of as many learners without averaging.
     """
     windows = {measurement.side: measurement.windows for measurement in measurements}
     entries = []
@@ -113,9 +114,24 @@ def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def _is_base(base: Side, side: Side) -> bool:
+    if base.side == "default_loop":
+        return side.side != "default_loop"
+    if base.precision != side.precision:
+        return False
     if base.side == "tuned_single":
-        return side.side not in SINGLE_SIDES and base.precision == side.precision
-    return base.side == "default_loop" and side.side != "default_loop"
+        return side.side not in SINGLE_SIDES
+    return side.side in (*EXECUTOR_SIDES, AUTO) and _is_peer(base, side)
+
+
+def _is_peer(base: Side, side: Side) -> bool:
+    """Whether `base` is another way to train as many learners, or one compiled model on a batch of one or of all.
+
+    The same learners eager in turn, `serial`, count as another way.
+    """
+    if base.side == COMPILED:
+        return base.num_learners in (1, side.num_learners)
+    in_turn = base.side == "serial" and side.side != "serial" and base.averaging == side.averaging
+    return base.num_learners == side.num_learners > 1 and (in_turn or base.side in PEER_SIDES)
 
 
 def _ratio(kind: str, side: Side, base: Side, values: Sequence[float]) -> dict[str, Any]:
@@ -150,6 +166,7 @@ def plan_sides(
             counts = serial_learners if name == "serial" else num_learners
             if name in names:
                 sides += [Side(name, k, rule, precision) for k in counts for rule in ("sma", "none")]
+        sides += [Side(name, k, "none", precision) for name in PEER_SIDES if name in names for k in num_learners]
         if AUTO in names:
             sides.append(Side(AUTO, OPEN, "sma", precision))
     return sides

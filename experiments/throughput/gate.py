@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from experiments.throughput.load import LoadSnapshot, foreign_share
+from experiments.throughput.load import LoadSnapshot, foreign_share, own_share
 
 LEAD_IN_S = 0.25
 
@@ -74,11 +74,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class Window:
-    """What one window came to. `foreign_share` is the cores' share that others took, None where it is unknown."""
+    """What one window came to. `foreign_share` is the cores' share that others took, None where it is unknown.
+
+    `own_share` is the share that the side's own process took.
+    """
 
     images: int
     seconds: float
     foreign_share: float | None
+    own_share: float = field(default=0.0, compare=False)
 
     @property
     def images_per_s(self) -> float:
@@ -143,8 +147,11 @@ class Gate:
             self._start, self._images = now, 0
             self._due_s = now.wall_s + self._visit.seconds
         else:
-            self._channel.send(Window(self._images, now.wall_s - self._start.wall_s, foreign_share(self._start, now)))
+            self._channel.send(self._window(self._start, now))
             self._await_visit()
+
+    def _window(self, start: LoadSnapshot, end: LoadSnapshot) -> Window:
+        return Window(self._images, end.wall_s - start.wall_s, foreign_share(start, end), own_share(start, end))
 
     def _await_visit(self) -> None:
         try:

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.precision import PrecisionName
 from experiments.throughput.gate import Visit
-from experiments.throughput.sides import AUTO, OPEN, SINGLE_SIDES, Side
+from experiments.throughput.peers import MPS, PEER_SIDES
+from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
 
 # The batch size at which every K is measured first, and what auto settles on.
 MAIN_BATCH_SIZE = 16
 # The learners that are measured first at the other batch sizes.
-_MAIN_LEARNERS = (2, 8)
-# Rounds after a change of K that are not like those that follow: queues fill, or CUDA graphs are captured.
-_LEAD_IN_ROUNDS = {"threads": 2, "streams": 4, AUTO: 2}
-# What a model takes of the time, roughly: rounds of the large ones are long whatever the device.
-_WEIGHTS = {"mlp": 1.0, "lenet": 1.0, "resnet32": 1.5, "vgg16": 3.0}
+MAIN_LEARNERS = (2, 8)
+# Rounds after a change of K or a pause that are not like those that follow, as queues fill.
+_LEAD_IN_ROUNDS = {"threads": 2, "streams": 2, AUTO: 2}
+# Rounds of a new process until a CUDA graph is captured and was replayed.
+_CAPTURE_ROUNDS = 4
+# Processes of one side do not begin and end a window at quite the same moment, which short windows would show.
+_SHORTEST_WINDOW_S = {MPS: 0.5}
+# What a model takes of the time, roughly. On a CPU rounds of the large ones are long; on a GPU deep ones take long to
+# start, as they are captured and compiled.
+_WEIGHTS = {
+    "cpu": {"mlp": 1.0, "lenet": 1.0, "resnet32": 1.5, "vgg16": 3.0},
+    "cuda": {"mlp": 1.0, "lenet": 1.0, "resnet32": 3.0, "vgg16": 2.0, "resnet50": 3.0},
+}
 _OTHER_WEIGHT = 2.0
 
 Cause = Literal["round", "time", "failure"]
@@ -29,12 +39,25 @@ Cause = Literal["round", "time", "failure"]
 
 @dataclass(frozen=True)
 class Limits:
-    """`passes` windows a cell, of `window_s` and at least one round, after a lead-in; no round over `max_round_s`."""
+    """`passes` windows a cell, of `window_s` and at least one round, after a lead-in; no round over `max_round_s`.
+
+    `captures` says that executors make CUDA graphs of their rounds. Every change of K would capture anew, so there a
+    process keeps its K, and captures before its first window.
+    """
 
     passes: int = 3
     window_s: float = 0.15
     lead_in_s: float = 0.05
     max_round_s: float = 2.0
+    captures: bool = False
+
+
+class ProcessKey(NamedTuple):
+    """What measures a cell: `num_learners` is OPEN where K changes from window to window."""
+
+    batch_size: int
+    side: str
+    num_learners: int = OPEN
 
 
 @dataclass(frozen=True)
@@ -49,10 +72,14 @@ class Cell:
         """Of all learners."""
         return self.batch_size * max(1, self.side.num_learners)
 
-    @property
-    def process_key(self) -> tuple[int, str]:
-        """Cells of an executor and batch size share a process, in which K changes from window to window."""
-        return self.batch_size, self.side.side
+    def keeps_learners(self, limits: Limits) -> bool:
+        """Whether a process of its own measures the cell, with this K; else K changes from window to window."""
+        return self.side.side in (*SINGLE_SIDES, *PEER_SIDES) or (limits.captures and self.side.side != AUTO)
+
+    def process_key(self, limits: Limits) -> ProcessKey:
+        """Cells that keep no K share a process with others of their executor and batch size."""
+        learners = self.side.num_learners if self.keeps_learners(limits) else OPEN
+        return ProcessKey(self.batch_size, self.side.side, learners)
 
 
 @dataclass(frozen=True)
@@ -65,33 +92,63 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Cells:
-    """In the order of their turn: one model, all K at the main batch size, auto there, and then what remains.
+    """In the order of their turn: one model, all K at the main batch size, auto there, its peers, and what remains.
 
     `single` and `auto` are always measured, the others while there is time: from short rounds to long ones, at other
     batch sizes a few K first, and `serial` with K > 1 last (its learners take turns, so to leave it out loses least).
+    `peers` are what one K is compared with first; see peer_planning.py.
     """
 
     single: Sequence[Cell]
     main: Sequence[Cell]
     auto: Sequence[Cell]
     others: Sequence[Cell]
+    peers: Sequence[Cell] = ()
 
 
 def plan_cells(
-    batch_sizes: Sequence[int], num_learners: Sequence[int], executors: Iterable[str], precision: PrecisionName
+    batch_sizes: Sequence[int],
+    num_learners: Sequence[int],
+    executors: Iterable[str],
+    precision: PrecisionName,
+    captures: bool = False,
 ) -> Cells:
-    """All that there is to measure of a model."""
-    main = MAIN_BATCH_SIZE if MAIN_BATCH_SIZE in batch_sizes else min(batch_sizes)
+    """All that there is to measure of a model, without peers.
+
+    Where executors capture their rounds (`captures`), a cell takes long to start and a round of whatever length is
+    short: so at the main batch size the K that peers are compared with comes first, and K = 1 next.
+    """
+    main, compared = main_batch_size(batch_sizes), compared_learners(num_learners)
     single = (Side("default_loop", 1, "none", "fp32"), Side("tuned_single", 1, "none", precision))
-    sides = [Side(name, k, "sma", precision) for name in executors for k in num_learners]
+    sides = [Side(name, k, "sma", precision) for name in executors for k in num_learners if _is_distinct(name, k)]
     first = [Cell(main, side) for side in sides if not _is_repetitive(side)]
     others = [Cell(b, side) for b in batch_sizes for side in (*single, *sides) if b != main or _is_repetitive(side)]
     return Cells(
         single=[Cell(main, side) for side in single],
-        main=sorted(first, key=_place),
+        main=sorted(first, key=(lambda cell: _place_of_capture(cell, compared)) if captures else _place),
         auto=[Cell(main, Side(AUTO, OPEN, "sma", precision))],
-        others=sorted(others, key=lambda cell: (not _is_first(cell.side), *_place(cell))),
+        others=sorted(others, key=lambda cell: (not is_first(cell.side), *_place(cell))),
     )
+
+
+def main_batch_size(batch_sizes: Sequence[int]) -> int:
+    """At which every K is measured first, and auto."""
+    return MAIN_BATCH_SIZE if MAIN_BATCH_SIZE in batch_sizes else min(batch_sizes)
+
+
+def compared_learners(num_learners: Sequence[int]) -> int:
+    """The K that all peers are measured with first."""
+    return max(set(num_learners) & set(MAIN_LEARNERS) or num_learners)
+
+
+def _is_distinct(executor: str, num_learners: int) -> bool:
+    """Whether it is not another executor by another name: groups of one learner each are `streams`."""
+    return num_learners > getattr(EXECUTORS[executor], "STREAMS", 0)
+
+
+def _place_of_capture(cell: Cell, compared: int) -> tuple[bool, bool, int, bool]:
+    k = cell.side.num_learners
+    return k != compared, k != 1, k, cell.side.side != "fused"
 
 
 def _place(cell: Cell) -> tuple[bool, int, int]:
@@ -102,15 +159,21 @@ def _is_repetitive(side: Side) -> bool:
     return side.side == "serial" and side.num_learners > 1
 
 
-def _is_first(side: Side) -> bool:
-    few = side.num_learners in _MAIN_LEARNERS or side.side in (*SINGLE_SIDES, "serial")
+def is_first(side: Side) -> bool:
+    """Whether a side comes before others at batch sizes that are not the main one."""
+    few = side.num_learners in MAIN_LEARNERS or side.side in (*SINGLE_SIDES, "serial")
     return few and not _is_repetitive(side)
 
 
 def visit(cell: Cell, limits: Limits) -> Visit:
     """What to ask of the cell's process."""
-    learners = None if cell.side.side in (*SINGLE_SIDES, AUTO) else cell.side.num_learners
-    return Visit(limits.window_s, limits.lead_in_s, lead_in_rounds(cell.side), learners)
+    learners = None if cell.keeps_learners(limits) or cell.side.side == AUTO else cell.side.num_learners
+    return Visit(window_s(cell.side, limits), limits.lead_in_s, lead_in_rounds(cell.side), learners)
+
+
+def window_s(side: Side, limits: Limits) -> float:
+    """How long a window of a side is at least."""
+    return max(limits.window_s, _SHORTEST_WINDOW_S.get(side.side, 0.0))
 
 
 def lead_in_rounds(side: Side) -> int:
@@ -118,17 +181,23 @@ def lead_in_rounds(side: Side) -> int:
     return _LEAD_IN_ROUNDS.get(side.side, 1)
 
 
+def warm_up(side: Side, limits: Limits) -> Visit | None:
+    """What to ask of a new process before its first window, where it has to capture; its result means nothing."""
+    captures = limits.captures and side.side in EXECUTOR_SIDES
+    return Visit(0.0, lead_in_s=0.0, lead_in_ticks=_CAPTURE_ROUNDS) if captures else None
+
+
 def visit_s(cell: Cell, images_per_s: float, limits: Limits) -> float:
     """How long a window takes with its lead-in, at a throughput; both end with a round."""
     round_s = cell.images_per_round / images_per_s
-    return max(limits.lead_in_s, lead_in_rounds(cell.side) * round_s) + max(limits.window_s, round_s)
+    return max(limits.lead_in_s, lead_in_rounds(cell.side) * round_s) + max(window_s(cell.side, limits), round_s)
 
 
 def expected_images_per_s(cell: Cell, known: Mapping[Cell, float]) -> float | None:
     """Throughput of the most alike cell so far: its side at its batch size with most learners, its side, one model."""
     side = cell.side.side
     for alike in (
-        [other for other in known if other.process_key == cell.process_key],
+        [other for other in known if (other.batch_size, other.side.side) == (cell.batch_size, side)],
         [other for other in known if other.side.side == side],
         [other for other in known if other.side.side == "tuned_single"],
     ):
@@ -137,18 +206,17 @@ def expected_images_per_s(cell: Cell, known: Mapping[Cell, float]) -> float | No
     return None
 
 
-def expected_start_s(cell: Cell, known: Mapping[tuple[int, str], float]) -> float:
-    """How long the cell's process takes to start: nothing where it runs, else by the same side at other batch sizes.
+def expected_start_s(cell: Cell, known: Mapping[ProcessKey, float], limits: Limits) -> float:
+    """How long the cell's process takes to start: nothing where it runs, else by other processes of the same side.
 
     `tuned_single` tries steps of its forms, which take longer with the batch size.
     """
-    if cell.process_key in known:
+    if cell.process_key(limits) in known:
         return 0.0
-    b, side = cell.process_key
+    side = cell.side.side
     power = 1 if side == "tuned_single" else 0
-    return max(
-        ((b / other) ** power * seconds for (other, name), seconds in known.items() if name == side), default=0.0
-    )
+    alike = [(key, seconds) for key, seconds in known.items() if key.side == side]
+    return max(((cell.batch_size / key.batch_size) ** power * seconds for key, seconds in alike), default=0.0)
 
 
 def left_out(cell: Cell, images_per_s: float, start_s: float, left_s: float, limits: Limits) -> LeftOut | None:
@@ -164,7 +232,7 @@ def left_out(cell: Cell, images_per_s: float, start_s: float, left_s: float, lim
     return None
 
 
-def share_s(left_s: float, models: Sequence[str]) -> float:
+def share_s(left_s: float, models: Sequence[str], device: str) -> float:
     """What the first of the models gets of the time left for all of them; what it does not use, the others get."""
-    weights = [_WEIGHTS.get(model, _OTHER_WEIGHT) for model in models]
+    weights = [_WEIGHTS[device].get(model, _OTHER_WEIGHT) for model in models]
     return left_s * weights[0] / sum(weights)

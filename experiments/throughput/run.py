@@ -26,6 +26,8 @@ from experiments.common.machine import machine, machine_line
 from experiments.common.results import write_result
 from experiments.throughput.comparison import Measurement, measure, plan_sides, ratios, to_row
 from experiments.throughput.gate import Visit, Window
+from experiments.throughput.mps import MpsError, SideGroup, daemon, start_side
+from experiments.throughput.peers import MPS, PEER_SIDES, missing_on
 from experiments.throughput.report import result_text
 from experiments.throughput.sides import ALL_SIDES, Side, sides_on
 from experiments.throughput.workers import SideError, SideProcess
@@ -65,10 +67,12 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
     facts = machine()
     known = True
     with ExitStack() as stack:
-        processes: dict[Side, SideProcess] = {}
+        processes: dict[Side, SideProcess | SideGroup] = {}
+        effort = _effort(sides, stack)
         for side in sides:
             # One after another, so that a side tunes itself and warms up on a quiet machine.
-            process = stack.enter_context(SideProcess(side, workload, Effort()))
+            process = start_side(side, workload, effort)
+            stack.enter_context(process)
             processes[process.side] = process
             warm = process.window(Visit(_WARM_UP_S))
             known = known and warm.foreign_share is not None
@@ -102,12 +106,24 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
     }
 
 
+def _effort(sides: Sequence[Side], stack: ExitStack) -> Effort:
+    """With an MPS daemon when a side needs one. Raises SideError when it cannot be had."""
+    if not any(side.side == MPS for side in sides):
+        return Effort()
+    try:
+        return Effort(mps_pipes=stack.enter_context(daemon()))
+    except MpsError as error:
+        raise SideError(f"side {MPS}: {error}") from error
+
+
 def _sides(options: argparse.Namespace, device: str, precisions: Sequence[PrecisionName]) -> list[Side]:
     """The sides that run on the device; on CPU the serial executor stands for one learner alone."""
-    fitting = sides_on(device)
+    fitting, missing = sides_on(device), missing_on(device)
     names = options.sides or fitting
     for name in names:
-        if name not in fitting:
+        if name in missing:
+            raise UserError(f"side {name} cannot be measured, as {missing[name]}; leave it out of --sides.")
+        if name not in (*fitting, *PEER_SIDES):
             raise UserError(f"side {name} does not run on {device}; leave it out of --sides.")
     learners = list(dict.fromkeys(options.num_learners))
     return plan_sides(names, learners, precisions, serial_learners=[1] if device == "cpu" else learners)
@@ -125,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=count, default=16, help="images in a batch of one learner (default %(default)s)")
     add("--num-learners", type=count, nargs="+", default=[1, 2, 4], help="K of the executors (default 1 2 4)")
     add("--precision", choices=("auto", "fp32", "bf16"), nargs="+", default=["auto", "fp32"], help="default auto fp32")
-    add("--sides", choices=ALL_SIDES, nargs="+", help="default: all that run on the device")
+    add("--sides", choices=(*ALL_SIDES, *PEER_SIDES), nargs="+", help="default: all that run on the device, no peers")
     add("--seconds", type=positive, default=2.5, help="length of a window (default %(default)s)")
     add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
     add("--max-foreign-share", type=positive, default=0.15,

@@ -1,9 +1,9 @@
 """The sides of the comparison. Each trains for ever and passes the gate at every tick.
 
 `default_loop` is what a tutorial teaches: float32, NCHW, every core on one model, a `DataLoader` over tensors. It is
-spared the augmentation that the other sides pay for. `tuned_single` is in tuned.py. The others are this project's
-executors, and `auto` is whatever it chooses by itself, driven through `Trainer.fit` with its feed and all telemetry
-(console, records, TensorBoard) on.
+spared the augmentation that the other sides pay for. `tuned_single` is in tuned.py, peers.py says which sides are other
+people's ways to many models. The rest are this project's executors, and `auto` is whatever it chooses by itself, driven
+through `Trainer.fit` with its feed and all telemetry (console, records, TensorBoard) on.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.errors import CrossbowError
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.trainer import Trainer
 from experiments.common.machine import usable_cores
 from experiments.throughput.gate import Choice, Gate, Ready
+from experiments.throughput.one_model import compiled, mps_member
 from experiments.throughput.pacing import PacedLearners, SettlingLearners, choosing_afresh
+from experiments.throughput.peers import COMPILED, JAX_VMAP, PEER_SIDES, VMAP
 from experiments.throughput.tuned import tuned_single
+from experiments.throughput.vmapped import vmapped
 from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
 
 SINGLE_SIDES = ("default_loop", "tuned_single")
@@ -50,7 +54,8 @@ Executor = Literal["auto", "serial", "threads", "fused", "streams"]
 class Side:
     """One row of the comparison. `averaging` is sma, or none: learners that never meet, or a side of one plain model.
 
-    `num_learners` is OPEN where every window says how many it wants, and for `auto` until it has settled.
+    `num_learners` is OPEN where every window says how many it wants, and for `auto` until it has settled. Of `compiled`
+    it says on how many learners' images the one model trains in a step.
     """
 
     side: str
@@ -69,6 +74,8 @@ class Side:
         if self.side in SINGLE_SIDES:
             return f"{self.side} {self.precision}"
         learners = "" if self.num_learners == OPEN else f" K={self.num_learners}"
+        if self.side in PEER_SIDES:
+            return f"{self.side}{learners} {self.precision}"
         return f"{self.side}{learners} {AVERAGING_WORDS[self.averaging]} {self.precision}"
 
     def chosen(self, ready: Ready) -> Side:
@@ -83,13 +90,32 @@ def sides_on(device: str) -> list[str]:
 
 
 def run_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
-    """Train until the gate raises FinishedError."""
+    """Train until the gate raises FinishedError. Raises CrossbowError when a side cannot be had."""
     if side.side == "default_loop":
         default_loop(workload, gate)
     elif side.side == "tuned_single":
         tuned_single(side.precision, workload, gate, effort)
+    elif side.side in PEER_SIDES:
+        try:
+            _run_peer(side, workload, gate, effort)
+        except RuntimeError as error:  # of a compiler, a capture, JAX, or memory: what others fail with
+            words = str(error).splitlines() or ["no more was said"]
+            raise CrossbowError(f"{type(error).__name__}: {words[0]}") from error
     else:
         trainer_fit(side, workload, gate, effort)
+
+
+def _run_peer(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
+    if side.side == COMPILED:
+        compiled(side.precision, side.num_learners, workload, gate)
+    elif side.side == VMAP:
+        vmapped(side.precision, side.num_learners, workload, gate)
+    elif side.side == JAX_VMAP:
+        from experiments.throughput.jax_vmap import jax_vmapped  # noqa: PLC0415 - JAX need not be installed
+
+        jax_vmapped(side.precision, side.num_learners, workload, gate)
+    else:
+        mps_member(side.precision, workload, gate, effort.mps_pipes)
 
 
 def default_loop(workload: Workload, gate: Gate) -> None:

@@ -11,7 +11,9 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,11 @@ from experiments.common.arguments import count, positive
 from experiments.common.machine import machine, machine_line
 from experiments.common.results import write_result
 from experiments.throughput import planning
+from experiments.throughput.ahead import compile_ahead
 from experiments.throughput.campaign import Campaign, Plan
+from experiments.throughput.mps import with_daemon
+from experiments.throughput.peer_planning import with_peers
+from experiments.throughput.peers import COMPILED, PEER_SIDES, missing_on, plan_peers
 from experiments.throughput.planning import Limits
 from experiments.throughput.sides import EXECUTOR_SIDES, sides_on
 from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, result_text, rows_of
@@ -36,6 +42,10 @@ NUM_LEARNERS = (1, 2, 4, 8, 16)
 MINUTES = 5.0
 # Of the time: starting Python before, and drawing after.
 _ASIDE_S = 10.0
+# Of what is left: compiling, at the start, for all models.
+_AHEAD_SHARE = 0.2
+# Of a model's time where it has peers: what auto may take to settle, and what is kept for the peers' first cells.
+_TUNING_SHARE, _PEERS_SHARE = 0.35, 0.3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,44 +71,87 @@ def measure_models(
     options: argparse.Namespace, device: str, precision: PrecisionName, begun_s: float
 ) -> dict[str, Any]:
     """One model after another, each in its share of the time that is left of the budget."""
-    facts, limits = machine(), Limits(passes=options.passes, window_s=options.window_s)
+    facts, known = machine(), True
+    models = list(dict.fromkeys(options.models or default_models(device)))
     budget_s = max(0.0, 60 * options.minutes - _ASIDE_S)
-    models, batch_sizes, learners = (
-        list(dict.fromkeys(values)) for values in (options.models, options.batch_sizes, options.num_learners)
-    )
-    executors = [name for name in sides_on(device) if name in EXECUTOR_SIDES]
-    plan = Plan(planning.plan_cells(batch_sizes, learners, executors, precision), limits, options.max_foreign_share)
     parts: dict[str, list[Any]] = {"rows": [], "left_out": [], "auto": [], "ratios": []}
-    data, known = {}, True
-    process_context()  # starts what processes are forked from, so that it is there when the images are
-    with tempfile.TemporaryDirectory() as folder:
-        workloads = prepare_all(models, batch_sizes[0], device, Path(folder))
+    with ExitStack() as stack:
+        process_context()  # starts what processes are forked from, so that it is there when the images are
+        peers, pipes = with_daemon(plan_peers(device, options.peers, missing_on(device)), stack)
+        for name, reason in peers.absent.items():
+            print(f"{name} is left out: {reason}", flush=True)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workloads = prepare_all(models, min(options.batch_sizes), device, folder)
+        plans = {model: make_plan(options, device, precision, peers.of(model), pipes) for model in models}
+        if device == "cuda":
+            _compile_ahead(precision, workloads, plans, _AHEAD_SHARE * budget_s)
         for number, model in enumerate(models):
             left_s = budget_s - (time.monotonic() - begun_s)
-            campaign = measure_model(workloads[model], plan, planning.share_s(left_s, models[number:]))
+            campaign = measure_model(
+                workloads[model], plans[model], planning.share_s(left_s, models[number:], device)
+            )
             parts["rows"] += rows_of(model, campaign.measurements)
             parts["left_out"] += left_out_of(model, campaign.left_out)
             parts["auto"] += auto_of(model, campaign.measurements)
             parts["ratios"] += ratios_of(model, campaign.measurements)
-            data[model], known = workloads[model].data, known and campaign.foreign_load_known
+            known = known and campaign.foreign_load_known
     return {
         "kind": KIND,
         "machine": facts,
         "device": device,
         "precision": precision,
-        "data": data,
+        "data": {model: workloads[model].data for model in models},
+        "peers": {"sides": list(peers.sides), "absent": peers.absent},
         "method": {
             "minutes": options.minutes,
             "took_s": round(time.monotonic() - begun_s, 1),
-            "passes": limits.passes,
-            "window_s": limits.window_s,
-            "lead_in_s": limits.lead_in_s,
-            "max_round_s": limits.max_round_s,
+            "passes": options.passes,
+            "window_s": options.window_s,
+            "lead_in_s": Limits.lead_in_s,
+            "max_round_s": Limits.max_round_s,
             "max_foreign_share": options.max_foreign_share,
             "foreign_load_known": known,
         },
         **parts,
     }
+
+
+def default_models(device: str) -> tuple[str, ...]:
+    """ResNet-50 on images of 224 pixels is for devices that do not take seconds for a round of it."""
+    return (*MODELS, "resnet50") if device == "cuda" else MODELS
+
+
+def make_plan(
+    options: argparse.Namespace, device: str, precision: PrecisionName, peers: Sequence[str], mps_pipes: str
+) -> Plan:
+    """What to measure of a model that has these peers."""
+    batch_sizes, learners = (list(dict.fromkeys(values)) for values in (options.batch_sizes, options.num_learners))
+    executors = [name for name in sides_on(device) if name in EXECUTOR_SIDES]
+    captures = device == "cuda"
+    cells = planning.plan_cells(batch_sizes, learners, executors, precision, captures)
+    limits = Limits(passes=options.passes, window_s=options.window_s, captures=captures)
+    plan = Plan(cells, limits, options.max_foreign_share, mps_pipes=mps_pipes)
+    if not peers:
+        return plan
+    cells = with_peers(cells, batch_sizes, learners, peers, precision)
+    return replace(plan, cells=cells, tuning_share=_TUNING_SHARE, peers_share=_PEERS_SHARE)
+
+
+def _compile_ahead(
+    precision: PrecisionName, workloads: Mapping[str, Workload], plans: Mapping[str, Plan], limit_s: float
+) -> None:
+    """The steps of `compiled` that are measured first; deep networks come last, and take longest."""
+    jobs = [
+        (workloads[model], cell.images_per_round)
+        for model, plan in list(plans.items())[::-1]
+        for cell in plan.cells.peers
+        if cell.side.side == COMPILED
+    ]
+    if jobs:
+        begun_s = time.monotonic()
+        done = compile_ahead(precision, jobs, limit_s)
+        took_s = time.monotonic() - begun_s
+        print(f"compiled {done} of {len(jobs)} steps ahead in {took_s:.0f} s", flush=True)
 
 
 def measure_model(workload: Workload, plan: Plan, budget_s: float) -> Campaign:
@@ -122,7 +175,8 @@ def _draw(path: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
-    add("--models", choices=WORKLOAD_MODELS, nargs="+", default=MODELS, help=f"default {' '.join(MODELS)}")
+    add("--models", choices=WORKLOAD_MODELS, nargs="+", help=f"default {' '.join(MODELS)}, and resnet50 on CUDA")
+    add("--peers", choices=PEER_SIDES, nargs="*", help="other ways to compare with; default all on CUDA, else none")
     add("--batch-sizes", type=count, nargs="+", default=BATCH_SIZES, help="images a learner takes (default 16 32 64)")
     add("--num-learners", type=count, nargs="+", default=NUM_LEARNERS, help="K (default 1 2 4 8 16)")
     add("--minutes", type=positive, default=MINUTES, help="all of it takes no longer (default %(default)s)")

@@ -9,6 +9,8 @@ from typing import Any
 
 from experiments.common.markdown import markdown_table
 from experiments.throughput.comparison import Measurement, paired_ratios, ratios, to_row
+from experiments.throughput.peer_report import absent, peers_table, with_equal_batches
+from experiments.throughput.peers import PEER_SIDES
 from experiments.throughput.planning import MAIN_BATCH_SIZE, Cell, LeftOut
 from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES
 
@@ -17,7 +19,7 @@ Row = Mapping[str, Any]
 Result = Mapping[str, Any]
 
 _NONE = "–"
-_SIDES = (*SINGLE_SIDES, *EXECUTOR_SIDES, AUTO)
+_SIDES = (*SINGLE_SIDES, *PEER_SIDES, *EXECUTOR_SIDES, AUTO)
 _CAUSES = {
     "round": "as one round would take longer than {max_round_s:g} s",
     "time": "for want of time ({minutes:g} minutes for all models)",
@@ -34,10 +36,10 @@ def rows_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[s
 
 
 def ratios_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[str, Any]]:
-    """Every cell to the two single-model sides at its batch size; medians of the ratios within passes."""
+    """Every cell to the single-model sides and the peers at its batch size; medians of the ratios within passes."""
     entries = []
     for batch_size in sorted({cell.batch_size for cell in measurements}):
-        same = [measurement for cell, measurement in measurements.items() if cell.batch_size == batch_size]
+        same = with_equal_batches(measurements, batch_size)
         entries += [{"model": model, "batch_size": batch_size, **entry} for entry in ratios(same)]
     return entries
 
@@ -89,8 +91,10 @@ def result_text(result: Result) -> str:
     """All of it: a row a model, a table a model, what was left out, how it was done."""
     parts = [summary_table(result)]
     for model in models(result):
-        parts += [f"**{model}**, {result['data'][model]} images", best_table(result, model), *left_out(result, model)]
-    return "\n\n".join(part for part in [*parts, notes(result)] if part)
+        parts += [f"**{model}**, {result['data'][model]} images", best_table(result, model)]
+        parts.append(peers_table(rows_of_model(result, model), result["ratios"], main_batch_size(result)))
+        parts += left_out(result, model)
+    return "\n\n".join(part for part in [*parts, absent(result), notes(result)] if part)
 
 
 def summary_table(result: Result) -> str:

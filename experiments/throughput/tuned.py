@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from crossbow_py.data.feed import Feed, make_feed
 from crossbow_py.engine.memory import keep_freed_memory
-from crossbow_py.engine.precision import cast_module, choose_precision
 from experiments.common.machine import usable_cores
 from experiments.throughput.gate import Gate, Ready
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
+from experiments.throughput.updates import bf16_update, plain_update
+from experiments.throughput.workloads import Effort, Workload
 
 _WARM_STEPS = 3
 _ALL_COUNTS_UP_TO = 8
@@ -104,8 +104,8 @@ def make_step(form: Form, workload: Workload) -> Step:
         workload.tensors(), workload.batch_size, _SEED, device, workload.augmentation, workload.mean, workload.std,
         channels_last=True, dtype=torch.float32 if form.arithmetic == "fp32" else torch.bfloat16,
     )  # fmt: skip
-    make_update = _mixed_update if form.arithmetic == "bf16 weights" else _plain_update
-    update = make_update(model, form.sgd)
+    bf16_weights = form.arithmetic == "bf16 weights"
+    update = bf16_update(model, form.sgd) if bf16_weights else plain_update(list(model.parameters()), form.sgd)
     batches = _Batches(feed)
 
     def step() -> None:
@@ -128,53 +128,6 @@ class _Batches:
         batch = self._feed.batch(self._start)
         self._start += self._feed.batch_size
         return batch.inputs, batch.targets
-
-
-def _plain_update(model: nn.Module, sgd: str) -> Callable[[], None]:
-    optimizer = _optimizer(list(model.parameters()), sgd)
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return update
-
-
-def _mixed_update(model: nn.Module, sgd: str) -> Callable[[], None]:
-    """Casts the model to bfloat16 (BatchNorm stays) and steps float32 masters, which are copied back."""
-    parameters: list[Tensor] = list(model.parameters())
-    masters = [parameter.detach().clone() for parameter in parameters]
-    gradients = [torch.zeros_like(master) for master in masters]
-    cast_module(model, choose_precision("bf16", masters[0].device))
-    for master, gradient in zip(masters, gradients, strict=True):
-        master.grad = gradient
-    optimizer = _optimizer(masters, sgd)
-
-    @torch.no_grad()
-    def update() -> None:
-        torch._foreach_copy_(gradients, [_gradient(parameter) for parameter in parameters])
-        optimizer.step()
-        torch._foreach_copy_(parameters, masters)
-        for parameter in parameters:
-            parameter.grad = None
-
-    return update
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "every parameter takes part in the loss"
-    return parameter.grad
-
-
-def _optimizer(parameters: list[Tensor], sgd: str) -> torch.optim.SGD:
-    return torch.optim.SGD(
-        parameters,
-        LEARNING_RATE,
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-        foreach=sgd == "foreach",
-        fused=sgd == "fused",
-    )
 
 
 def _synchronize() -> None:

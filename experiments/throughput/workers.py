@@ -1,6 +1,7 @@
 """A process a side, so that thread pools, allocator settings and caches of one side never meet those of another.
 
-Processes are forked from a server that has imported torch and nothing else: they start in milliseconds, and as clean.
+Processes are forked from a server that has imported torch and little else, and has not touched CUDA: they start in
+milliseconds, and as clean.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from experiments.throughput.sides import Side, run_side
 from experiments.throughput.workloads import Effort, Workload
 
 _END_S = 10.0
-_PRELOADED = ["torch", "experiments.throughput.sides"]
+# torch's optimizers import the front of its compiler when they first step, which takes seconds in every process.
+_PRELOADED = ["torch", "torch._dynamo", "experiments.throughput.sides"]
 
 
 class SideError(Exception):
@@ -36,24 +38,21 @@ class SideError(Exception):
 class SideProcess:
     """A side in a process of its own, blocked but for its windows. Close it, or use it as a context manager."""
 
-    def __init__(self, side: Side, workload: Workload, effort: Effort, patience_s: float | None = None) -> None:
-        """Start the process and wait until the side is built and has tuned itself, but no longer than `patience_s`.
+    ready: Ready
 
-        Raises SideError.
-        """
-        self._label = side.label
+    def __init__(
+        self, side: Side, workload: Workload, effort: Effort, patience_s: float | None = None, *, wait: bool = True
+    ) -> None:
+        """Start the process and, unless told not to wait, `await_ready`. Raises SideError."""
+        self.side, self._label = side, side.label
         context = process_context()
         self._connection, theirs = context.Pipe()
         arguments = (theirs, side, workload, effort)
         self._process = context.Process(target=serve, args=arguments, name=side.label, daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()  # so that this end sees the end of the file when the process dies
-        try:
-            self.ready: Ready = self._receive(patience_s)
-        except BaseException:
-            self.close()
-            raise
-        self.side = side.chosen(self.ready)
+        if wait:
+            self.await_ready(patience_s)
 
     def __enter__(self) -> SideProcess:
         return self
@@ -61,10 +60,27 @@ class SideProcess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def await_ready(self, patience_s: float | None) -> None:
+        """Wait until the side is built and has tuned itself, but no longer than `patience_s`. Raises SideError."""
+        try:
+            self.ready = self._receive(patience_s)
+        except BaseException:
+            self.close()
+            raise
+        self.side = self.side.chosen(self.ready)
+
     def window(self, visit: Visit, patience_s: float | None = None) -> Window:
         """Let the side train for a window; blocks until it is over or `patience_s` are. Raises SideError."""
-        with suppress(OSError):  # it died; the reason comes next
+        self.begin(visit)
+        return self.end(patience_s)
+
+    def begin(self, visit: Visit) -> None:
+        """Let the side train for a window, and do not wait for it."""
+        with suppress(OSError):  # it died; `end` learns the reason
             self._connection.send(visit)
+
+    def end(self, patience_s: float | None = None) -> Window:
+        """What the window that was begun came to. Raises SideError."""
         window: Window = self._receive(patience_s)
         return window
 

@@ -21,9 +21,13 @@ from crossbow_py.models import MODELS
 
 # Every side keeps its own padded copy of the images, so no more of them than an epoch of several seconds needs.
 NUM_IMAGES = 25_000
+# 154 MB in every process. Epochs are short so, but without tests and checkpoints their ends are hardly a pause.
+NUM_LARGE_IMAGES = 1024
+LARGE = Synthetic(shape=(3, 224, 224), num_classes=1000, num_test=1, flip=True)
 _CIFAR = ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "vgg16")
 _MNIST = ("lenet", "mlp")
-WORKLOAD_MODELS = (*_CIFAR, *_MNIST)
+_LARGE = ("resnet50",)
+WORKLOAD_MODELS = (*_CIFAR, *_MNIST, *_LARGE)
 LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 
@@ -33,13 +37,14 @@ class Effort:
 
     `tuned_single` tries each of its forms for `trial_s`, `trials` times while all of it took less than `trials_limit_s`
     (the first time is always whole). The auto side is measured as it is after `tuning_s` of tuning, its choice of an
-    executor included.
+    executor included. `mps_pipes` is where the MPS daemon of `mps_processes` listens.
     """
 
     trial_s: float = 0.4
     trials: int = 3
     trials_limit_s: float = 60.0
     tuning_s: float = 120.0
+    mps_pipes: str = ""
 
 
 @dataclass(frozen=True)
@@ -61,10 +66,15 @@ class Workload:
         """uint8 images [N, C, H, W] and int64 labels [N], mapped, so that processes share their memory."""
         return tuple(torch.from_numpy(np.load(path, mmap_mode="c")) for path in (self.images_path, self.labels_path))  # type: ignore[return-value]
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        channels, height, width = np.load(self.images_path, mmap_mode="r").shape[1:]
+        return channels, height, width
+
     def make_model(self) -> nn.Module:
         """A fresh model on the CPU."""
-        shape = np.load(self.images_path, mmap_mode="r").shape[1:]
-        return MODELS[self.model]().build(shape, self.num_classes)
+        return MODELS[self.model]().build(self.image_shape, self.num_classes)
 
 
 def prepare(model: str, batch_size: int, device: str, folder: Path) -> Workload:
@@ -74,12 +84,18 @@ def prepare(model: str, batch_size: int, device: str, folder: Path) -> Workload:
 
 def prepare_all(models: Sequence[str], batch_size: int, device: str, folder: Path) -> dict[str, Workload]:
     """The same for several models, those of one data set sharing its images."""
-    by_data: dict[bool, Workload] = {}
+    by_data: dict[str, Workload] = {}
     for model in models:
-        cifar = model in _CIFAR
-        if cifar not in by_data:
-            by_data[cifar] = _prepare(model, batch_size, device, folder / ("cifar10" if cifar else "mnist"))
-    return {model: replace(by_data[model in _CIFAR], model=model) for model in models}
+        data = _data_of(model)
+        if data not in by_data:
+            by_data[data] = _prepare(model, batch_size, device, folder / data)
+    return {model: replace(by_data[_data_of(model)], model=model) for model in models}
+
+
+def _data_of(model: str) -> str:
+    if model in _LARGE:
+        return "large"
+    return "cifar10" if model in _CIFAR else "mnist"
 
 
 def _prepare(model: str, batch_size: int, device: str, folder: Path) -> Workload:
@@ -108,7 +124,12 @@ def _prepare(model: str, batch_size: int, device: str, folder: Path) -> Workload
 
 
 def load_source(model: str) -> DataSource:
-    """CIFAR-10 or MNIST when they are here and whole, else synthetic images of their shape and augmentation."""
+    """CIFAR-10 or MNIST when they are here and whole, else synthetic images of their shape and augmentation.
+
+    Images of 224 pixels and 1000 classes are always synthetic, and few.
+    """
+    if model in _LARGE:
+        return replace(replace(LARGE, num_train=NUM_LARGE_IMAGES).load(progress=False), name="synthetic 224 px")
     published: SourceSettings = Cifar10(download=False) if model in _CIFAR else Mnist(download=False)
     try:
         return published.load(progress=False)

@@ -7,10 +7,11 @@ from typing import Any
 from experiments.common.machine import machine
 from experiments.throughput import suite_report
 from experiments.throughput.comparison import Measurement, ratios, to_row
-from experiments.throughput.gate import Choice, Ready
+from experiments.throughput.gate import Choice, FinishedError, Ready
 from experiments.throughput.planning import Cell, LeftOut
 from experiments.throughput.sides import SINGLE_SIDES, Side
 
+BATCH = 8
 DEFAULT, TUNED = Side("default_loop", 1, "none", "fp32"), Side("tuned_single", 1, "none", "fp32")
 WITH, WITHOUT = Side("threads", 2, "sma", "fp32"), Side("threads", 2, "none", "fp32")
 
@@ -63,3 +64,20 @@ def suite_result() -> dict[str, Any]:
         "rows": suite_report.rows_of("mlp", found), "ratios": suite_report.ratios_of("mlp", found),
         "auto": suite_report.auto_of("mlp", found), "left_out": suite_report.left_out_of("mlp", out | failed),
     }  # fmt: skip
+
+
+class CountingGate:
+    """Ends the loop after a number of images."""
+
+    num_learners: int | None = None
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.images, self.prepared = limit, 0, Ready(0)
+
+    def ready(self, ready: Ready) -> None:
+        self.prepared = ready
+
+    def tick(self, images: int) -> None:
+        self.images += images
+        if self.images >= self.limit:
+            raise FinishedError

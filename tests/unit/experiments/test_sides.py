@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,49 +17,17 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.trainer import Trainer
 from experiments.common.results import EXPERIMENTS
 from experiments.throughput import run, sides, tuned, workloads
-from experiments.throughput.gate import FinishedError, Ready
+from experiments.throughput.gate import FinishedError
 from experiments.throughput.sides import Side
 from experiments.throughput.tuned import Form
 from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
-from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT
+from tests.unit.experiments.samples import BATCH, DEFAULT, TUNED, WITH, WITHOUT, CountingGate
 
-BATCH = 8
 NO_EFFORT = Effort(trial_s=0.0, trials=1, tuning_s=0.0)
-
-
-@pytest.fixture
-def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workload]:
-    """LeNet on a few synthetic images; torch's global settings, which sides change in their own process, are kept."""
-    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    for module in (sides, tuned):
-        monkeypatch.setattr(module, "usable_cores", lambda: 1)
-    monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    yield workloads.prepare("lenet", BATCH, "cpu", tmp_path)
-    torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = benchmark
 
 
 def quick(workload: Workload) -> Workload:
     return replace(workload, model="mlp")
-
-
-class CountingGate:
-    """Ends the loop after a number of images."""
-
-    num_learners: int | None = None
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.images, self.prepared = limit, 0, Ready(0)
-
-    def ready(self, ready: Ready) -> None:
-        self.prepared = ready
-
-    def tick(self, images: int) -> None:
-        self.images += images
-        if self.images >= self.limit:
-            raise FinishedError
 
 
 @pytest.mark.parametrize("side", [DEFAULT, TUNED, Side("tuned_single", 1, "none", "bf16")])
@@ -141,12 +108,28 @@ def test_workload_without_the_data_set_is_synthetic_of_its_shape(workload: Workl
     assert len(labels) == 64
 
 
+def test_workload_of_resnet50_is_a_few_large_synthetic_images_beside_those_of_others(
+    workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workloads, "LARGE", replace(workloads.LARGE, num_classes=3))
+    monkeypatch.setattr(workloads, "NUM_LARGE_IMAGES", 4)
+    folder = tmp_path / "both"
+    folder.mkdir()
+    found = workloads.prepare_all(["resnet50", "mlp"], 2, "cpu", folder)
+    large = found["resnet50"]
+    assert (large.data, large.image_shape, large.num_classes) == ("synthetic 224 px", (3, 224, 224), 3)
+    assert (len(large.tensors()[1]), large.augmentation) == (4, Augmentation(0, True))
+    assert found["mlp"].image_shape == (1, 28, 28)
+    assert workloads.LARGE.shape == (3, 224, 224)
+
+
 def test_throughput_command_line_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--num-learners", "0"], ["--seconds", "-1"], ["--model", "nothing"]):
+    on_cpu = ["--device", "cpu", "--sides", "mps_processes"]
+    for arguments in (["--num-learners", "0"], ["--seconds", "-1"], ["--model", "nothing"], on_cpu):
         with pytest.raises(SystemExit) as ended:
             run.main(arguments)
         assert ended.value.code == 2
-        assert arguments[0] in capsys.readouterr().err
+        assert arguments[-2] in capsys.readouterr().err
 
 
 @pytest.mark.slow

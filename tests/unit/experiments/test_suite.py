@@ -17,7 +17,7 @@ from experiments import tables
 from experiments.throughput import planning, suite, suite_report, workloads
 from experiments.throughput.campaign import Campaign, Plan
 from experiments.throughput.gate import Choice, Ready, Visit, Window
-from experiments.throughput.planning import Cell, Limits, plan_cells
+from experiments.throughput.planning import Cell, Limits, ProcessKey, plan_cells
 from experiments.throughput.sides import AUTO, OPEN, Side
 from experiments.throughput.workers import SideError
 from experiments.throughput.workloads import Effort, Workload
@@ -59,6 +59,25 @@ def test_visit_asks_executors_alone_for_learners() -> None:
     assert planning.visit(cell(AUTO, learners=6), LIMITS) == Visit(0.2, 0.1, 2, None)
 
 
+def test_cell_of_captured_rounds_keeps_its_learners_and_captures_before_its_first_window() -> None:
+    captured = replace(LIMITS, captures=True)
+    assert cell("fused", learners=4).process_key(LIMITS) == ProcessKey(16, "fused")
+    assert cell("fused", learners=4).process_key(captured) == ProcessKey(16, "fused", 4)
+    assert cell(AUTO, learners=6).process_key(captured) == ProcessKey(16, AUTO)
+    assert planning.visit(cell("fused", learners=4), captured) == Visit(0.2, 0.1, 1, None)
+    assert planning.warm_up(cell("fused", learners=4).side, captured) == Visit(0.0, 0.0, 4, None)
+    assert planning.warm_up(cell("fused", learners=4).side, LIMITS) is None
+    assert planning.warm_up(cell("tuned_single").side, captured) is None
+
+
+def test_plan_of_captured_rounds_begins_with_the_learners_that_are_compared() -> None:
+    cells = plan_cells([16], [1, 2, 8], ["serial", "streams", "fused"], "bf16", captures=True)
+    assert names(cells.main) == [
+        (16, "fused", 8), (16, "streams", 8), (16, "fused", 1), (16, "serial", 1), (16, "streams", 1),
+        (16, "fused", 2), (16, "streams", 2),
+    ]  # fmt: skip
+
+
 def test_expected_throughput_is_that_of_the_most_alike_cell() -> None:
     known = {cell("tuned_single"): 1.0}
     assert planning.expected_images_per_s(cell("fused"), {}) is None
@@ -70,11 +89,11 @@ def test_expected_throughput_is_that_of_the_most_alike_cell() -> None:
 
 
 def test_expected_start_is_that_of_the_side_at_other_batch_sizes_and_none_where_it_runs() -> None:
-    known = {(16, "tuned_single"): 2.0, (16, "fused"): 9.0}
-    assert planning.expected_start_s(cell("tuned_single", 32), known) == 4.0
-    assert planning.expected_start_s(cell("tuned_single", 16), known) == 0.0
-    assert planning.expected_start_s(cell("fused", 32), known) == 9.0
-    assert planning.expected_start_s(cell("threads", 16), known) == 0.0
+    known = {ProcessKey(16, "tuned_single", 1): 2.0, ProcessKey(16, "fused"): 9.0}
+    assert planning.expected_start_s(cell("tuned_single", 32), known, LIMITS) == 4.0
+    assert planning.expected_start_s(cell("tuned_single", 16), known, LIMITS) == 0.0
+    assert planning.expected_start_s(cell("fused", 32), known, LIMITS) == 9.0
+    assert planning.expected_start_s(cell("threads", 16), known, LIMITS) == 0.0
 
 
 @pytest.mark.parametrize(("images_per_s", "left_s", "cause", "words"), [
@@ -97,8 +116,9 @@ def test_cell_whose_process_takes_long_to_start_is_left_out() -> None:
 
 
 def test_share_of_the_time_grows_with_the_model_and_the_last_one_gets_the_rest() -> None:
-    assert planning.share_s(65.0, ["mlp", "lenet", "resnet32", "vgg16"]) == pytest.approx(10.0)
-    assert planning.share_s(50.0, ["vgg16"]) == 50.0
+    assert planning.share_s(65.0, ["mlp", "lenet", "resnet32", "vgg16"], "cpu") == pytest.approx(10.0)
+    assert planning.share_s(50.0, ["vgg16"], "cpu") == 50.0
+    assert planning.share_s(100.0, ["mlp", "lenet", "resnet32", "vgg16", "resnet50"], "cuda") == pytest.approx(10.0)
 
 
 class Device:
@@ -143,7 +163,7 @@ class Process:
         if visit.num_learners is not None and visit.num_learners == self.device.fail_at:
             raise SideError("memory does not hold it")
         foreign = self.device.foreign.pop(0) if self.device.foreign else 0.0
-        return Window(round(1600 * visit.seconds), visit.seconds, foreign)
+        return Window(round(1600 * visit.seconds), visit.seconds or 1.0, foreign)
 
 
 def campaign(device: Device, budget_s: float, *, batch_sizes: tuple[int, ...] = (16,)) -> Campaign:
@@ -167,6 +187,19 @@ def test_campaign_with_time_measures_every_cell_in_every_pass_and_ends_the_proce
     assert device.ended == 4
 
 
+def test_campaign_of_captured_rounds_has_a_process_for_each_number_of_learners() -> None:
+    device = Device()
+    workload = Workload("mlp", 16, "cuda", "mnist", Path(), Path(), 10, (0.0,), (1.0,), Augmentation())
+    plan = Plan(plan_cells([16], [1, 2], ["fused"], "bf16", captures=True), replace(LIMITS, captures=True), 0.15)
+    with Campaign(workload, plan, 100.0, start=device.start, clock=device.clock, wait=device.wait) as found:
+        found.run()
+    assert device.started == [
+        (16, "default_loop"), (16, "tuned_single"), (16, "fused"), (16, "fused"), (16, "auto"),
+    ]  # fmt: skip
+    assert all(entry.windows == [1600.0] * 3 for entry in found.measurements.values())
+    assert device.now == pytest.approx(5 * 1.0 + 5 * 3 * 0.3)  # captures take no time here
+
+
 def test_campaign_leaves_out_what_its_time_does_not_allow() -> None:
     # Three processes of 1 s with 3 windows of 0.3 s take 5.7 s; fused takes 1.9 s more for K=1, and 0.9 s for K=2.
     found = campaign(Device(), 8.4)
@@ -179,8 +212,9 @@ def test_campaign_notes_what_fails_and_goes_on() -> None:
     device = Device()
     device.fail_at = 2
     found = campaign(device, 100.0, batch_sizes=(16, 8))
-    assert {(entry.process_key, why.cause, why.reason) for entry, why in found.left_out.items()} == {
-        ((16, "fused"), "failure", "memory does not hold it"), ((8, "fused"), "failure", "no such thing"),
+    assert {(entry.process_key(LIMITS), why.cause, why.reason) for entry, why in found.left_out.items()} == {
+        (ProcessKey(16, "fused"), "failure", "memory does not hold it"),
+        (ProcessKey(8, "fused"), "failure", "no such thing"),
     }  # fmt: skip
     assert found.measurements[cell("fused")].windows == [1600.0, None, None]  # its process ended in the first pass
     assert (8, "default_loop", 1) in names(found.measurements)

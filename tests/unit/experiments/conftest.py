@@ -1,0 +1,27 @@
+"""What the tests of sides train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.throughput import one_model, sides, tuned, vmapped, workloads
+from experiments.throughput.workloads import Workload
+from tests.unit.experiments.samples import BATCH
+
+
+@pytest.fixture
+def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workload]:
+    """LeNet on a few synthetic images; torch's global settings, which sides change in their own process, are kept."""
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
+    for module in (one_model, sides, tuned, vmapped):
+        monkeypatch.setattr(module, "usable_cores", lambda: 1)
+    monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield workloads.prepare("lenet", BATCH, "cpu", tmp_path)
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
