@@ -148,7 +148,7 @@ def _kernels_of_round(setup: Setup) -> int:
         rounds.run(_COUNTED_ROUND)
         with recorded() as launches, OperatorCounter() as counter:
             rounds.run(1)
-    return counter.num_kernels + len(launches)
+    return int(counter.num_kernels) + len(launches)
 
 
 def _num_kernels(name: str, args: Sequence[Any]) -> int:

@@ -26,6 +26,7 @@ from experiments.common.machine import machine, machine_line
 from experiments.common.results import write_result
 from experiments.throughput import planning
 from experiments.throughput.ahead import compile_ahead
+from experiments.throughput.analysis import analyse, analysis_s, analysis_text
 from experiments.throughput.campaign import Campaign, Plan
 from experiments.throughput.mps import with_daemon
 from experiments.throughput.peer_planning import with_peers
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         parser.error(str(error))
     result = measure_models(options, device.type, precision, begun_s)
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    print(f"\n{result_text(result)}\n\n{analysis_text(result)}\n\n{machine_line(result['machine'])}")
     if options.json:
         write_result(options.json, result)
         print(f"written to {options.json}")
@@ -73,7 +74,7 @@ def measure_models(
     """One model after another, each in its share of the time that is left of the budget."""
     facts, known = machine(), True
     models = list(dict.fromkeys(options.models or default_models(device)))
-    budget_s = max(0.0, 60 * options.minutes - _ASIDE_S)
+    budget_s = max(0.0, 60 * options.minutes - _ASIDE_S - analysis_s(models, device))
     parts: dict[str, list[Any]] = {"rows": [], "left_out": [], "auto": [], "ratios": []}
     with ExitStack() as stack:
         process_context()  # starts what processes are forked from, so that it is there when the images are
@@ -95,7 +96,7 @@ def measure_models(
             parts["auto"] += auto_of(model, campaign.measurements)
             parts["ratios"] += ratios_of(model, campaign.measurements)
             known = known and campaign.foreign_load_known
-    return {
+    result: dict[str, Any] = {
         "kind": KIND,
         "machine": facts,
         "device": device,
@@ -104,7 +105,7 @@ def measure_models(
         "peers": {"sides": list(peers.sides), "absent": peers.absent},
         "method": {
             "minutes": options.minutes,
-            "took_s": round(time.monotonic() - begun_s, 1),
+            "took_s": 0.0,
             "passes": options.passes,
             "window_s": options.window_s,
             "lead_in_s": Limits.lead_in_s,
@@ -114,6 +115,9 @@ def measure_models(
         },
         **parts,
     }
+    result |= analyse(result, device, precision)
+    result["method"]["took_s"] = round(time.monotonic() - begun_s, 1)
+    return result
 
 
 def default_models(device: str) -> tuple[str, ...]:

@@ -30,8 +30,11 @@ from experiments.throughput.suite_report import (
 )
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
-_COLOURS = {"serial": "#56B4E9", "threads": "#0072B2", "fused": "#D55E00", "streams": "#009E73"}
-_MARKERS = {"serial": "s", "threads": "o", "fused": "D", "streams": "^"}
+_COLOURS = {
+    "serial": "#56B4E9", "threads": "#0072B2", "fused": "#D55E00", "streams": "#009E73", "subarrays2": "#CC79A7",
+    "subarrays4": "#E69F00",
+}  # fmt: skip
+_MARKERS = {"serial": "s", "threads": "o", "fused": "D", "streams": "^", "subarrays2": "v", "subarrays4": "P"}
 _BASES = {"tuned_single": ("black", "--"), "default_loop": ("dimgrey", ":")}
 _AUTO: dict[str, Any] = {
     "marker": "*",

@@ -62,14 +62,14 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         """An event enqueued now."""
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         """Between two events. Blocks the host until the second is over."""
         end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        return float(begin.elapsed_time(end)) / 1000
 
 
 def measure_update(model: str, num_learners: int, device: str, seconds: float) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def device_parts(bank: ReplicaBank, *, captures: bool = True) -> tuple[Part, ...
 
 def _captured(run: Callable[[], None]) -> Callable[[], None]:
     """The replay of a graph of `run`, which has run before, as libraries and kernels are loaded at first calls."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
@@ -118,4 +118,4 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay  # type: ignore[no-any-return]
+    return graph.replay

@@ -13,10 +13,10 @@ from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays, 
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import UserError
+from tests.integration.test_kernel_rounds import images, residual
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, make_tasks, norm_model
 from tests.unit.engine.test_fused_device import assert_equal, run
-from tests.integration.test_kernel_rounds import images, residual
 
 
 def tasks_for(make_model=norm_model, num_learners=3, **options):
