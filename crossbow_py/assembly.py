@@ -65,6 +65,7 @@ class Parts:
     collective: Collective
     warnings: list[str]
     timeline: Timeline | None
+    compile_model: bool
 
     @property
     def rule(self) -> AveragingRule:
@@ -85,6 +86,7 @@ class Parts:
             loss=self.loss,
             seed=seed,
             collective=self.collective,
+            compile_model=self.compile_model,
         )
         executor = EXECUTORS[self.choices.executor](tasks)
         if self.timeline is not None:
@@ -190,8 +192,9 @@ def build_parts(
     )
     warnings += notes
     return Parts(
-        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings, timeline
-    )
+        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings,
+        timeline, settings.compile_model,
+    )  # fmt: skip
 
 
 def _bank(template: nn.Module, settings: RunSettings, choices: Choices, optimizer: Optimizer) -> ReplicaBank:

@@ -59,6 +59,7 @@ def build_trainer(config: TrainConfig, folder: RunFolder, callbacks: Sequence[Li
         device=config.device,
         precision=config.precision,
         channels_last=config.channels_last,
+        compile_model=config.compile_model,
         seed=config.seed,
         on_nonfinite=config.on_nonfinite,
     )

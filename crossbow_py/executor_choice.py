@@ -36,15 +36,16 @@ def settle_executor(
 
     `announce` is given a sentence when something is measured, which takes some seconds.
     """
-    if choices.executor == FusedExecutor.NAME and (reason := _not_fused(template, choices, feed)):
-        raise UserError(f"executor=fused cannot run this model: {reason}; set executor=auto.")
+    fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
+    if fuses and (reason := _not_fused(template, choices, feed)):
+        raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
     known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed)
     remembered = known.recall(key)
     # The key says what a model consists of, not what its forward does: that may have changed since.
     outdated = remembered == FusedExecutor.NAME and _not_fused(template, choices, feed)
-    if remembered in candidates(choices.device) and not outdated:
+    if remembered in _candidates(settings, choices) and not outdated:
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
     announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
@@ -52,18 +53,26 @@ def settle_executor(
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:
             bank = new_bank(template, num_learners, name, settings, choices, update.optimizer)
-            tasks = RoundTasks(bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective())
+            tasks = RoundTasks(
+                bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
+                compile_model=settings.compile_model,
+            )  # fmt: skip
             return EXECUTORS[name](tasks), lambda index: still_round(index, num_learners, feed.batch_size, update.rule)
 
         return Candidate(name, num_learners, build)
 
     found = calibrate(
-        [candidate(name, k) for name in candidates(choices.device) for k in _counts(name, settings)],
+        [candidate(name, k) for name in _candidates(settings, choices) for k in _counts(name, settings)],
         settings.batch_size,
         choices.device,
     )
     known.remember(key, found.executor)
     return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
+
+
+def _candidates(settings: RunSettings, choices: Choices) -> list[str]:
+    """What `auto` chooses from: a compiled model runs by itself."""
+    return [name for name in candidates(choices.device) if not (settings.compile_model and EXECUTORS[name].FUSES)]
 
 
 def _not_fused(template: nn.Module, choices: Choices, feed: Feed) -> str | None:
@@ -96,6 +105,7 @@ def _fingerprint(
         device=str(choices.device),
         precision=choices.precision.name,
         update=(update.NAME, update.optimizer.NAME, update.rule.NAME),
+        **({"compiled": True} if settings.compile_model else {}),
     )
 
 

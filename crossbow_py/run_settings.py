@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from crossbow_py.engine.executors import check_executor
+from crossbow_py.engine.executors import EXECUTORS, check_executor
 from crossbow_py.engine.executors.device_streams import prepare_environment
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.precision import Precision, PrecisionName, choose_device, choose_precision
+from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting
 
 
@@ -35,6 +36,9 @@ class RunSettings:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
     channels_last: bool = setting(True, "channels-last memory format for images and 4-D weights")
+    compile_model: bool = setting(
+        False, "run learners' models through torch.compile first (serial, threads, streams); takes up to minutes"
+    )
     seed: int = setting(
         0, "seed of initialisation, sample order, augmentation and dropout", minimum=0, maximum=2**63 - 1
     )
@@ -78,15 +82,21 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None) -> Choices:
     Raises UserError for what this machine cannot do.
     """
     saved = saved or {}
-    if settings.executor == StreamsExecutor.NAME and torch.cuda.is_available():
+    chosen = EXECUTORS.get(settings.executor)
+    if chosen is not None and issubclass(chosen, StreamsExecutor) and torch.cuda.is_available():
         prepare_environment()
     device = choose_device(saved.get("device", "auto") if settings.device == "auto" else settings.device)
     if device.type == "cpu" and settings.several:
         keep_freed_memory()
     precision = saved.get("precision", "auto") if settings.precision == "auto" else settings.precision
     executor = saved.get("executor", "auto") if settings.executor == "auto" else settings.executor
-    if executor == "auto" and not settings.several:
+    if executor == "auto" and not settings.several and device.type == "cpu":
         executor = "serial"  # there is nothing to run side by side
     if executor != "auto":
         check_executor(executor, device)
+        if settings.compile_model and EXECUTORS[executor].FUSES:
+            raise UserError(
+                f"compile_model=true is for executors that run one model after another, got executor={executor}; "
+                "set compile_model=false, or another executor."
+            )
     return Choices(device, choose_precision(precision, device), executor)

@@ -55,8 +55,9 @@ class Trainer:
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
         batch_size: samples a learner takes per round.
         num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
-        executor, device, precision, channels_last, seed, on_nonfinite: see `RunSettings`. On CPU with several learners
-            the process is told to keep freed memory, in huge pages (`engine.memory.keep_freed_memory`).
+        executor, device, precision, channels_last, compile_model, seed, on_nonfinite: see `RunSettings`. On CPU with
+            several learners the process is told to keep freed memory, in huge pages
+            (`engine.memory.keep_freed_memory`).
 
     Raises:
         UserError: settings, data and model do not fit each other.
@@ -95,12 +96,14 @@ class Trainer:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         precision: PrecisionName = "auto",
         channels_last: bool = True,
+        compile_model: bool = False,
         seed: int = 0,
         on_nonfinite: Literal["stop", "reseed"] = "stop",
     ) -> None:
         settings = RunSettings(
-            batch_size, num_learners, max_learners, executor, device, precision, channels_last, seed, on_nonfinite
-        )
+            batch_size, num_learners, max_learners, executor, device, precision, channels_last, compile_model, seed,
+            on_nonfinite,
+        )  # fmt: skip
         begun = time.monotonic()
         _check_groups(optimizer, schedule, averaging, loss)
         _check_policies(settings, optimizer, averaging, max_evaluation_batches)

@@ -129,7 +129,7 @@ class DeviceTasks(RoundValues):
         bank, batch, results = self.tasks.bank, self._batches[learner], self._results[learner]
         assert batch is not None, "a learning task needs a loaded batch"
         with self._tapes[learner].over(masks_ahead):
-            output = bank.module(learner)(batch.inputs).to(bank.precision.master)
+            output = self.tasks.model(learner)(batch.inputs).to(bank.precision.master)
         loss = self.tasks.loss(output, batch.targets)
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         bank.store_gradients(learner, gradients)

@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.engine.layout import Rows
@@ -168,7 +168,8 @@ def choose_kernel_update(
 def _check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> None:
     """Raise KernelError unless a round of two learners does what the reference does, one of them gated."""
     optimizer = _alike(optimizer)
-    template = torch.nn.Sequential(torch.nn.Linear(53, 41), torch.nn.Linear(41, 3)).to(device)
+    # Without values of its own: those would be drawn from the run's generator.
+    template = nn.Sequential(nn.Linear(53, 41, device="meta"), nn.Linear(41, 3, device="meta")).to_empty(device=device)
     precision = FP64 if dtype == torch.float64 else BF16  # with a shadow
     options = {"device": device, "precision": precision, "state_names": optimizer.STATE, "order": "blocks"}
     averaging, banks = LinearRound(0.3, 0.9), [ReplicaBank(template, 3, **options) for _ in range(2)]  # type: ignore[arg-type]

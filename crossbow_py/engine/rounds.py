@@ -16,6 +16,7 @@ from torch import Tensor
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Feed
+from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
@@ -76,9 +77,16 @@ class RoundTasks:
         loss: Loss,
         seed: int,
         collective: Collective,
+        compile_model: bool = False,
     ) -> None:
+        self._compiled = CompiledModels() if compile_model else None
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective = seed, collective
+
+    def model(self, learner: int) -> Model:
+        """What gives the learner's outputs: its module, compiled if that is asked for."""
+        module = self.bank.module(learner)
+        return module if self._compiled is None else self._compiled(module, learner)
 
     def run(self, task: Task, outcome: RoundOutcome) -> None:
         """Run one task's body in the calling thread."""
@@ -95,7 +103,7 @@ class RoundTasks:
         if bank.has_dropout:
             bank.generators[learner].manual_seed(counter_seed(self.seed, "dropout", outcome.plan.index, learner))
         batch = self.feed.batch(outcome.plan.starts[learner])
-        output = bank.module(learner)(batch.inputs).to(bank.precision.master)
+        output = self.model(learner)(batch.inputs).to(bank.precision.master)
         loss = self.loss(output, batch.targets)
         parameters = bank.trained_parameters(learner)
         bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))

@@ -46,6 +46,7 @@ class FusedExecutor(Executor):
     """
 
     NAME = "fused"
+    FUSES = True
     ORDER = "blocks"
 
     def __init__(

@@ -31,6 +31,7 @@ class SubArraysExecutor(StreamsExecutor):
     """
 
     ORDER = "blocks"
+    FUSES = True
     STREAMS: ClassVar[int]
 
     def _make_bodies(self, tasks: RoundTasks) -> SubArrayTasks:
