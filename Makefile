@@ -39,10 +39,13 @@ test-all: setup  ## the whole suite
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest -m gpu --quiet
 
-gpu: setup  ## the GPU tests and the throughput suite on a GPU, in 8 minutes
+gpu: setup  ## the GPU tests, and all that is to be measured on a GPU, in 8 minutes
 	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")'
 	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python experiments/throughput/suite.py --device cuda --json experiments/throughput/results/suite_cuda.json
+	$(BIN)/python experiments/throughput/suite.py --device cuda --minutes 4.5 --json experiments/throughput/results/suite_cuda.json
+	$(BIN)/python experiments/throughput/run.py --device cuda --precision bf16 --sides serial fused --num-learners 8 --seconds 0.5 --repetitions 5 --json experiments/throughput/results/resnet32_b16_cuda.json
+	$(BIN)/python experiments/update_bandwidth/run.py --device cuda --seconds 5 --json experiments/update_bandwidth/results/vgg16_k4_cuda.json
+	$(BIN)/python experiments/memory/run.py --device cuda --models resnet32 --num-learners 1 4 16 --json experiments/memory/results/memory_cuda.json
 	$(BIN)/python experiments/tables.py
 
 unit: setup  ## the unit tests alone

@@ -113,7 +113,7 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on: everything but stops, logging and paths."""
         settings = to_mapping(self.settings)
-        for changeable in ("device", "executor", "precision", "on_nonfinite", "max_learners"):
+        for changeable in ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners"):
             settings.pop(changeable)
         parts = self.parts
         groups: dict[str, Any] = {"optimizer": parts.optimizer, "schedule": self.schedule, "averaging": parts.rule}

@@ -28,7 +28,7 @@ DONE = ("finished", "target_reached")
 MAY_CHANGE = frozenset(
     {"max_epochs", "max_samples", "max_rounds", "max_time_s", "target_accuracy", "target_loss"}
     | {"checkpoint_every_epochs", "checkpoint_every_s", "keep_checkpoints"}
-    | {"resume", "output_dir", "data.root", "on_nonfinite", "max_learners", "trace"}
+    | {"resume", "output_dir", "data.root", "on_nonfinite", "max_learners", "trace", "compile_model"}
 )
 
 

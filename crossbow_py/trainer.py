@@ -100,10 +100,8 @@ class Trainer:
         seed: int = 0,
         on_nonfinite: Literal["stop", "reseed"] = "stop",
     ) -> None:
-        settings = RunSettings(
-            batch_size, num_learners, max_learners, executor, device, precision, channels_last, compile_model, seed,
-            on_nonfinite,
-        )  # fmt: skip
+        settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
+                               compile_model, seed, on_nonfinite)  # fmt: skip
         begun = time.monotonic()
         _check_groups(optimizer, schedule, averaging, loss)
         _check_policies(settings, optimizer, averaging, max_evaluation_batches)
