@@ -24,6 +24,7 @@ from experiments.common.results import EXPERIMENTS, read_results
 from experiments.memory import report as memory_report
 from experiments.resnet32_cifar10.report import summary_table
 from experiments.throughput import suite_report
+from experiments.throughput.analysis import analysis_text
 from experiments.throughput.report import result_text, rounds_table, sides_table
 from experiments.update_bandwidth import report as update_report
 
@@ -54,7 +55,7 @@ TABLES: dict[str, dict[str, Table]] = {
 # Those of a result that says of itself what kind it is.
 TABLES_OF_KIND: dict[str, dict[str, Table]] = {
     suite_report.KIND: {
-        "all": suite_report.result_text,
+        "all": lambda result: "\n\n".join(filter(None, [suite_report.result_text(result), analysis_text(result)])),
         "summary": suite_report.summary_table,
         "notes": suite_report.notes,
         "machine": _machine,

@@ -16,7 +16,7 @@ from experiments.update_bandwidth.measure import measure_update
 from experiments.update_bandwidth.report import result_text
 
 # Seconds that all this takes, a model and for the update: rounds are counted, and on CUDA traced.
-MODEL_S = {"cpu": 12.0, "cuda": 10.0}
+MODEL_S = {"cpu": 4.0, "cuda": 10.0}
 UPDATE_S = 6.0
 _UPDATE_LEARNERS = 4
 
