@@ -190,7 +190,8 @@ def build_parts(
         max_batches=max_evaluation_batches,
         channels_last=settings.channels_last,
     )
-    warnings += notes
+    refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
+    warnings += [*notes, refusal] if refusal else notes
     return Parts(
         choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings,
         timeline, settings.compile_model,
@@ -262,8 +263,12 @@ def _feed(
         data.std,
         settings.channels_last,
         choices.precision.compute,
-        kernels=choices.device.type == "cuda" and serves("batches", choices.device, choices.precision.compute) is None,
+        kernels=choices.device.type == "cuda" and _no_batch_kernels(choices) is None,
     )
+
+
+def _no_batch_kernels(choices: Choices) -> str | None:
+    return serves("batches", choices.device, choices.precision.compute)
 
 
 def _num_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:

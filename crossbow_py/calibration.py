@@ -22,6 +22,7 @@ import torch
 
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.executors import Executor
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.host_randomness import kept_host_state
 from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.rounds import Round
@@ -86,7 +87,7 @@ def calibrate(candidates: Sequence[Candidate], batch_size: int, device: torch.de
                 refusals[name] = f"measuring it with {candidate.num_learners} learners takes too long"
                 continue
             try:
-                rates[name, candidate.num_learners] = _images_per_s(candidate, batch_size)
+                rates[name, candidate.num_learners] = _images_per_s(candidate, batch_size, device)
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 refusals[name] = " ".join(str(error).split())[:200]
             free_memory(device)
@@ -108,7 +109,7 @@ def _predicted_s(candidate: Candidate, rates: dict[tuple[str, int], float], batc
     return 2 * batch_size * candidate.num_learners / max(rates.values())
 
 
-def _images_per_s(candidate: Candidate, batch_size: int) -> float:
+def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -> float:
     """Median over a few windows after a warm-up; one round after another where rounds are slow."""
     executor, plan = candidate.build()
     try:
@@ -123,6 +124,9 @@ def _images_per_s(candidate: Candidate, batch_size: int) -> float:
             executor.drain()
             return (index - first) * batch_size * candidate.num_learners / (time.perf_counter() - begun)
 
+        if device.type == "cuda":
+            for _ in range(WARM_UP_ROUNDS + 1):  # kernels are compiled, ways measured, the graph captured
+                window(0.0)
         begun = time.perf_counter()
         window(0.0)
         if time.perf_counter() - begun > _SLOW_S:

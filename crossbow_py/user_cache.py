@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_MAX_KEPT = 500
+_MAX_KEPT = 5_000  # a few hundred layers and directions of a few networks
 
 
 def user_cache() -> Path:

@@ -65,11 +65,13 @@ def make_tasks(
     seed: int = 0,
     order: Order | None = None,
     kernels: bool = False,
+    channels_last: bool = True,
 ) -> RoundTasks:
     """Task bodies over a bank on CPU."""
     bank = ReplicaBank(
-        make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order
-    )
+        make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order,
+        channels_last=channels_last,
+    )  # fmt: skip
     feed = make_feed(
         data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute, kernels=kernels
     )

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.kernels.geometry import Geometry
 from crossbow_py.kernels.launch import KernelError, compiles, unavailable
 
 Family = Literal["layers", "loss", "batches"]
@@ -23,7 +24,7 @@ def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | No
     """
     reason = unavailable(device) if dtype in _TOLERANCE else f"there are no kernels for {dtype}"
     reason = reason or _failure(family, device, dtype)
-    return f"The {family} of fused rounds is torch operators, which is slower, because {reason}." if reason else None
+    return f"Fused rounds have torch operators for the {family}, which is slower, because {reason}." if reason else None
 
 
 @cache
@@ -48,7 +49,10 @@ def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
-    """A norm, a sum and a ReLU forward and backward. Convolutions are compared when their ways are measured."""
+    """A norm, a sum and a ReLU forward and backward; a convolution with what its launches do besides.
+
+    Convolutions of a layer's own sizes are compared when their ways are measured.
+    """
     from crossbow_py.kernels import batch_norm as norms  # noqa: PLC0415  likewise
 
     generator = torch.Generator(device).manual_seed(0)
@@ -67,14 +71,49 @@ def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
     norms.backward_sums([given], x, y, mean, rstd, sums[0], sums[1], True, space)
     found = norms.backward_inputs([given], x, y, mean, rstd, scale, sums[0], sums[1], True, True)
     expected = torch.autograd.grad(out, leaves, given.double())
-    _compare([y, *found, *sums], [out.detach(), *expected], _TOLERANCE[dtype])
+    _compare("BatchNorm", [y, *found, *sums], [out.detach(), *expected], _TOLERANCE[dtype])
+    if dtype != torch.float64:
+        _check_convolution(device, dtype)
 
 
-def _compare(found: list[Tensor | None], expected: list[Tensor], tolerance: float) -> None:
+def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
+    """Statistics that come with the outputs, and both gradients from one launch, the depth of the second split."""
+    from crossbow_py.kernels import convolution as kernels  # noqa: PLC0415  as above
+
+    g = Geometry(8, 2, 5, 7, 13, 12, (3, 3), stride=(2, 1), padding=(1, 1))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def images(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device).to(dtype)
+        return values.contiguous(memory_format=torch.channels_last)
+
+    inputs, filters = images(g.batch, 2 * 5, g.height, g.width), images(2 * 7, 5, 3, 3)
+    given, columns = images(g.batch, 2 * 7, *g.out_size), 2 * 7
+    mean, rstd, running_mean, running_var = (torch.ones(columns, device=device) for _ in range(4))
+    moments = kernels.Moments(
+        mean, rstd, running_mean, running_var, 0.1, 1e-5, kernels.statistics_workspace(g, device)
+    )
+    y, d_filters = kernels.forward(inputs, filters, None, g, moments), torch.empty_like(filters, dtype=torch.float32)
+    d_inputs = kernels.backward(
+        given, inputs, filters, g, input_gradient=True, filter_gradient=d_filters,
+        workspace=kernels.backward_workspace(g, device),
+    )  # fmt: skip
+    leaves = [inputs.double().requires_grad_(), filters.double().requires_grad_()]
+    out = nn.functional.conv2d(leaves[0], leaves[1], None, g.stride, g.padding, g.dilation, g.groups)
+    gradients = torch.autograd.grad(out, leaves, given.double())
+    out = out.detach()
+    means, variances = out.mean((0, 2, 3)), out.var((0, 2, 3))
+    scale = (out.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
+    found = [y, d_inputs, d_filters, mean, rstd, running_mean, running_var]
+    moved = [0.9 + 0.1 * means, 0.9 + 0.1 * variances]
+    _compare("convolution", found, [out, *gradients, means, scale, *moved], _TOLERANCE[dtype])
+
+
+def _compare(name: str, found: list[Tensor | None], expected: list[Tensor], tolerance: float) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours is not None, "all were asked for"
         if not bool((ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()):
-            raise KernelError("the kernels of BatchNorm give other numbers than torch's operators")
+            raise KernelError(f"the kernels of {name} give other numbers than torch's operators")
 
 
 _CHECKS: dict[Family, Callable[[torch.device, torch.dtype], None]] = {

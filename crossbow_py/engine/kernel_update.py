@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer, for_learner
-from crossbow_py.engine.precision import BF16, FP64
+from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.update import Step, TorchUpdate
 from crossbow_py.kernels.launch import KernelError, compiles, unavailable
@@ -25,7 +26,7 @@ from crossbow_py.kernels.launch import KernelError, compiles, unavailable
 if TYPE_CHECKING:
     from crossbow_py.kernels.update import RowsToUpdate
 
-_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}
 
 
 class KernelUpdate:
@@ -64,7 +65,7 @@ class KernelUpdate:
         )
         self._optimizer, settings = _settings(optimizer, learners)
         self._settings = torch.tensor(settings, dtype=torch.float64, device=device)
-        self._values = torch.zeros(k, kernels.SETTINGS, dtype=bank.precision.master, device=device)
+        self._values = torch.zeros(k, kernels.VALUES.value, dtype=bank.precision.master, device=device)
         self._squares = torch.zeros(self._tiles.count, k, dtype=torch.float64, device=device)
         self._total_squares = torch.zeros(self._tiles.count, dtype=torch.float64, device=device)
         bank.total_squares = self._total_squares if moves else None
@@ -88,7 +89,7 @@ class KernelUpdate:
         """Whether there are kernels for all that such a run does to its rows."""
         own = type(rule)
         linear = own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
-        known = type(optimizer) in (SGD, AdamW) and bank.precision.master in _TOLERANCE
+        known = type(optimizer) in (SGD, AdamW) and bank.precision.master in (torch.float32, torch.float64)
         return known and linear and bank.order == "blocks"
 
     def correct(
@@ -155,37 +156,61 @@ def choose_kernel_update(
     """The kernels where they serve, compile and agree with the reference; else None, and why if that is a surprise."""
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
-    reason = unavailable(bank.device)
+    reason = unavailable(bank.device) or _failure(_alike(optimizer), rule, bank.device, bank.precision, moves)
     if reason is None:
-        try:
-            compiles(lambda: _check(optimizer, rule, bank.device, bank.precision.master))
-            return KernelUpdate(bank, optimizer, moves=moves, learners=learners), None
-        except KernelError as error:
-            reason = str(error)
+        return KernelUpdate(bank, optimizer, moves=moves, learners=learners), None
     return None, f"Updates run as torch operators, which is slower, because {reason}."
 
 
-def _check(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise KernelError unless a round of two learners does what the reference does, one of them gated."""
-    optimizer = _alike(optimizer)
+@cache
+def _failure(
+    optimizer: Optimizer, rule: AveragingRule, device: torch.device, precision: Precision, moves: bool
+) -> str | None:
+    """Why the kernels do not serve, as half a sentence. Blocks the host while they compile and run."""
+
+    def check() -> None:
+        for averaging in (LinearRound(0.3, 0.9), None):
+            _check(optimizer, rule, device, precision, averaging, moves)
+
+    try:
+        compiles(check)
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def _check(
+    optimizer: Optimizer,
+    rule: AveragingRule,
+    device: torch.device,
+    precision: Precision,
+    averaging: LinearRound | None,
+    moves: bool,
+) -> None:
+    """Raise KernelError unless a round of three learners does what the reference does, one of them gated."""
     # Without values of its own: those would be drawn from the run's generator.
     template = nn.Sequential(nn.Linear(53, 41, device="meta"), nn.Linear(41, 3, device="meta")).to_empty(device=device)
-    precision = FP64 if dtype == torch.float64 else BF16  # with a shadow
     options = {"device": device, "precision": precision, "state_names": optimizer.STATE, "order": "blocks"}
-    averaging, banks = LinearRound(0.3, 0.9), [ReplicaBank(template, 3, **options) for _ in range(2)]  # type: ignore[arg-type]
+    banks = [ReplicaBank(template, 3, **options) for _ in range(2)]  # type: ignore[arg-type]
     generator = torch.Generator(device).manual_seed(0)
     for rows in _buffers(banks[0]):
-        rows.copy_(torch.rand(rows.shape, generator=generator, device=device, dtype=dtype) + 0.1)
-    for ours, theirs in zip(_buffers(banks[0]), _buffers(banks[1]), strict=True):
-        theirs.copy_(ours)
+        rows.copy_(torch.rand(rows.shape, generator=generator, device=device, dtype=rows.dtype) + 0.1)
+    for bank in banks:
+        for ours, theirs in zip(_buffers(bank), _buffers(banks[0]), strict=True):
+            ours.copy_(theirs)
+        for learner in range(3):
+            bank.refresh_shadow(learner)
     results = torch.tensor([[0.5, 0.0], [torch.nan, 0.0], [2.0, 0.0]], dtype=torch.float64, device=device)
     rates, counts = (torch.full((3,), value, dtype=torch.float64, device=device) for value in (0.1, 2.0))
-    KernelUpdate(banks[0], optimizer, moves=True).correct(
+    update = KernelUpdate(banks[0], optimizer, moves=moves)
+    update.correct(
         averaging, results=results, loss_column=0, finite_column=1, learning_rates=rates, step_counts=counts
     )
+    if averaging is not None and not moves:
+        update.move(averaging)
     _reference(banks[1], TorchUpdate(optimizer, rule), averaging)
-    tolerance = _TOLERANCE[dtype]
     for ours, theirs in zip(_compared(banks[0]), _compared(banks[1]), strict=True):
+        tolerance = _TOLERANCE[ours.dtype]
         if not torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance):
             raise KernelError("the update kernel's results differ from those of the torch operators")
     if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
@@ -204,17 +229,19 @@ def _buffers(bank: ReplicaBank) -> list[Tensor]:
 
 
 def _compared(bank: ReplicaBank) -> list[Tensor]:
-    """What a round changes, without padding; gradients and corrections are scratch, the shadow follows the weights."""
-    learners = [vector for j in range(bank.num_learners) for vector in bank.weights.trained(j)]
-    state = [vector for rows in bank.state.values() for j in range(bank.num_learners) for vector in rows.trained(j)]
-    return [*learners, *state, *bank.z.trained(), *bank.z_prev.trained()]
+    """What a round changes, without padding; gradients and corrections are scratch."""
+    rows = [bank.weights, *bank.state.values(), *([bank.shadow] if bank.precision.has_shadow else [])]
+    learners = [vector for each in rows for j in range(bank.num_learners) for vector in each.trained(j)]
+    return [*learners, *bank.z.trained(), *bank.z_prev.trained()]
 
 
-def _reference(bank: ReplicaBank, update: TorchUpdate, averaging: LinearRound) -> None:
+def _reference(bank: ReplicaBank, update: TorchUpdate, averaging: LinearRound | None) -> None:
     for learner in (0, 2):
         row = bank.trained_row(learner)
         norm, limit = update.gradient_norm(row), update.optimizer.clip_norm
         scale = limit / (norm + 1e-6) if limit is not None and norm > limit else 1.0
         update.correct(learner, row, averaging, Step(learning_rate=0.1, step_count=3, gradient_scale=scale))
+    if averaging is None:
+        return
     update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in (0, 2)])
     update.move(bank.z.trained(), bank.z_prev.trained(), bank.total.trained(), averaging)

@@ -31,7 +31,7 @@ def for_learner(value: PerLearner, learner: int) -> float:
 class Optimizer(ABC):
     """Base of every optimizer: settings, the names of its state rows, and the update of one learner.
 
-    `NATIVE_STEP` is the place of the C function that does what `step` does, from `native_values`, among STEPS of
+    `NATIVE_STEP` is the place of the C function that does what `step` does, from `native_values`, among those of
     native/update.c; None if there is none. At most two state rows then, and eight values.
     """
 

@@ -13,13 +13,10 @@ program a learner goes through its batch: outputs are read once and the gradient
 # What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from crossbow_py.kernels.launch import KernelError, launch
 
@@ -67,33 +64,6 @@ def cross_entropy_of_learners(
         KIND=_TYPES[outputs.dtype], num_warps=min(32, max(4, samples * columns // _VALUES_A_WARP)),
     )  # fmt: skip
     return losses, num_correct, gradient
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_of_learners` for autograd: (losses [K], num_correct [K]); differentiable once, in `outputs`.
-
-    Backward multiplies the gradient that forward has made: one more pass over it, even where the factors are one.
-    Callers that want the gradient of the sum of the losses spare it by starting backward at `outputs`, with the
-    gradient of `cross_entropy_of_learners`.
-    """
-    losses, num_correct = _CrossEntropy.apply(outputs, targets, ignore_index)
-    return losses, num_correct
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, outputs: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-        losses, num_correct, gradient = cross_entropy_of_learners(outputs, targets, ignore_index)
-        ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(num_correct)
-        return losses, num_correct
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_losses: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        # Multiplied in the dtype of the losses and cast by the same kernel.
-        return torch.mul(gradient, of_losses.view(-1, 1, 1), out=torch.empty_like(gradient)), None, None
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:

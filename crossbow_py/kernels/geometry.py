@@ -51,11 +51,6 @@ class Geometry:
         """Of a filter."""
         return self.kernel[0] * self.kernel[1]
 
-    @property
-    def flops(self) -> int:
-        """Of one of the three products, for all groups."""
-        return 2 * self.groups * self.out_rows * self.out_channels * self.places * self.in_channels
-
     def constants(self) -> dict[str, int]:
         """For kernels."""
         high, wide = self.out_size

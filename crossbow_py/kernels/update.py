@@ -29,7 +29,8 @@ from crossbow_py.kernels.launch import launch
 TILE = tl.constexpr(1024)  # values of a parameter that a program updates
 _WIDTH = tl.constexpr(4)  # of the tile table
 SETTINGS = 8  # of a learner, float64; see `sgd_settings` and `adamw_settings`
-VALUES = tl.constexpr(8)  # of a learner in a round
+VALUES = tl.constexpr(16)  # of a learner in a round; see `_prepare`
+_SETTINGS = tl.constexpr(SETTINGS)
 _LEARNERS_A_TURN = tl.constexpr(1024)
 
 SGD, ADAMW = 0, 1
@@ -120,7 +121,7 @@ def prepare(
         settings: float64 [K, 8].
         results: float64 [>= K, columns]; the loss is read there, and 1 or 0 for an open or shut gate written.
         learning_rates, step_counts: float64 [>= K]; the counts are of steps so far.
-        values: [K, 8] in the rows' dtype, written.
+        values: [K, 16] in the rows' dtype, written.
         num_learners: K.
         optimizer: SGD or ADAMW.
         loss_column, finite_column: of `results`.
@@ -205,7 +206,7 @@ def _prepare(partials, num_tiles, num_learners, settings, results, stride, loss_
         tile = begin + tl.arange(0, _LEARNERS_A_TURN)
         sums += tl.load(partials + tile * num_learners + learner, mask=tile < num_tiles, other=0.0)
     norm = tl.sqrt(tl.sum(sums, axis=0))
-    own = settings + learner * VALUES
+    own = settings + learner * _SETTINGS
     first, decay, third, fourth = tl.load(own), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
     limit, loss = tl.load(own + 7), tl.load(results + learner * stride + loss_column)
     largest = 1.7976931348623157e308
@@ -228,6 +229,7 @@ def _prepare(partials, num_tiles, num_learners, settings, results, stride, loss_
         tl.store(out + 5, tl.sqrt(bias2).to(kind))
         tl.store(out + 6, (rate / bias1).to(kind))
         tl.store(out + 7, fourth.to(kind))
+        tl.store(out + 8, (1.0 - third).to(kind))  # in float32 it would lose digits
     else:
         tl.store(out + 2, first.to(kind))
         tl.store(out + 3, decay.to(kind))
@@ -251,9 +253,9 @@ def _sgd(weights, gradient, velocity, own, decays, STATES: tl.constexpr):
 @triton.jit
 def _adamw(weights, gradient, mean, square, own, decays):
     take1, keep, beta2, root = tl.load(own + 2), tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
-    rate, epsilon = tl.load(own + 6), tl.load(own + 7)
+    rate, epsilon, take2 = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
     mean += (gradient - mean) * take1
-    square = square * beta2 + gradient * gradient * (1.0 - beta2)
+    square = square * beta2 + gradient * gradient * take2
     weights = weights * tl.where(decays, keep, 1.0)
     return weights - rate * mean / (tl.sqrt(square) / root + epsilon), mean, square
 

@@ -10,3 +10,9 @@ import torch
 def no_tf32(monkeypatch):
     """Convolutions round to 10 bits by default, which is more than executors may differ by."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """What is measured in a test is remembered for it alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -32,7 +32,7 @@ def tasks_on_cuda(
     return RoundTasks(
         bank,
         update=TorchUpdate(optimizer, rule),
-        feed=make_feed(data, batch_size, 0, place, channels_last=True, dtype=precision.compute),
+        feed=make_feed(data, batch_size, 0, place, channels_last=True, dtype=precision.compute, kernels=True),
         loss=nn.functional.cross_entropy,
         seed=0,
         collective=Collective(),

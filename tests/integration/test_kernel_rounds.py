@@ -169,3 +169,14 @@ def test_kernels_that_fail_later_are_a_learner_error(monkeypatch):
     monkeypatch.setattr(batch_norm, "backward_inputs", fails)
     with pytest.raises(LearnerError, match="an illegal memory access"):
         runner.submit(plan(tasks, 1))
+
+
+def test_filters_that_are_not_channels_last_are_left_to_operators():
+    ours, reference = (
+        make_tasks(residual, data=images(), order="blocks", precision=FP32, channels_last=False) for _ in range(2)
+    )
+    with counted_launches() as launches:
+        run(kernel_executor(ours), ours, 1)
+    run(SerialExecutor(reference), reference, 1)
+    assert_learners_equal(ours.bank, reference.bank, tolerance=1e-5)
+    assert (launches["_forward"], launches["_update"]) == (0, 1)

@@ -64,9 +64,11 @@ class FusedExecutor(Executor):
         self._noted = False
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
         self._device = device
+        self._timeline: Timeline | None = None
         self._build(kernels)
         # Until a round by kernels was whole: what a round that fails before its update may have changed.
-        self._before = (bank.buffers.storage.clone(), bank.counters.clone()) if kernels else None
+        self._on_trial = kernels
+        self._before: list[tuple[Tensor, Tensor]] = []
 
     def _build(self, kernels: bool) -> None:
         self._pass, device = FusedPass(self.tasks, kernels), self._device
@@ -79,6 +81,7 @@ class FusedExecutor(Executor):
 
     def trace(self, timeline: Timeline) -> None:
         """See Executor; on CUDA a round is one span between two events."""
+        self._timeline = timeline
         if self._on_device is None:
             super().trace(timeline)
         else:
@@ -92,16 +95,24 @@ class FusedExecutor(Executor):
         return outcomes
 
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
+        if self._on_trial and not self._before:
+            self._before = [(buffer, buffer.clone()) for buffer in self._buffers()]
         try:
             self._issue_round(outcome)
         except CrossbowError:
             raise
         except Exception as error:
-            if self._before is None or is_out_of_memory(error):
+            if not self._on_trial or is_out_of_memory(error):
                 raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
             self._give_up_kernels(error)
             self._issue(launches, outcome)
-        self._before = None
+        self._on_trial, self._before = False, []
+
+    def _buffers(self) -> list[Tensor]:
+        """What a forward pass may write."""
+        bank = self.tasks.bank
+        modules = (bank.module(learner) for learner in range(bank.num_learners))
+        return [buffer for module in modules for buffer in module.buffers()]
 
     def _issue_round(self, outcome: RoundOutcome) -> None:
         if self._on_device is None:
@@ -113,13 +124,15 @@ class FusedExecutor(Executor):
 
     def _give_up_kernels(self, error: Exception) -> None:
         """The first round by kernels failed, before it updated anything: begin it anew by operators."""
-        assert self._before is not None, "later rounds have changed the bank"
-        bank, (buffers, counters) = self.tasks.bank, self._before
-        bank.buffers.storage.copy_(buffers)
-        bank.counters.copy_(counters)
-        self._before = None
+        if self._on_device is not None:
+            self._on_device.rounds.device.synchronize()  # host–device synchronisation: what was queued still writes
+        for buffer, before in self._before:
+            buffer.copy_(before)
+        self._on_trial = False
         self.notes.append(f"Fused rounds run as torch operators, which is slower: kernels failed ({one_line(error)}).")
         self._build(kernels=False)
+        if self._timeline is not None:
+            self.trace(self._timeline)  # on the new stream
 
     def _run(self, outcome: RoundOutcome) -> None:
         with self.span("pass", ALL_LEARNERS, outcome.plan.index):
@@ -157,20 +170,13 @@ class FusedExecutor(Executor):
             tasks.average(outcome)
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Gradients where autograd left them, if their values lie as the bank's do; else copied to the bank's.
-
-        The update writes them, so one that autograd gave to several parameters serves the first alone.
-        """
+        """Gradients where autograd left them, if their values lie as the bank's do; else copied to the bank's."""
         found: list[Tensor] = []
-        taken: set[int] = set()
         for view, gradient in zip(self.tasks.bank.stacked_gradients(), gradients, strict=True):
             if gradient is None:
                 found.append(view.zero_())
-            elif gradient.data_ptr() in taken or not _lies_as(gradient, view):
-                found.append(view.copy_(gradient))
             else:
-                found.append(gradient)
-                taken.add(gradient.data_ptr())
+                found.append(gradient if _lies_as(gradient, view) else view.copy_(gradient))
         return found
 
     def _learn(self, outcome: RoundOutcome) -> Sequence[Tensor | None]:

@@ -36,6 +36,16 @@ class Branches:
         return results
 
 
+def _replay_milliseconds(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record(stream)
+    with torch.cuda.stream(stream):
+        graph.replay()
+    end.record(stream)
+    end.synchronize()  # host–device synchronisation
+    return float(begin.elapsed_time(end))
+
+
 def graph_milliseconds(
     device: torch.device, repeats: int = 8, replays: int = 3
 ) -> Callable[[Callable[[], Tensor]], float]:
@@ -50,19 +60,16 @@ def graph_milliseconds(
         with torch.cuda.stream(stream):
             run()  # libraries choose algorithms and allocate workspaces at their first call on a stream
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for _ in range(repeats):
-                run()
-        times = []
-        for _ in range(replays):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record(stream)
-            with torch.cuda.stream(stream):
-                graph.replay()
-            end.record(stream)
-            end.synchronize()  # host–device synchronisation
-            times.append(float(begin.elapsed_time(end)) / repeats)
-        graph.reset()
-        return min(times)
+        try:
+            # The outer guard: when ending a capture fails, torch leaves the capture's stream as the current one.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                for _ in range(repeats):
+                    run()
+            return min(_replay_milliseconds(graph, stream) for _ in range(replays)) / repeats
+        finally:
+            graph.reset()
 
     return milliseconds

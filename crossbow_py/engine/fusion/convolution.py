@@ -1,6 +1,6 @@
 """Ways to convolve for all learners, and the one that is fastest for a layer on a device.
 
-A convolution of K learners can be one grouped operator (channels-last or not), an operator a learner on streams that
+A convolution of K learners can be one grouped operator (channels-last or not), an operator a group on streams that
 fork and join, one dense operator whose filters are zero between learners, or the implicit-GEMM kernel. Which is
 fastest hangs on shapes, formats and the library, so it is measured: for each direction (forward, gradient of the input,
 gradient of the filters) apart, at a layer's first rounds, as a CUDA graph runs it. Every way is compared with the first
@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import metadata
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.kernels.geometry import Geometry
 from crossbow_py.kernels.launch import unavailable
 from crossbow_py.user_cache import Remembered
+from crossbow_py.version import __version__
 
 Direction = Literal["forward", "inputs", "filters"]
 IMPLICIT, GROUPED, GROUPED_NCHW = "implicit_gemm", "grouped_nhwc", "grouped_nchw"
@@ -32,6 +34,7 @@ BRANCHES, DENSE = "branches", "block_diagonal"
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-2, torch.float64: 1e-10}
 # Filters that are mostly zeros cost as many products as learners squared; beyond this it never pays.
 _MOST_DENSE_CHANNELS = 1024
+_MOST_BRANCHES = 32
 
 
 class Operators:
@@ -121,7 +124,7 @@ def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]
     """All that serve, the one that others are compared with first."""
     found = [GROUPED, GROUPED_NCHW]
     if sizes.groups > 1:
-        found.append(BRANCHES)
+        found += [BRANCHES] if sizes.groups <= _MOST_BRANCHES else []
         channels = sizes.groups * max(sizes.in_channels, sizes.out_channels)
         found += [DENSE] if channels <= _MOST_DENSE_CHANNELS else []
     if dtype in (torch.float32, torch.bfloat16) and unavailable(device) is None:
@@ -148,13 +151,23 @@ class Choices:
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
         """The fastest of the candidates; the first is right by definition. Blocks the host while it measures."""
-        names = list(candidates)
-        found = self._known.get(key) or self._recall(key)
-        if found not in candidates:
-            found = names[0] if len(names) == 1 else self._measure(candidates)
-            with contextlib.suppress(OSError):
-                self._remembered.remember(key, found)
-        self._known[key] = found
+        if key not in self._known:
+            self._known[key] = self._settle(key, candidates)
+        return self._known[key]
+
+    def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
+        first, expected = next(iter(candidates)), next(iter(candidates.values()))()
+        recalled = self._recall(key)
+        # What was right when it was remembered may be compiled by another compiler now.
+        if recalled == first or (recalled in candidates and self._is_right(recalled, candidates[recalled], expected)):
+            return recalled
+        right = {first: candidates[first]}
+        others = {name: run for name, run in candidates.items() if name not in (first, recalled)}
+        right |= {name: run for name, run in others.items() if self._is_right(name, run, expected)}
+        times = {name: time for name, run in right.items() if (time := self._time(name, run)) is not None}
+        found = min(times, key=lambda name: times[name], default=first)
+        with contextlib.suppress(OSError):
+            self._remembered.remember(key, found)
         return found
 
     def _recall(self, key: str) -> str:
@@ -162,23 +175,27 @@ class Choices:
             return self._remembered.recall(key) or ""
         return ""
 
-    def _measure(self, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        times: dict[str, float] = {}
-        expected: Tensor | None = None
-        for name, run in candidates.items():
-            try:
-                found = run()
-                if expected is None:
-                    expected = found
-                elif not _agree(found, expected):
-                    self._note(f"Convolutions never run as {name}, which gave other numbers than the others.")
-                    continue
-                times[name] = self._milliseconds(run)
-            except Exception as error:  # compilers and libraries raise what they like
-                if expected is None or is_out_of_memory(error):
-                    raise
-                self._note(f"Convolutions never run as {name}, which failed: {' '.join(str(error).split())[:160]}.")
-        return min(times, key=lambda name: times[name])
+    def _is_right(self, name: str, run: Callable[[], Tensor], expected: Tensor) -> bool:
+        try:
+            if _agree(run(), expected):
+                return True
+        except Exception as error:  # compilers and libraries raise what they like
+            self._failed(name, error)
+            return False
+        self._note(f"Convolutions never run as {name}, which gave other numbers than the others.")
+        return False
+
+    def _time(self, name: str, run: Callable[[], Tensor]) -> float | None:
+        try:
+            return self._milliseconds(run)
+        except Exception as error:  # what cannot be captured, for one
+            self._failed(name, error)
+            return None
+
+    def _failed(self, name: str, error: Exception) -> None:
+        if is_out_of_memory(error):
+            raise error
+        self._note(f"Convolutions never run as {name}, which failed: {' '.join(str(error).split())[:160]}.")
 
     def _note(self, sentence: str) -> None:
         if sentence not in self._said:
@@ -195,8 +212,15 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 def key_of(sizes: Geometry, direction: Direction, dtype: torch.dtype, device: torch.device) -> str:
     """What a choice depends on."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    facts = [repr(sizes), direction, str(dtype), where, torch.__version__, torch.backends.cudnn.allow_tf32]
+    versions = [torch.__version__, _triton_version(), __version__]
+    facts = [repr(sizes), direction, str(dtype), where, *versions, torch.backends.cudnn.allow_tf32]
     return f"{direction} {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}"
+
+
+def _triton_version() -> str:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("triton")
+    return ""
 
 
 @contextlib.contextmanager

@@ -100,7 +100,8 @@ class FusedGraph:
         self._counting = self._find_counters(writes)
         refusal = serves("layers", bank.device, bank.precision.compute) if kernels else None
         self.notes = [refusal] if refusal else []
-        units = find_units(nodes, writes, self._trained_once()) if kernels and not refusal else []
+        serve = kernels and not refusal and bank.layout.channels_last  # kernels take filters in that order
+        units = find_units(nodes, writes, self._trained_once()) if serve else []
         kinds = [self._sources[unit.input.name][0] for unit in units if unit.input in self._inputs]
         self.takes_channels = InputKind.USER_INPUT in kinds
         shortcuts = find_shortcuts(nodes, writes)

@@ -52,7 +52,9 @@ def find_shortcuts(nodes: Sequence[Node], writes: Mapping[Node, Write]) -> list[
         if rows is None or columns is None or padding is None or last is None or not isinstance(source, Node):
             continue
         between = (node, *node.users, last)
-        if source not in written and not written.intersection(between):
+        images = source.meta.get("val")
+        is_batch = isinstance(images, Tensor) and images.ndim == 4  # else the padding is not of channels
+        if is_batch and source not in written and not written.intersection(between):
             found.append(Shortcut(source, (rows, columns), padding, last, between))
     return found
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.fx import Node
 
 from crossbow_py.engine.fusion.branches import Branches, graph_milliseconds
 from crossbow_py.engine.fusion.convolution import (
-    GROUPED,
     IMPLICIT,
     Choices,
     Direction,
@@ -99,79 +98,97 @@ class Convolution:
             self._moments_workspace = implicit.statistics_workspace(self._geometry, inputs.device)
         return self._geometry
 
-    def _way(self, direction: Direction, inputs: Tensor, run: Callable[[str], Tensor]) -> str:
+    def _way(self, direction: Direction, inputs: Tensor, statistics: Statistics | None = None) -> str:
+        """Settled at the first call, on values of its own: those of a first round may be zeros, or not finite."""
         if direction not in self._ways:
-            assert self._geometry is not None, "sizes are known by the inputs"
-            found = ways(self._geometry, inputs.dtype, inputs.device)
-            key = key_of(self._geometry, direction, inputs.dtype, inputs.device)
-            self._ways[direction] = self._choices.choose(key, {way: partial(run, way) for way in found})
+            geometry = self._prepare(inputs)
+            generator = torch.Generator(inputs.device).manual_seed(0)
+            outputs = inputs.new_empty(geometry.batch, len(self._weights), *geometry.out_size)
+            tried = Tried(*(_random_like(value, generator) for value in (inputs, outputs, self._weights)))
+            found = ways(geometry, inputs.dtype, inputs.device)
+            key = key_of(geometry, direction, inputs.dtype, inputs.device)
+            runs = {way: partial(self._try, direction, way, tried, statistics) for way in found}
+            self._ways[direction] = self._choices.choose(key, runs)
         return self._ways[direction]
+
+    def _try(self, direction: Direction, way: str, tried: Tried, statistics: Statistics | None) -> Tensor:
+        if direction == "forward":
+            return self._outputs(tried.inputs, tried.filters, way, statistics)[0]
+        return self._gradient(tried.outputs, tried.inputs, tried.filters, way, of_inputs=direction == "inputs")
 
     def forward(self, inputs: Tensor, statistics: Statistics | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Outputs, and mean and rstd `[K·C]` of them where the kernel finds them on the way."""
-        self._prepare(inputs)
-        # Tried with statistics of its own, as it will run: the norm's would move with every try.
-        tried = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
-        way = self._way("forward", inputs, lambda way: self._outputs(inputs, way, tried)[0])
-        return self._outputs(inputs, way, statistics)
+        # Tried with statistics, as it will run, but of its own: the norm's would move with every try.
+        own = None if statistics is None else replace(statistics, running_mean=None, running_var=None)
+        return self._outputs(inputs, self._weights, self._way("forward", inputs, own), statistics)
 
     def _outputs(
-        self, inputs: Tensor, way: str, statistics: Statistics | None
+        self, inputs: Tensor, filters: Tensor, way: str, statistics: Statistics | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        assert self._geometry is not None, "sizes are known by the inputs"
+        geometry = self._prepare(inputs)
         if way != IMPLICIT:
             with searching_libraries():
-                return self._operators.forward(way, inputs, self._weights, self._bias), None
+                return self._operators.forward(way, inputs, filters, self._bias), None
         if statistics is None:
-            return implicit.forward(inputs, self._weights, self._bias, self._geometry), None
-        mean, rstd = (torch.empty(len(self._weights), device=inputs.device) for _ in range(2))
+            return implicit.forward(inputs, filters, self._bias, geometry), None
+        mean, rstd = (torch.empty(len(filters), device=inputs.device) for _ in range(2))
         moments = implicit.Moments(
             mean, rstd, statistics.running_mean, statistics.running_var, statistics.momentum, statistics.eps,
             self._moments_workspace,
         )  # fmt: skip
-        return implicit.forward(inputs, self._weights, self._bias, self._geometry, moments), (mean, rstd)
+        return implicit.forward(inputs, filters, self._bias, geometry, moments), (mean, rstd)
 
     def backward(self, outputs: Tensor, inputs: Tensor, input_gradient: bool) -> Tensor | None:
         """Write the parameters' gradients; returns that of the inputs if it is wanted."""
-        of_filters = self._way("filters", inputs, partial(self._filter_gradient, outputs, inputs))
-        of_inputs = GROUPED
-        if input_gradient:
-            of_inputs = self._way("inputs", inputs, partial(self._input_gradient, outputs, inputs))
+        of_filters = self._way("filters", inputs)
+        of_inputs = self._way("inputs", inputs) if input_gradient else IMPLICIT
         if self._shift is not None:
             summed = outputs.sum((0, 2, 3), dtype=self._shift.gradient.dtype)
             self._shift.gradient.flatten(0, 1).copy_(summed)
-        if of_filters == IMPLICIT and (of_inputs == IMPLICIT or not input_gradient):
-            return self._implicit(outputs, inputs, input_gradient, self._filters.gradient)
-        if of_filters == IMPLICIT:
-            self._implicit(outputs, inputs, False, self._filters.gradient)
-        else:
-            found = self._filter_gradient(outputs, inputs, of_filters)
+        if of_filters != IMPLICIT:
+            found = self._gradient(outputs, inputs, self._weights, of_filters, of_inputs=False)
             self._filters.gradient.flatten(0, 1).copy_(found)
-        return self._input_gradient(outputs, inputs, of_inputs) if input_gradient else None
+        else:
+            both = input_gradient and of_inputs == IMPLICIT
+            found_too = self._implicit(outputs, inputs, self._weights, both, self._filters.gradient)
+            if both:
+                return found_too
+        if not input_gradient:
+            return None
+        return self._gradient(outputs, inputs, self._weights, of_inputs, of_inputs=True)
 
-    def _implicit(self, outputs: Tensor, inputs: Tensor, of_inputs: bool, gradient: Tensor | None) -> Tensor | None:
-        assert self._geometry is not None, "forward comes before backward"
+    def _implicit(
+        self, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool, gradient: Tensor | None
+    ) -> Tensor | None:
         return implicit.backward(
-            outputs, inputs, self._weights, self._geometry, input_gradient=of_inputs, filter_gradient=gradient,
+            outputs, inputs, filters, self._prepare(inputs), input_gradient=of_inputs, filter_gradient=gradient,
             workspace=self._workspace,
         )  # fmt: skip
 
-    def _input_gradient(self, outputs: Tensor, inputs: Tensor, way: str) -> Tensor:
-        if way == IMPLICIT:
-            found = self._implicit(outputs, inputs, True, None)
-            assert found is not None, "it was asked for"
-            return found
-        with searching_libraries():
-            return self._operators.gradient(way, outputs, inputs, self._weights, of_inputs=True)
+    def _gradient(self, outputs: Tensor, inputs: Tensor, filters: Tensor, way: str, *, of_inputs: bool) -> Tensor:
+        """That of the inputs or of the filters, in a tensor of its own."""
+        if way != IMPLICIT:
+            with searching_libraries():
+                return self._operators.gradient(way, outputs, inputs, filters, of_inputs)
+        own = None if of_inputs else torch.empty_like(filters)
+        found = self._implicit(outputs, inputs, filters, of_inputs, own)
+        gradient = found if of_inputs else own
+        assert gradient is not None, "one of the two was asked for"
+        return gradient
 
-    def _filter_gradient(self, outputs: Tensor, inputs: Tensor, way: str) -> Tensor:
-        """In a tensor of its own; `backward` has the kernel write to the bank's."""
-        if way == IMPLICIT:
-            found = torch.empty_like(self._weights)
-            self._implicit(outputs, inputs, False, found)
-            return found
-        with searching_libraries():
-            return self._operators.gradient(way, outputs, inputs, self._weights, of_inputs=False)
+
+class Tried(NamedTuple):
+    """Values to compare and time ways with: of inputs, of the outputs' gradient, and of filters."""
+
+    inputs: Tensor
+    outputs: Tensor
+    filters: Tensor
+
+
+def _random_like(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal values, channels-last."""
+    values = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
+    return values.contiguous(memory_format=torch.channels_last)
 
 
 def _pair(value: Any) -> tuple[int, int]:
@@ -267,9 +284,9 @@ class _Run(torch.autograd.Function):
         return y, *(y.view_as(y) for _ in range(layer.users - 1))
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         layer: Layer = ctx.layer
-        gradients = [gradient for gradient in given if gradient is not None]
+        gradients = list(given)
         if len(gradients) > 2:
             gradients = [gradients[0], torch.stack(gradients[1:]).sum(0)]
         if layer.norm is None:

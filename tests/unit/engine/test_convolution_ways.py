@@ -62,32 +62,35 @@ def test_every_way_gives_what_each_learner_would_get_alone(case, way):
 def test_ways_of_one_group_are_not_forked_and_wide_ones_not_made_dense():
     assert ways(GEOMETRY, torch.float32, CPU) == [*OPERATORS, IMPLICIT]
     assert ways(Geometry(2, 1, 4, 5, 7, 6, (3, 3)), torch.float32, CPU) == [GROUPED, GROUPED_NCHW, IMPLICIT]
+    assert BRANCHES not in ways(Geometry(2, 64, 1, 1, 7, 6, (3, 3)), torch.float32, CPU)
     assert DENSE not in ways(Geometry(2, 8, 256, 256, 4, 4, (3, 3)), torch.float32, CPU)
     assert IMPLICIT not in ways(GEOMETRY, torch.float64, CPU)
-
-
-def clock(times):
-    """Milliseconds by what a way returns: candidates return a tensor whose first value names them."""
-    return lambda run: times[int(run()[0])]
 
 
 def candidates(*values):
     return {name: lambda value=value: torch.tensor(value) for name, value in zip("abcd", values, strict=False)}
 
 
+def by_first_value(times):
+    """Milliseconds by what a way returns first."""
+    return lambda run: times[round(run()[0].item(), 3)]
+
+
 def test_fastest_way_is_taken_and_remembered_by_what_it_depends_on(tmp_path):
     remembered = Remembered("x", tmp_path / "ways.json")
-    ways_given = candidates([0.0, 5.0], [0.001, 5.0], [0.002, 5.0])
-    measured = []
-
-    def milliseconds(run):
-        measured.append(run()[0].item())
-        return {0.0: 3.0, 0.001: 1.0, 0.002: 2.0}[round(measured[-1], 3)]
-
-    assert Choices(milliseconds, remembered).choose("key", ways_given) == "b"
-    assert len(measured) == 3
-    assert Choices(clock({}), remembered).choose("key", ways_given) == "b"  # measures nothing
+    given = candidates([0.0, 5.0], [0.001, 5.0], [0.002, 5.0])
+    assert Choices(by_first_value({0.0: 3.0, 0.001: 1.0, 0.002: 2.0}), remembered).choose("key", given) == "b"
+    assert Choices(by_first_value({}), remembered).choose("key", given) == "b"  # times nothing
     assert Choices(lambda _: 1.0, remembered).choose("key", candidates([0.0])) == "a"  # what is gone is not taken
+
+
+def test_remembered_way_that_gives_other_numbers_now_is_not_taken(tmp_path):
+    remembered = Remembered("x", tmp_path / "ways.json")
+    remembered.remember("key", "b")
+    choices = Choices(lambda _: 1.0, remembered)
+    assert choices.choose("key", candidates([1.0], [1.5], [1.0])) == "a"
+    assert choices.notes == ["Convolutions never run as b, which gave other numbers than the others."]
+    assert remembered.recall("key") == "a"
 
 
 def test_way_that_gives_other_numbers_or_fails_is_never_taken_and_said_once(tmp_path):
@@ -104,11 +107,22 @@ def test_way_that_gives_other_numbers_or_fails_is_never_taken_and_said_once(tmp_
     ]
 
 
+def test_way_that_cannot_be_timed_is_not_taken(tmp_path):
+    def milliseconds(run):
+        if run()[0] != 1.0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return 1.0
+
+    choices = Choices(milliseconds, Remembered("x", tmp_path / "ways.json"))
+    assert choices.choose("key", candidates([1.0], [1.001])) == "a"
+    assert "operation not permitted" in choices.notes[0]
+
+
 def test_first_way_that_fails_is_an_error_as_nothing_else_is_known_to_be_right(tmp_path):
     def fails():
         raise RuntimeError("cuDNN")
 
-    choices = Choices(lambda run: 1.0, Remembered("x", tmp_path / "ways.json"))
+    choices = Choices(lambda _: 1.0, Remembered("x", tmp_path / "ways.json"))
     with pytest.raises(RuntimeError, match="cuDNN"):
         choices.choose("key", {"first": fails, **candidates([1.0], [1.0])})
 
