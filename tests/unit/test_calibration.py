@@ -214,3 +214,16 @@ def test_fused_for_a_model_that_cannot_be_exported_is_one_clear_sentence():
 
     with pytest.raises(UserError, match=r"executor=fused cannot run this model: .*set executor=auto"):
         make_trainer(model=lambda: Branches(*image_model()), train_data=images(24), executor="fused")
+
+
+def test_calibration_on_a_gpu_looks_past_the_rounds_that_compile_and_capture(clock, monkeypatch):
+    class Compiles(FakeExecutor):
+        rounds = 0
+
+        def submit(self, plan):
+            self.rounds += 1
+            self.clock.now += 2.0 if self.rounds <= 3 else self.seconds
+
+    monkeypatch.setattr(calibration, "free_memory", lambda device: None)
+    found = calibrate([candidate("fused", 2, Compiles(clock, 0.01))], 10, torch.device("cuda"))
+    assert found.images_per_s == pytest.approx({("fused", 2): 2000.0})
