@@ -20,9 +20,11 @@ from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.data.sampler import epoch_order, stream_ids
 from crossbow_py.errors import UserError
 from crossbow_py.kernels.launch import recorded
+from tests.triton_version import has_interpreter
 
 N, SEED = 23, 11
 BOTH = Augmentation(crop_padding=2, flip=True)
+WITH_KERNELS = [True, False] if has_interpreter() else [False]
 
 
 def images(n: int = N) -> tuple[Tensor, Tensor]:
@@ -215,6 +217,7 @@ def test_batches_loaded_in_two_steps_equal_those_of_one(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("order", ["stacked", "channels"])
 @pytest.mark.parametrize("augmentation", [BOTH, None])
+@pytest.mark.skipif(not has_interpreter(), reason="needs Triton's interpreter")
 def test_batches_of_images_made_by_the_kernel_equal_torchs_to_the_bit(
     augmentation: Augmentation | None, order: MemoryOrder, dtype: torch.dtype
 ) -> None:
@@ -230,7 +233,7 @@ def test_batches_of_images_made_by_the_kernel_equal_torchs_to_the_bit(
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels", WITH_KERNELS)
 @pytest.mark.parametrize("kind", ["images", "images of one channel", "floats"])
 def test_batches_in_order_of_channels_are_what_a_grouped_operator_takes(
     kind: str, kernels: bool, channels_last: bool
@@ -243,7 +246,7 @@ def test_batches_in_order_of_channels_are_what_a_grouped_operator_takes(
     assert torch.equal(grouped, torch.cat(list(expected.inputs), dim=1))
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels", WITH_KERNELS)
 @pytest.mark.parametrize("kind", ["images", "rows"])
 def test_single_batch_is_taken_without_an_axis_of_learners_too(kind: str, kernels: bool) -> None:
     feed = make_feed((KINDS[kind](), torch.arange(N)), 4, SEED, channels_last=True, kernels=kernels)
@@ -254,6 +257,7 @@ def test_single_batch_is_taken_without_an_axis_of_learners_too(kind: str, kernel
     assert torch.equal(out.inputs[0], expected.inputs) and torch.equal(out.targets[0], expected.targets)
 
 
+@pytest.mark.skipif(not has_interpreter(), reason="needs Triton's interpreter")
 def test_new_picks_pick_the_first_sample() -> None:
     feed = make_feed(images(), 4, SEED, augmentation=BOTH, channels_last=True, kernels=True)
     picks, out = feed.new_picks(2), feed.new_batches(2)
