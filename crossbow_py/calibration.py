@@ -67,6 +67,8 @@ class Calibration:
     def sentence(self) -> str:
         """For the user."""
         each = ", ".join(f"{name} {rate:,.0f} with {k}" for (name, k), rate in self.images_per_s.items())
+        if len({name for name, _ in self.images_per_s}) == 1 and self.notes:
+            return f"Executor {self.executor} is taken, the only one there was time to measure (images/s: {each})."
         return f"Executor {self.executor} was the fastest here (images/s: {each}); remembered for the next run."
 
 
@@ -95,7 +97,11 @@ def calibrate(candidates: Sequence[Candidate], batch_size: int, device: torch.de
         raise UserError(f"no executor can run this model: {'; '.join(refusals.values())}")
     best = max(rates, key=lambda key: rates[key])
     measured = {name for name, _ in rates}
-    notes = [f"Executor {name} is left out: {reason}" for name, reason in refusals.items() if name not in measured]
+    notes = [
+        f"Executor {name} is left out: {reason.rstrip('.')}."
+        for name, reason in refusals.items()
+        if name not in measured
+    ]
     return Calibration(best[0], rates, tuple(notes))
 
 

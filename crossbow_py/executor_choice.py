@@ -66,7 +66,8 @@ def settle_executor(
         settings.batch_size,
         choices.device,
     )
-    known.remember(key, found.executor)
+    if len({name for name, _ in found.images_per_s}) > 1 or not found.notes:  # what nothing was compared with is no choice to keep
+        known.remember(key, found.executor)
     return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
 
 

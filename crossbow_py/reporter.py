@@ -88,7 +88,12 @@ class Reporter:
         self._tell(lambda listener: listener.on_learner_count(change))
 
     def progress(
-        self, state: RunState, learning_rate: float, planned_samples: int | None, num_learners: int
+        self,
+        state: RunState,
+        learning_rate: float,
+        planned_samples: int | None,
+        num_learners: int,
+        max_time_s: float | None = None,
     ) -> None:
         """A few times a second, nothing in between."""
         now = self._clock()
@@ -98,7 +103,11 @@ class Reporter:
         rate = self.meter.recent_images_per_s
         # Independent learners train K images for every sample the cursor moves on.
         cursor_rate = rate if self.info.shares_samples else rate / self.info.num_learners
-        remaining = None if planned_samples is None else max(0, planned_samples - state.samples_seen)
+        ends: list[float] = []
+        if planned_samples is not None and cursor_rate > 0:
+            ends.append(max(0, planned_samples - state.samples_seen) / cursor_rate)
+        if max_time_s is not None:
+            ends.append(max(0.0, max_time_s - self.meter.elapsed_s))
         progress = Progress(
             samples_seen=state.samples_seen,
             epoch=state.samples_seen / self.info.num_train_samples,
@@ -107,7 +116,7 @@ class Reporter:
             learning_rate=learning_rate,
             num_learners=num_learners,
             elapsed_s=self.meter.elapsed_s,
-            remaining_s=remaining / cursor_rate if remaining is not None and cursor_rate > 0 else None,
+            remaining_s=min(ends, default=None),
         )
         self._tell(lambda listener: listener.on_progress(progress))
 

@@ -129,7 +129,9 @@ class TrainingLoop:
             self._reseed()
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(images)
-        self.reporter.progress(state, self.learning_rate, self.total_samples, bank.num_learners)
+        self.reporter.progress(
+            state, self.learning_rate, self.total_samples, bank.num_learners, self.stops.max_time_s
+        )
         self._tell_notes()
         if self.job.tuning and (decision := self.job.tuning.after_round(images, self.meter.elapsed_s)):
             self._follow(decision)

@@ -75,7 +75,7 @@ def test_candidate_that_cannot_run_is_left_out_and_named(clock):
     sides = [Candidate("fused", k, fails) for k in (2, 4)] + [candidate("serial", 2, FakeExecutor(clock, 0.1))]
     found = calibrate(sides, 1, CPU)
     assert found.executor == "serial"
-    assert found.notes == ("Executor fused is left out: torch.export cannot capture it",)
+    assert found.notes == ("Executor fused is left out: torch.export cannot capture it.",)
 
 
 def test_calibration_leaves_out_what_would_take_too_long(clock):
@@ -83,7 +83,7 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     found = calibrate(sides, 1, CPU)
     # Serial took 4 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
     assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 4.0)
-    assert found.notes == ("Executor fused is left out: measuring it with 4 learners takes too long",)
+    assert found.notes == ("Executor fused is left out: measuring it with 4 learners takes too long.",)
 
 
 def test_calibration_spares_more_learners_of_an_executor_that_is_far_behind(clock):
@@ -227,3 +227,10 @@ def test_calibration_on_a_gpu_looks_past_the_rounds_that_compile_and_capture(clo
     monkeypatch.setattr(calibration, "free_memory", lambda device: None)
     found = calibrate([candidate("fused", 2, Compiles(clock, 0.01))], 10, torch.device("cuda"))
     assert found.images_per_s == pytest.approx({("fused", 2): 2000.0})
+
+
+def test_executor_that_nothing_was_compared_with_is_not_called_the_fastest(clock):
+    slow = FakeExecutor(clock, 9.0)
+    found = calibrate([candidate("serial", 2, slow), candidate("fused", 4, slow)], 10, CPU)
+    assert found.sentence.startswith("Executor serial is taken, the only one there was time to measure")
+    assert len(found.notes) == 1

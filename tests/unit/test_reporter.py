@@ -131,3 +131,15 @@ def test_one_learner_has_neither_spread_nor_correction():
     bank = two_learners()
     bank.resize(1)
     assert (bank.spread(), bank.correction_norm()) == (None, None)
+
+
+def test_time_left_is_that_of_whatever_ends_the_run_first():
+    reporter, (listener,), clock = make_reporter()
+    state = RunState(samples_seen=8, loss_sum=3.0, num_losses=2)
+    for planned, limit_s in ((1_000_000, 10.0), (None, 10.0), (None, None)):
+        clock.now += 0.5
+        reporter.meter.update(8)
+        reporter.progress(state, 0.1, planned, 2, limit_s)
+    first, second, third = (shown.remaining_s for shown in listener.of("progress"))
+    elapsed = [shown.elapsed_s for shown in listener.of("progress")]
+    assert (first, second, third) == (10.0 - elapsed[0], 10.0 - elapsed[1], None)
