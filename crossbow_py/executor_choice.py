@@ -66,7 +66,8 @@ def settle_executor(
         settings.batch_size,
         choices.device,
     )
-    if len({name for name, _ in found.images_per_s}) > 1 or not found.notes:  # what nothing was compared with is no choice to keep
+    compared = len({name for name, _ in found.images_per_s}) > 1 or not found.notes
+    if compared:
         known.remember(key, found.executor)
     return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
 
