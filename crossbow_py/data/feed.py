@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,22 +33,7 @@ class Batch(NamedTuple):
 
 
 class Feed(ABC):
-    """Base of all feeds. Thread-safe: every method may be called from several threads at once.
-
-    A batch is loaded in one step (`batch`, `batches`), or in two by an executor whose CUDA graph makes the batch:
-
-        picks, batches = feed.new_picks(K), feed.new_batches(K)    once
-        feed.write_picks(starts, picks)                            every round, before the graph
-        feed.take(picks, batches)                                  inside the graph
-
-    Both give the same batches to the bit. Picks and batches are the caller's: it keeps one `write_picks` or `take` from
-    overwriting what another stream or thread still reads.
-
-    Attributes:
-        supports_picks: whether there are the two steps; without them their methods must not be called.
-    """
-
-    supports_picks: ClassVar[bool] = False
+    """Base of all feeds. Thread-safe: every method may be called from several threads at once."""
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         """Raises UserError when a batch would be larger than the data set."""
@@ -75,38 +60,48 @@ class Feed(ABC):
     def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
         """All samples once, in the data set's order and not augmented by the feed; the last batch may be partial."""
 
+
+class PickedFeed(Feed):
+    """A feed that also loads in two steps, so that a CUDA graph can make the batch.
+
+        picks, batches = feed.new_picks(K), feed.new_batches(K)    once
+        feed.write_picks(starts, picks)                            every round, before the graph
+        feed.take(picks, batches)                                  inside the graph
+
+    Both give the same batches to the bit. Picks and batches are the caller's: it keeps one `write_picks` or `take` from
+    overwriting what another stream or thread still reads.
+    """
+
+    @abstractmethod
     def new_picks(self, num_batches: int) -> Tensor:
         """Int64 [R, num_batches·B] on the device, for `write_picks`; until then they pick the first sample."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
         """Zeros for `take`: inputs [num_batches, B, ...] and targets [num_batches, B, ...].
 
         The order "channels" is for images alone: their memory is `[B, H, W, num_batches, C]`, so that
         `inputs.transpose(0, 1).flatten(1, 2)` is what a grouped convolution takes, and a view.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
         """Write what makes up the batches at `starts`; one copy on the current stream, never inside a capture.
 
         The host waits only once an epoch, in the first call that reaches it. `out` is of `new_picks(len(starts))`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, picks: Tensor, out: Batch) -> None:
         """Make the batches that were picked; enqueued on the current stream, the host does not wait.
 
         Reads nothing but `picks` and what lies on the device, so a CUDA graph may hold it. `out` is of `new_batches`;
         a single batch may also be given as `[B, ...]`.
         """
-        raise NotImplementedError
 
 
-class ResidentFeed(Feed):
+class ResidentFeed(PickedFeed):
     """Both tensors live on the device; only gathers and arithmetic are done per batch."""
-
-    supports_picks = True
 
     def __init__(self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int) -> None:
         super().__init__(len(targets), batch_size)
@@ -124,22 +119,22 @@ class ResidentFeed(Feed):
         return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
 
     def new_picks(self, num_batches: int) -> Tensor:
-        """See `Feed.new_picks`."""
+        """See `PickedFeed.new_picks`."""
         shape = self._inputs.NUM_ROWS, num_batches * self.batch_size
         return torch.zeros(shape, dtype=torch.int64, device=self._targets.device)
 
     def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
-        """See `Feed.new_batches`."""
+        """See `PickedFeed.new_batches`."""
         targets = self._targets.new_zeros(num_batches, self.batch_size, *self._targets.shape[1:])
         return Batch(self._inputs.new(num_batches, self.batch_size, order), targets)
 
     def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
-        """See `Feed.write_picks`."""
+        """See `PickedFeed.write_picks`."""
         assert out.shape[1] == len(starts) * self.batch_size, "picks are for a fixed number of batches"
         torch.cat(self._slices(starts), dim=1, out=out)
 
     def take(self, picks: Tensor, out: Batch) -> None:
-        """See `Feed.take`; one launch for images where there are kernels."""
+        """See `PickedFeed.take`; one launch for images where there are kernels."""
         inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
         self._inputs.fill(picks, inputs, self._targets, targets)
 

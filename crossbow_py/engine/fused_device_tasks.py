@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
-from crossbow_py.data.feed import Batch
+from crossbow_py.data.feed import Batch, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.engine.device_tasks import FINITE, LOSS, NUM_CORRECT, RoundValues
 from crossbow_py.engine.device_update import AllLearners
@@ -35,7 +35,7 @@ class FusedDeviceTasks(RoundValues):
         super().__init__(tasks, executor, fused.learners)
         self._pass, self._kernels = fused, update
         self._rows = None if update else AllLearners(tasks.bank, tasks.update.optimizer)
-        self._gathers = gathers and tasks.feed.supports_picks
+        self._feed = tasks.feed if gathers and isinstance(tasks.feed, PickedFeed) else None
         self._batch: Batch | None = None
         # Where the gather is in the graph: what is picked, and the batch that becomes of it, for one or K batches.
         self._picked: dict[int, tuple[Tensor, Batch]] = {}
@@ -55,9 +55,9 @@ class FusedDeviceTasks(RoundValues):
                 self._counts[row].fill_(bank.step_counts[learner])
         if rates != self._loaded_rates:
             self._load_rates(rates)
-        if self._gathers:
+        if self._feed is not None:
             starts = self._pass.starts(plan)
-            self.tasks.feed.write_picks(starts, self._picked_for(len(starts))[0])
+            self._feed.write_picks(starts, self._picked_for(self._feed, len(starts))[0])
         else:
             self._batch = self._keep(self._batch, self._pass.batch(plan))
 
@@ -65,21 +65,21 @@ class FusedDeviceTasks(RoundValues):
         """Whether the learners take the same batch, which makes for another graph."""
         return self._pass.shares(plan)
 
-    def _picked_for(self, num_batches: int) -> tuple[Tensor, Batch]:
+    def _picked_for(self, feed: PickedFeed, num_batches: int) -> tuple[Tensor, Batch]:
         """Made when first needed, which is never in a capture."""
         if num_batches not in self._picked:
-            feed, channels = self.tasks.feed, self._pass.graph.takes_channels and num_batches > 1
+            channels = self._pass.graph.takes_channels and num_batches > 1
             order: MemoryOrder = "channels" if channels else "stacked"
             self._picked[num_batches] = feed.new_picks(num_batches), feed.new_batches(num_batches, order)
         return self._picked[num_batches]
 
     def _loaded(self, shared: bool) -> Batch:
         """The round's batches, gathered now if that is left to the graph."""
-        if not self._gathers:
+        if self._feed is None:
             assert self._batch is not None, "a round needs a loaded batch"
             return self._batch
         picks, batch = self._picked[1 if shared else len(self.learners)]
-        self.tasks.feed.take(picks, batch)
+        self._feed.take(picks, batch)
         return Batch(*(each[0] for each in batch)) if shared else batch
 
     def _load_rates(self, rates: tuple[float, ...]) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.data.feed import make_feed
+from crossbow_py.data.feed import Feed, make_feed
 from crossbow_py.engine.executors.device_streams import CudaStreams
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import FP64
@@ -54,6 +54,23 @@ def with_dropout():
     model = norm_model()
     model.insert(4, nn.Dropout(0.3))
     return model
+
+
+class Batches(Feed):
+    """Another feed's batches, in one step alone."""
+
+    def __init__(self, feed):
+        super().__init__(feed.num_samples, feed.batch_size)
+        self._feed = feed
+
+    def batch(self, start):
+        return self._feed.batch(start)
+
+    def batches(self, starts):
+        return self._feed.batches(starts)
+
+    def evaluation_batches(self, batch_size):
+        return self._feed.evaluation_batches(batch_size)
 
 
 class Counting(CudaStreams):

@@ -156,10 +156,12 @@ class Choices:
         return self._known[key]
 
     def _settle(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        first, expected = next(iter(candidates)), next(iter(candidates.values()))()
-        recalled = self._recall(key)
+        first, recalled = next(iter(candidates)), self._recall(key)
+        if recalled == first:
+            return first
+        expected = candidates[first]()
         # What was right when it was remembered may be compiled by another compiler now.
-        if recalled == first or (recalled in candidates and self._is_right(recalled, candidates[recalled], expected)):
+        if recalled in candidates and self._is_right(recalled, candidates[recalled], expected):
             return recalled
         right = {first: candidates[first]}
         others = {name: run for name, run in candidates.items() if name not in (first, recalled)}

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, Feed, MapStyleFeed, ResidentFeed, make_feed
+from crossbow_py.data.feed import Batch, Feed, MapStyleFeed, PickedFeed, ResidentFeed, make_feed
 from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.data.sampler import epoch_order, stream_ids
 from crossbow_py.errors import UserError
@@ -204,7 +204,7 @@ def test_batches_loaded_in_two_steps_equal_those_of_one(
     labels = torch.randn(N, 2) if kind == "rows" else torch.arange(N)
     settings = {"augmentation": augmentation, "channels_last": channels_last, "dtype": torch.bfloat16}
     feed = make_feed((KINDS[kind](), labels), 4, SEED, **settings)
-    assert feed.supports_picks
+    assert isinstance(feed, PickedFeed)
     for starts in STARTS:
         expected, got = feed.batches(starts), loaded_in_two_steps(feed, starts)
         assert torch.equal(got.inputs, expected.inputs) and torch.equal(got.targets, expected.targets)
@@ -278,7 +278,7 @@ def test_written_picks_build_the_tables_of_an_epoch_once() -> None:
 
 
 def test_map_style_feed_has_no_picks() -> None:
-    assert not make_feed(Counted(torch.randn(N, 2)), 4).supports_picks
+    assert not isinstance(make_feed(Counted(torch.randn(N, 2)), 4), PickedFeed)
 
 
 class Endless(IterableDataset[int]):
