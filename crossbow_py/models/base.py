@@ -38,3 +38,23 @@ def image_shape(model: str, input_shape: tuple[int, ...], minimum_pixels: int) -
         )
     channels, height, width = input_shape
     return channels, height, width
+
+
+def clip_shape(
+    model: str, input_shape: tuple[int, ...], minimum_frames: int, minimum_pixels: int
+) -> tuple[int, int, int, int]:
+    """Check that samples are clips (channels, frames, height, width), long and large enough.
+
+    Raises:
+        UserError: naming the model, the rule and the shape received.
+    """
+    rule = (
+        f"clips (channels, frames, height, width) of at least {minimum_frames} frames of "
+        f"{minimum_pixels}x{minimum_pixels} pixels"
+    )
+    if len(input_shape) != 4 or input_shape[1] < minimum_frames or min(input_shape[2:]) < minimum_pixels:
+        raise UserError(
+            f"model={model} needs {rule}, got samples of shape {input_shape}; choose another data set or model=mlp."
+        )
+    channels, frames, height, width = input_shape
+    return channels, frames, height, width

@@ -1,0 +1,71 @@
+"""AlexNet: the published parameter count, shapes, pooling before ReLU, dropout as modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.errors import UserError
+from crossbow_py.models import AlexNet, alexnet
+from crossbow_py.models.alexnet import OneTower
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> OneTower:
+    monkeypatch.setattr(alexnet, "CLASSIFIER_UNITS", 16)
+    torch.manual_seed(1)
+    return OneTower(3, 10, dropout=0.5)
+
+
+def test_parameters_with_1000_classes_match_what_is_published() -> None:
+    with torch.device("meta"):
+        model = AlexNet().build((3, 224, 224), 1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 61_100_840
+
+
+def test_features_of_224_pixels_have_six_positions_a_side() -> None:
+    with torch.device("meta"):
+        assert OneTower(3, 10, 0.5).features(torch.empty(2, 3, 224, 224)).shape == (2, 256, 6, 6)
+
+
+def test_names_and_shapes_of_parameters_are_those_of_published_weights() -> None:
+    with torch.device("meta"):
+        shapes = {name: tuple(value.shape) for name, value in OneTower(3, 1000, 0.0).state_dict().items()}
+    weights = {
+        "features.0": (64, 3, 11, 11), "features.3": (192, 64, 5, 5), "features.6": (384, 192, 3, 3),
+        "features.8": (256, 384, 3, 3), "features.10": (256, 256, 3, 3), "classifier.1": (4096, 9216),
+        "classifier.4": (4096, 4096), "classifier.6": (1000, 4096),
+    }  # fmt: skip
+    expected = {f"{layer}.weight": shape for layer, shape in weights.items()}
+    assert shapes == expected | {f"{layer}.bias": shape[:1] for layer, shape in weights.items()}
+
+
+def test_pooling_before_relu_gives_what_relu_before_pooling_gives(small: OneTower) -> None:
+    x = torch.randn(2, 3, 70, 63)
+    expected = x
+    for layer in small.features:
+        if isinstance(layer, nn.Conv2d):
+            expected = layer(expected).relu()
+        elif isinstance(layer, nn.MaxPool2d):
+            expected = layer(expected)
+    assert torch.equal(small.features(x), expected)
+
+
+def test_forward_and_backward_of_the_smallest_images_reach_every_parameter(small: OneTower) -> None:
+    logits = small.eval()(torch.randn(2, 3, 63, 63))
+    gradients = torch.autograd.grad(logits.logsumexp(1).sum(), list(small.parameters()))
+    assert logits.shape == (2, 10)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(("share", "modules"), [(0.0, 0), (0.3, 2)])
+def test_dropout_of_a_share_is_that_of_its_modules(small: OneTower, share: float, modules: int) -> None:
+    found = [module.p for module in OneTower(3, 10, share).modules() if isinstance(module, nn.Dropout)]
+    assert found == [share] * modules
+
+
+@pytest.mark.parametrize("shape", [(3, 62, 64), (64,)])
+def test_build_for_small_samples_is_refused_in_one_line(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=r"^model=alexnet needs images .* 63x63 pixels, got samples of .*model=mlp"):
+        AlexNet().build(shape, 10)
