@@ -101,7 +101,11 @@ class Evaluator:
 
     def _runnable(self, state: State) -> nn.Module:
         module = cast_module(self.module(state), self.precision)
-        return module.to(memory_format=torch.channels_last) if self.channels_last else module  # type: ignore[call-overload]
+        # One by one: `Module.to` tries the format on filters of clips, [O, C, T, H, W], too, and fails.
+        for parameter in module.parameters():
+            if self.channels_last and parameter.ndim == 4:
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        return module
 
     @torch.no_grad()
     def recalibrate(self, state: State, inputs: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -31,6 +31,11 @@ def is_image_batch(inputs: Tensor) -> bool:
     return inputs.dtype == torch.uint8 and inputs.ndim == 4
 
 
+def is_clip_batch(inputs: Tensor) -> bool:
+    """uint8 [N, C, T, H, W] counts as clips."""
+    return inputs.dtype == torch.uint8 and inputs.ndim == 5
+
+
 class ResidentInputs(ABC):
     """Read-only after construction; any thread may call it.
 
@@ -126,6 +131,24 @@ class RowInputs(ResidentInputs):
             torch.index_select(self._rows, 0, picks[0], out=rows.flatten(0, 1))
         else:
             super()._fill_inputs(picks, inputs)
+
+
+class ClipInputs(RowInputs):
+    """uint8 clips, nothing random: stored as they are, a quarter of float32, and normalised when they are taken."""
+
+    def __init__(self, clips: Tensor, normalisation: Normalisation, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(clips, None, device, channels_last=False, dtype=dtype)
+        normalisation.check_channels(clips.shape[1])
+        self.dtype = dtype
+        # Made once: a copy from the host has no place in a CUDA graph.
+        self._mean, self._std = normalisation.constants(self._rows, dtype)
+
+    def take(self, picks: Tensor) -> Tensor:
+        """One gather and `Normalisation.apply`."""
+        return super().take(picks).to(self._mean.dtype).sub_(self._mean).div_(self._std).to(self.dtype)
+
+    def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
+        inputs.copy_(self.take(picks).view(inputs.shape))
 
 
 class ImageInputs(ResidentInputs):

@@ -42,12 +42,16 @@ class Normalisation:
     def apply(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Normalise `inputs` [B, C, ...], uint8 or floating, computing in float32 at least; the result is `dtype`."""
         self.check_channels(inputs.shape[1])
+        mean, std = self.constants(inputs, dtype)
+        return inputs.to(mean.dtype).sub(mean).div_(std).to(dtype)
+
+    def constants(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(mean, std) in units of `inputs` [B, C, ...], to be broadcast with them, in the dtype to compute in."""
         unit = 255.0 if inputs.dtype == torch.uint8 else 1.0
-        compute = compute_dtype(dtype)
         axes = (-1, *(1,) * (inputs.ndim - 2))
-        mean = torch.tensor(self.mean, dtype=torch.float64).mul_(unit).to(inputs.device, compute).view(axes)
-        std = torch.tensor(self.std, dtype=torch.float64).mul_(unit).to(inputs.device, compute).view(axes)
-        return inputs.to(compute).sub(mean).div_(std).to(dtype)
+        values = (torch.tensor(each, dtype=torch.float64).mul_(unit).view(axes) for each in (self.mean, self.std))
+        mean, std = (each.to(inputs.device, compute_dtype(dtype)) for each in values)
+        return mean, std
 
 
 IDENTITY = Normalisation((0.0,), (1.0,))

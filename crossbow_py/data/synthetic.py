@@ -1,4 +1,4 @@
-"""Random images of classes that can be learned, for benchmarks and tests: the mean of a class's pattern and noise."""
+"""Random images or clips of classes that can be learned, for benchmarks and tests: means of class pattern and noise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Synthetic(SourceSettings):
 
     NAME: ClassVar[str] = "synthetic"
 
-    shape: tuple[int, ...] = setting((3, 32, 32), "channels, height and width of an image", minimum=1)
+    shape: tuple[int, ...] = setting((3, 32, 32), "of a sample: channels, of a clip frames, height, width", minimum=1)
     num_classes: int = setting(10, "number of classes", minimum=2, maximum=100_000)
     num_train: int = setting(10_000, "training samples", minimum=1)
     num_test: int = setting(2_000, "test samples", minimum=1)
@@ -33,8 +33,11 @@ class Synthetic(SourceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.shape) != 3:
-            raise UserError(f"data.shape must be [channels, height, width], got {list(self.shape)}; give three sizes.")
+        if len(self.shape) not in (3, 4):
+            raise UserError(
+                "data.shape must be [channels, height, width] or, for clips, [channels, frames, height, width], got "
+                f"{list(self.shape)}; give three or four sizes."
+            )
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         """(train, test), from the same patterns with different noise."""
@@ -52,11 +55,11 @@ class Synthetic(SourceSettings):
     def _samples(self, patterns: npt.NDArray[np.uint8], purpose: str, count: int) -> Pair:
         labels = np.arange(count, dtype=np.int64) % self.num_classes
         # Halves are added, so that no byte overflows and no wider copy of the data is made.
-        images = (self._bytes(purpose, count) >> 1) + (patterns >> 1)[labels]
-        return torch.from_numpy(images), torch.from_numpy(labels)
+        samples = (self._bytes(purpose, count) >> 1) + (patterns >> 1)[labels]
+        return torch.from_numpy(samples), torch.from_numpy(labels)
 
     def _bytes(self, purpose: str, count: int) -> npt.NDArray[np.uint8]:
-        """Uniform random bytes [count, C, H, W]."""
+        """Uniform random bytes [count, *shape]."""
         size = count * int(np.prod(self.shape))
         words = raw_words(self.seed, f"synthetic {purpose}", 0, -(-size // 8))
         return words.astype("<u8", copy=False).view(np.uint8)[:size].reshape(count, *self.shape)

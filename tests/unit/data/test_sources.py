@@ -28,8 +28,9 @@ def test_conf_of_every_source_states_the_defaults_of_its_settings(name: str) -> 
     assert from_mapping(SOURCES[name], {key: written[key] for key in written if key != "name"}) == SOURCES[name]()
 
 
-def test_conf_has_a_file_for_every_source_and_no_other() -> None:
-    assert {path.stem for path in CONF.glob("*.yaml")} == set(SOURCES)
+def test_conf_has_a_file_for_every_source_and_others_that_set_one_up() -> None:
+    names = {path.stem: yaml.safe_load(path.read_text())["name"] for path in CONF.glob("*.yaml")}
+    assert set(names) >= set(SOURCES) == set(names.values())
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
@@ -88,8 +89,18 @@ def test_synthetic_of_equal_seeds_is_equal_and_of_others_differs() -> None:
 
 
 def test_synthetic_of_two_axes_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"data\.shape must be \[channels, height, width\], got \[8, 8\]"):
+    with pytest.raises(
+        UserError, match=r"data\.shape must be \[channels, height, width\] or, for clips, .* got \[8, 8\]"
+    ):
         Synthetic(shape=(8, 8))
+
+
+def test_synthetic_of_four_sizes_are_clips_normalised_by_channel() -> None:
+    source = Synthetic(shape=(2, 3, 4, 5), num_classes=2, num_train=200, num_test=6).load(progress=False)
+    clips, labels = source.train
+    assert (clips.shape, clips.dtype, labels[:4].tolist()) == ((200, 2, 3, 4, 5), torch.uint8, [0, 1, 0, 1])
+    assert (source.input_shape, len(source.mean), len(source.std)) == ((2, 3, 4, 5), 2, 2)
+    assert (clips[::2].float().mean(0) - clips[1::2].float().mean(0)).abs().mean() > 20
 
 
 @pytest.mark.parametrize("wrap", [lambda pair: pair, lambda pair: TensorDataset(*pair)])

@@ -1,0 +1,55 @@
+"""Clips on the device: bytes until they are taken, then what `Normalisation.apply` gives. Other inputs: test_feed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossbow_py.data.inputs import ClipInputs, is_clip_batch, is_image_batch
+from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.errors import UserError
+
+CPU = torch.device("cpu")
+MOMENTS = Normalisation((0.1, 0.5), (0.3, 0.2))
+
+
+def clips(count: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 256, (count, 2, 3, 4, 5), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("normalisation", [MOMENTS, IDENTITY, Normalisation((0.25,), (0.5,))])
+def test_clips_taken_are_normalised_to_the_bit(normalisation: Normalisation, dtype: torch.dtype) -> None:
+    inputs = ClipInputs(clips(), normalisation, CPU, dtype)
+    picks = torch.tensor([[7, 0, 7, 3]])
+    taken = inputs.take(picks)
+    assert (taken.dtype, taken.shape[1:]) == (dtype, inputs.shape) == (inputs.dtype, (2, 3, 4, 5))
+    assert torch.equal(taken, normalisation.apply(clips()[picks[0]], dtype))
+
+
+def test_clips_are_a_channel_s_own_mean_and_deviation_off_their_bytes() -> None:
+    taken = ClipInputs(clips(), MOMENTS, CPU, torch.float64).take(torch.tensor([[2]]))
+    by_hand = torch.stack([(clips()[2, 0] / 255.0 - 0.1) / 0.3, (clips()[2, 1] / 255.0 - 0.5) / 0.2]).double()
+    torch.testing.assert_close(taken[0], by_hand, rtol=1e-5, atol=1e-5)
+
+
+def test_clips_filled_into_memory_that_stays_equal_those_taken() -> None:
+    inputs, targets = ClipInputs(clips(), MOMENTS, CPU, torch.float32), torch.arange(9)
+    picks, batches = torch.tensor([[1, 8, 4, 4, 0, 2]]), inputs.new(2, 3, "stacked")
+    found = torch.zeros(2, 3, dtype=torch.int64)
+    inputs.fill(picks, batches, targets, found)
+    assert torch.equal(batches.flatten(0, 1), inputs.take(picks))
+    assert found.tolist() == [[1, 8, 4], [4, 0, 2]]
+
+
+def test_clips_with_moments_of_other_channels_are_a_user_error() -> None:
+    with pytest.raises(UserError, match="one value a channel, got 3 for 2 channels"):
+        ClipInputs(clips(), Normalisation((0.0,) * 3, (1.0,) * 3), CPU, torch.float32)
+
+
+def test_bytes_of_five_axes_alone_count_as_clips() -> None:
+    kinds = [clips(), clips().float(), clips()[:, :, 0], clips()[0]]
+    assert [is_clip_batch(kind) for kind in kinds] == [True, False, False, False]
+    assert [is_image_batch(kind) for kind in kinds] == [False, False, True, True]
