@@ -1,0 +1,1 @@
+"""How large batches may be, how many learners fit, and how many workers feed them."""

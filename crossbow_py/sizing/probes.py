@@ -1,0 +1,239 @@
+"""Probes without a device: a learner's pass under fake tensors, every one of them counted, nothing computed.
+
+Fake tensors have shapes and no memory, so a probe of 100 GiB takes as long as one of 100 MiB, and needs no GPU. What is
+counted are the tensors that operators return. What an operator takes for itself, such as a convolution's workspace, and
+what an allocator rounds up, is no tensor and is not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from crossbow_py.averaging.rule import AveragingRule
+from crossbow_py.engine.device_tasks import correct_predictions
+from crossbow_py.engine.dropout import replace_dropout
+from crossbow_py.engine.layout import Order, buffer_layout, parameter_layout
+from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.precision import Precision, full_precision_parameters
+from crossbow_py.engine.replicas import TrainedRow
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.update import Step, TorchUpdate
+from crossbow_py.errors import UserError
+from crossbow_py.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
+from crossbow_py.targets import one_line
+
+SMALL_BATCH = 2  # BatchNorm on single values trains with two samples and not with one
+
+# A function that makes the model, or the model itself.
+ModelSource = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as it enters the model, and its target: by default a class."""
+
+    input_shape: tuple[int, ...]
+    input_dtype: torch.dtype = torch.float32
+    target_shape: tuple[int, ...] = ()
+    target_dtype: torch.dtype = torch.int64
+
+    def batch(self, size: int, channels_last: bool) -> tuple[Tensor, Tensor]:
+        """Uninitialised inputs `[B, ...]` and targets `[B, ...]`, as a feed gives them."""
+        inputs = torch.empty(size, *self.input_shape, dtype=self.input_dtype)
+        if channels_last and inputs.ndim == 4:
+            inputs = torch.empty_like(inputs, memory_format=torch.channels_last)
+        return inputs, torch.empty(size, *self.target_shape, dtype=self.target_dtype)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a learner does with its model. `order` is that of the bank's rows."""
+
+    loss: Loss
+    optimizer: Optimizer
+    rule: AveragingRule
+    precision: Precision
+    channels_last: bool = True
+    order: Order = "blocks"
+
+
+def estimate_learner(
+    source: ModelSource,
+    sample: Sample,
+    job: Job,
+    *,
+    waiting_per_sample: int = 0,
+    fixed_bytes: int = 0,
+    most: int = LARGEST_BATCH,
+) -> LearnerModel:
+    """The memory model of a learner, from two probes under fake tensors: a few seconds and next to no memory.
+
+    Args:
+        source: a function that makes the model, called under fake tensors; or a model, whose values are not read.
+        sample: what batches are made of.
+        job: what is done with them.
+        waiting_per_sample, fixed_bytes: see `LearnerModel`.
+        most: the largest batch size of interest; the model holds up to there.
+
+    Raises:
+        UserError: the model cannot be made or run without real values.
+    """
+    largest = max(most, SMALL_BATCH + 1)
+    with _shapes_alone():
+        model = _made(source)
+        sizes = model_sizes(model, job)
+        learner = _as_learner(model, job)
+        small, large = (probe(learner, sample, job, size) for size in (SMALL_BATCH, largest))
+        found = activations(small, large, also=_update_bytes(sizes, job))
+    return LearnerModel(sizes, found, waiting_per_sample, fixed_bytes, most)
+
+
+def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trace:
+    """What a learning task holds beside the learner's rows, operator by operator; call it under fake tensors."""
+    trained = [parameter for parameter in learner.parameters() if parameter.requires_grad]
+    tracker = _Tracker(learner)
+    with tracker:
+        try:
+            _learn(learner, trained, sample, job, batch_size)
+        except UserError:
+            raise
+        except Exception as error:  # of the user's model, which may fail in any way
+            raise _unsized("run", error) from error
+    return Trace(batch_size, tuple(tracker.held))
+
+
+def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
+    """What the shapes of a model say."""
+    others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    return ModelSizes(
+        parameters=tuple(block.numel for block in parameter_layout(model, job.channels_last).blocks),
+        buffers=tuple(block.numel for block in buffer_layout(model).blocks),
+        counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
+        num_states=len(job.optimizer.STATE),
+        master_bytes=job.precision.master.itemsize,
+        compute_bytes=job.precision.compute.itemsize,
+        order=job.order,
+    )
+
+
+class _Tracker(MemTracker):
+    """Of `MemTracker` the counting alone: it also keeps books on every module, which takes most of its time.
+
+    Attributes:
+        held: after every operator, the bytes held beyond those of `known`.
+    """
+
+    def __init__(self, *known: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.track_external(*known)
+        self.held: list[int] = []
+        self._before = self._now()
+
+    def _now(self) -> int:
+        return sum(of_device["Total"] for of_device in self._curr_mem_snap.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked now and then, as a cache inside fake tensors has it
+            return func(*args)
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        self.held.append(self._now() - self._before)
+
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
+
+    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None: ...
+
+    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None: ...
+
+    def _post_bw_hook(self, module: nn.Module, args: Any) -> None: ...
+
+
+@contextmanager
+def _shapes_alone() -> Iterator[None]:
+    """Fake tensors; torch's generators stay as they were, and no garbage is collected at a moment of its own choice."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _made(source: ModelSource) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return source
+    try:
+        model = source()
+    except UserError:
+        raise
+    except Exception as error:
+        raise _unsized("made", error) from error
+    return model
+
+
+def _as_learner(model: nn.Module, job: Job) -> nn.Module:
+    """A copy on fake parameters and buffers, in the formats and the memory order that `ReplicaBank` gives a row."""
+    full, precision = full_precision_parameters(model), job.precision
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        like = _like(parameter, precision.master if name in full else precision.compute, job.channels_last)
+        memo[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _like(buffer, precision.master if buffer.is_floating_point() else buffer.dtype, False)
+    learner = copy.deepcopy(model, memo).train()
+    replace_dropout(learner, torch.Generator())
+    return learner
+
+
+def _like(tensor: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
+    last = channels_last and tensor.ndim == 4
+    made = torch.empty(tensor.shape, dtype=dtype)
+    return torch.empty_like(made, memory_format=torch.channels_last) if last else made
+
+
+def _learn(learner: nn.Module, trained: Sequence[nn.Parameter], sample: Sample, job: Job, batch_size: int) -> None:
+    """As `RoundTasks.learn`, with the same tensors alive at the same time."""
+    inputs, targets = sample.batch(batch_size, job.channels_last)
+    output = learner(inputs).to(job.precision.master)
+    loss = job.loss(output, targets)
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    del gradients
+    correct_predictions(output.detach(), targets)
+
+
+def _update_bytes(sizes: ModelSizes, job: Job) -> int:
+    """What a gradient step, a correction and a step of z hold beside the rows, made by operators."""
+
+    def rows() -> list[Tensor]:
+        return [torch.empty(sizes.num_values, dtype=job.precision.master)]
+
+    weights, gradients, corrections, z, z_prev = (rows() for _ in range(5))
+    state = {name: rows() for name in job.optimizer.STATE}
+    row = TrainedRow(weights, gradients, corrections, state, z, None, num_decayed=1)
+    update, averaging = TorchUpdate(job.optimizer, job.rule), job.rule.linear_round(0, 2)
+    tracker = _Tracker(*weights, *gradients, *corrections, *z, *z_prev, *(v for own in state.values() for v in own))
+    with tracker:
+        update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=1))
+        if averaging is not None:
+            update.move(z, z_prev, corrections, averaging)
+    return max(tracker.held, default=0)
+
+
+def _unsized(what: str, error: Exception) -> UserError:
+    return UserError(
+        f"the model cannot be {what} by shapes alone, without values ({one_line(error)[:300]}); let it read no values "
+        "of tensors, or measure on the device itself: leave memory away, with device=cuda."
+    )
