@@ -14,7 +14,8 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.checkpoint import load_weights
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
-from crossbow_py.data.feed import Feed, make_feed
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.kernel_checks import serves
@@ -28,6 +29,7 @@ from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, mean_ev
 from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.supply import first_workers
 from crossbow_py.targets import one_line
 from crossbow_py.telemetry.timeline import Timeline
 
@@ -102,6 +104,20 @@ class Parts:
             learning_rates=tuple(for_learner(self.optimizer.learning_rate, j) * factor for j in learners),
             averaging=self.rule.linear_round(index, self.bank.num_learners * self.collective.num_devices),
         )
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """Of training, validation and test data."""
+        return [feed for feed in (self.train_feed, self.validation_feed, self.test_feed) if feed is not None]
+
+    def feed_notes(self) -> list[str]:
+        """What the feeds have to tell the user since the last call."""
+        return [note for feed in self.feeds for note in feed.take_notes()]
+
+    def close_feeds(self) -> None:
+        """End the threads and processes of all feeds."""
+        for feed in self.feeds:
+            feed.close()
 
     def final_states(self, cursor: int, excluded: Sequence[int] = ()) -> list[State]:
         """State dicts of what a run produces: the average model, or every independent learner.
@@ -214,7 +230,7 @@ def _train_feed(
     """The feed of training batches, tried; where `auto` took bf16 and the model cannot, it becomes fp32."""
     feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
     # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
-    batch = next(feed.evaluation_batches(min(2, settings.batch_size)))
+    batch = feed.first_samples(min(2, settings.batch_size))
     classes = _num_classes(data, loss)
     try:
         return choices, feed, probe(template, choices.precision, batch, loss, *classes)
@@ -224,7 +240,7 @@ def _train_feed(
         reason = str(error)
     choices = dataclasses.replace(choices, precision=FP32)
     feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
-    batch = next(feed.evaluation_batches(min(2, settings.batch_size)))
+    batch = feed.first_samples(min(2, settings.batch_size))
     warnings = probe(template, FP32, batch, loss, *classes)
     return choices, feed, [f"precision is fp32, because in bf16 {reason}", *warnings]
 
@@ -241,7 +257,7 @@ def _evaluation_feed(
     if source is None:
         return None
     feed = _feed(source, 1, None, data, settings, choices)
-    probe_evaluation(template, choices.precision, next(feed.evaluation_batches(2)), loss, what)
+    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what)
     return feed
 
 
@@ -264,6 +280,7 @@ def _feed(
         settings.channels_last,
         choices.precision.compute,
         kernels=choices.device.type == "cuda" and _no_batch_kernels(choices) is None,
+        num_workers=first_workers(settings.num_workers, choices.device),
     )
 
 

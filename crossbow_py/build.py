@@ -47,7 +47,7 @@ def build_trainer(config: TrainConfig, folder: RunFolder, callbacks: Sequence[Li
             keep=config.keep_checkpoints,
         ),
         callbacks=callbacks,
-        notes=[folder.note] if folder.note else [],
+        notes=[*([folder.note] if folder.note else []), *source.notes],
         experiment=config.experiment,
         names={"model": config.model.NAME, "data": source.name},
         trace=config.trace,
@@ -62,6 +62,7 @@ def build_trainer(config: TrainConfig, folder: RunFolder, callbacks: Sequence[Li
         compile_model=config.compile_model,
         seed=config.seed,
         on_nonfinite=config.on_nonfinite,
+        num_workers=config.num_workers,
     )
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule
+from crossbow_py.data.host_randomness import kept_host_state
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.host_randomness import kept_host_state
 from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, UserError

@@ -19,6 +19,16 @@ class CheckpointError(UserError):
     """A checkpoint cannot be used: missing, corrupted, or of another model or configuration."""
 
 
+class DataError(CrossbowError):
+    """Batches cannot be made, and the run stops for it: one sentence, with the sample that was being worked on."""
+
+
+class BadSampleError(DataError, UserError):
+    """More samples cannot be read than are allowed to; names one of them."""
+
+    exit_code = 2
+
+
 class NonFiniteError(CrossbowError):
     """A learner's loss or gradient norm stopped being finite, and the run stops for it.
 

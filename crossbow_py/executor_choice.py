@@ -36,6 +36,7 @@ def settle_executor(
 
     `announce` is given a sentence when something is measured, which takes some seconds.
     """
+    feed = feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
     if fuses and (reason := _not_fused(template, choices, feed)):
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")

@@ -16,7 +16,7 @@ from crossbow_py.evaluation import Evaluation
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
-from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 
 _PROGRESS_EVERY_S = 0.2
@@ -87,6 +87,10 @@ class Reporter:
         )
         self._tell(lambda listener: listener.on_learner_count(change))
 
+    def workers(self, num_workers: int) -> None:
+        """Another number of processes loads the data from now on."""
+        self.info = replace(self.info, num_workers=num_workers)
+
     def progress(
         self,
         state: RunState,
@@ -117,6 +121,8 @@ class Reporter:
             num_learners=num_learners,
             elapsed_s=self.meter.elapsed_s,
             remaining_s=min(ends, default=None),
+            data_wait_share=None if self.info.num_workers is None else self.meter.recent.wait_share,
+            num_workers=self.info.num_workers,
         )
         self._tell(lambda listener: listener.on_progress(progress))
 
@@ -155,6 +161,8 @@ class Reporter:
             best_test_accuracy=None if info.validates else state.best_accuracy,
             best_validation_accuracy=state.best_accuracy if info.validates else None,
             learner_test_accuracy=tuple(one.accuracy for one in each) or None,
+            data_wait_share=None if info.num_workers is None else self.meter.whole.wait_share,
+            num_workers=info.num_workers,
             metrics=test.metrics if test else {},
             time_to_accuracy_s=state.time_to_accuracy_s,
             train_time_s=train_time_s,
@@ -198,6 +206,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         shares_samples=parts.rule.has_central_model,
         samples_seen=run.state.samples_seen,
         planned_samples=planned_samples,
+        num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
         output_dir=str(run.output_dir) if run.output_dir else None,
         resumed_from=run.resumed_from,
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
@@ -205,14 +214,14 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
 
 
 def epoch_record(
-    run: Run, images_per_s: float, learning_rate: float, measured: Measured | None, which: str
+    run: Run, lap: Lap, learning_rate: float, measured: Measured | None, which: str
 ) -> EpochRecord:
     """The record of an epoch that closes now, or of where a run stopped inside one. Reads the bank: drain before.
 
     Args:
         which: the data `measured` is of, `test` or `validation`.
     """
-    state, parts = run.state, run.parts
+    state, parts, images_per_s = run.state, run.parts, lap.images_per_s
     evaluation, each = measured or (None, ())
     loss, accuracy = (evaluation.loss, evaluation.accuracy) if evaluation else (None, None)
     central, validates = parts.rule.has_central_model, which == "validation"
@@ -234,6 +243,8 @@ def epoch_record(
         elapsed_s=state.elapsed_s,
         spread=parts.bank.spread() if central else None,
         correction_norm=parts.bank.correction_norm() if central else None,
+        data_wait_share=lap.wait_share if parts.train_feed.STREAMS else None,
+        num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
         metrics=evaluation.metrics if evaluation else {},
     )
 

@@ -21,6 +21,9 @@ from crossbow_py.schedules import Schedule
 from crossbow_py.settings import to_mapping
 from crossbow_py.tuning import LearnerTuning
 
+# Settings that do not decide what comes out, or are kept with what `auto` chose.
+_CHANGEABLE = ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers")
+
 
 @dataclass
 class Run:
@@ -113,7 +116,7 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on: everything but stops, logging and paths."""
         settings = to_mapping(self.settings)
-        for changeable in ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners"):
+        for changeable in _CHANGEABLE:
             settings.pop(changeable)
         parts = self.parts
         groups: dict[str, Any] = {"optimizer": parts.optimizer, "schedule": self.schedule, "averaging": parts.rule}

@@ -45,6 +45,11 @@ class RunSettings:
     on_nonfinite: Literal["stop", "reseed"] = setting(
         "stop", "a learner whose loss is not finite: stop the run, or reseed it from the average model"
     )
+    num_workers: int | Literal["auto"] = setting(
+        "auto",
+        "processes that load data which does not live on the device; 0 loads between rounds, auto keeps learners fed",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         check(self)

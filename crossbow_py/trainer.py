@@ -55,8 +55,8 @@ class Trainer:
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
         batch_size: samples a learner takes per round.
         num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
-        executor, device, precision, channels_last, compile_model, seed, on_nonfinite: see `RunSettings`. On CPU with
-            several learners the process is told to keep freed memory, in huge pages
+        executor, device, precision, channels_last, compile_model, seed, on_nonfinite, num_workers: see `RunSettings`.
+            On CPU with several learners the process is told to keep freed memory, in huge pages
             (`engine.memory.keep_freed_memory`).
 
     Raises:
@@ -99,9 +99,10 @@ class Trainer:
         compile_model: bool = False,
         seed: int = 0,
         on_nonfinite: Literal["stop", "reseed"] = "stop",
+        num_workers: int | Literal["auto"] = "auto",
     ) -> None:
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
-                               compile_model, seed, on_nonfinite)  # fmt: skip
+                               compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
         begun = time.monotonic()
         _check_groups(optimizer, schedule, averaging, loss)
         _check_policies(settings, optimizer, averaging, max_evaluation_batches)
@@ -164,6 +165,7 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """Measure the current model (independent learners: their mean) on the test data. Raises UserError without."""
         measured = self.run.evaluate("test")
+        self.run.parts.close_feeds()
         if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
         return measured[0]

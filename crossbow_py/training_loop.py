@@ -7,6 +7,7 @@ evaluate and record; write checkpoints when due; stop when told to.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -17,7 +18,7 @@ from crossbow_py import checkpoint
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import RoundOutcome
-from crossbow_py.errors import LearnerError, NonFiniteError, UserError
+from crossbow_py.errors import CrossbowError, DataError, LearnerError, NonFiniteError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.reporter import Reporter, epoch_record, run_info
 from crossbow_py.run import Run
@@ -68,7 +69,10 @@ class TrainingLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
+        if isinstance(error, DataError):
+            self._keep_what_is_trained()
         self.executor.close()
+        self.parts.close_feeds()
         if error is not None and self.reporter.started:
             status, reason = _how_it_failed(error)
             self.reporter.summarize(self.state, status, reason, None, None)
@@ -89,6 +93,8 @@ class TrainingLoop:
         if state.last_recorded == state.samples_seen and (reason := self._target_reached()):
             return "target_reached", reason
         while True:
+            if reason := self._end_epoch():
+                return "target_reached", reason
             if signals.status:
                 reason = StopSignal.REASONS[signals.status]
                 self.reporter.message(f"{reason}: stopping. Ctrl-C now aborts at once, without another checkpoint.")
@@ -98,20 +104,25 @@ class TrainingLoop:
                 if self.job.resumed_from and state.round_index == first_round:
                     self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
                 return "finished", reason
-            self._run_round()
-            if state.samples_seen >= (state.closed_epochs + 1) * self.num_samples:
-                self._close_epoch()
-                if reason := self._target_reached():
-                    return "target_reached", reason
-                if when.every_epochs and state.closed_epochs % when.every_epochs == 0:
-                    self._write_checkpoint()
+            self._run_round(signals)
             if when.every_s and self.meter.elapsed_s - self._last_checkpoint_s >= when.every_s:
                 self._write_checkpoint()
+
+    def _end_epoch(self) -> str | None:
+        """Once all its samples are seen: close it, write its checkpoint. Returns why that ends the run, if it does."""
+        state, every = self.state, self.job.checkpoints.every_epochs
+        if state.samples_seen < (state.closed_epochs + 1) * self.num_samples:
+            return None
+        self._close_epoch()
+        reason = self._target_reached()
+        if not reason and every and state.closed_epochs % every == 0:
+            self._write_checkpoint()
+        return reason
 
     def _target_reached(self) -> str | None:
         return self.stops.after_evaluation(self.state.last_accuracy, self.state.last_loss)
 
-    def _run_round(self) -> None:
+    def _run_round(self, signals: StopSignal) -> None:
         state, schedule = self.state, self.job.schedule
         start = state.samples_seen
         bank = self.parts.bank
@@ -120,6 +131,8 @@ class TrainingLoop:
             self._restart()
         factor = schedule.factor(start, self.num_samples, self.total_samples)
         plan = self.parts.plan(state.round_index, start, factor)
+        if not self._await_batches(plan.starts, signals):
+            return
         if not self._attempt(lambda: self.executor.submit(plan)):
             return
         state.round_index, state.last_round_start = state.round_index + 1, start
@@ -136,8 +149,27 @@ class TrainingLoop:
         if self.job.tuning and (decision := self.job.tuning.after_round(images, self.meter.elapsed_s)):
             self._follow(decision)
 
+    def _await_batches(self, starts: Sequence[int], signals: StopSignal) -> bool:
+        """Block until a round's batches are there. Only time in which nothing is in flight counts as waiting for them.
+
+        False, and there are none, when a signal ended the processes that make them. Raises DataError when they cannot
+        be made for other reasons; the round has not begun then.
+        """
+        feed = self.parts.train_feed
+        if feed.announce(starts):
+            return True
+        self.executor.settle()
+        try:
+            with self.meter.waiting():
+                feed.wait(starts)
+        except DataError:
+            if not signals.status:
+                raise
+            return False
+        return True
+
     def _tell_notes(self) -> None:
-        for note in self.executor.notes:
+        for note in [*self.executor.notes, *self.parts.feed_notes()]:
             if note not in self._told:  # every change of the number of learners makes a new executor
                 self.reporter.message(note)
             self._told.add(note)
@@ -265,6 +297,14 @@ class TrainingLoop:
         except OSError as error:
             self.reporter.message(f"No checkpoint was written ({error}); training goes on, make room soon.")
         self.meter.resume()
+
+    def _keep_what_is_trained(self) -> None:
+        """The data failed, not what was learned from it."""
+        with suppress(CrossbowError):
+            if self._last_checkpoint_samples != self.state.samples_seen:
+                self._write_checkpoint()
+            if newest := self.job.newest_checkpoint():
+                self.reporter.message(f"What was trained is in {newest}; the same command with resume=auto goes on.")
 
     def finish(self, status: str, reason: str) -> Result:
         """Evaluate what is not yet evaluated, write the last checkpoint and the model, and sum up."""

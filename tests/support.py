@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.data.feed import make_feed
+from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.optimizers import SGD, Optimizer

@@ -22,6 +22,13 @@ def raw_words(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
+def sample_words(seed: int, purpose: str, epoch: int, sample: int, count: int) -> npt.NDArray[np.uint64]:
+    """`count` random 64-bit words of one sample, without a table: the sample stands in the counter's second word."""
+    key = np.array([seed % _WORD, _purpose_word(purpose)], dtype=np.uint64)
+    counter = np.array([0, sample, 0, epoch], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
 def uniform(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np.float64]:
     """Table [count] by sample id of values in [0, 1), with 53 random bits each."""
     return (raw_words(seed, purpose, epoch, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53

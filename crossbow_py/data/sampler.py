@@ -6,12 +6,16 @@ batch is any run of positions: it may cross an epoch's end and is never partial.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from crossbow_py.data.randomness import permutation
+
+T = TypeVar("T")
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
@@ -37,3 +41,10 @@ def stream_ids(
     """Sample ids [count >= 1] at stream positions [start, start + count), where `order_of(epoch)` is the order [N]."""
     runs = segments(start, count, num_samples)
     return np.concatenate([order_of(epoch)[first:last] for epoch, first, last in runs])
+
+
+def cut_up(items: Sequence[T], at_most: int) -> list[list[T]]:
+    """`items` [>= 1] in as few runs as can be, of nearly equal length and none longer than `at_most`."""
+    parts = -(-len(items) // at_most)
+    edges = [len(items) * part // parts for part in range(parts + 1)]
+    return [list(items[first:last]) for first, last in itertools.pairwise(edges)]

@@ -50,9 +50,11 @@ class StreamedData(ABC):
     Attributes:
         max_bad: how many different samples may turn out bad before training stops.
         timeout_s: a worker that is longer over one batch hangs.
+        remedy: what the user may do about a bad sample, as the end of a sentence.
     """
 
     max_bad: int = 0
+    remedy: str = "mend the data set"
     timeout_s: float = 120.0
 
     @abstractmethod

@@ -46,7 +46,7 @@ class FusedPass:
     def __init__(self, tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> None:
         self._tasks, bank = tasks, tasks.bank
         self.learners = range(bank.num_learners) if learners is None else learners
-        self.graph = FusedGraph(bank.template, tasks.feed.batch(0).inputs, bank, kernels, self.learners)
+        self.graph = FusedGraph(bank.template, tasks.feed.for_measuring().batch(0).inputs, bank, kernels, self.learners)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
         if kernels and tasks.loss is nn.functional.cross_entropy:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 
 import numpy as np
 
@@ -14,14 +13,3 @@ def host_state() -> Hashable:
     state = np.random.get_state(legacy=False)
     generator, kept = state["state"], (state["has_gauss"], state["gauss"])  # it draws normal values by twos
     return random.getstate(), generator["key"].tobytes(), generator["pos"], kept
-
-
-@contextmanager
-def kept_host_state() -> Iterator[None]:
-    """Put both generators back afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

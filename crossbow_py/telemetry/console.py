@@ -25,6 +25,7 @@ CONSOLE_LOG = "console.log"
 PLAIN_INTERVAL_S = 10.0
 _WIDTH_FOR_A_BAR = 110  # columns: the bar takes 21, the line beside it 88 or so
 _NOTHING_PLANNED = "–"
+_WORTH_SAYING = 0.01  # of the time, waiting for data
 _STOPPED_FROM_OUTSIDE = ("interrupted", "terminated")
 
 
@@ -167,6 +168,7 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
         f"epoch {progress.epoch:.2f}/{planned_epochs}",
         f"loss {progress.train_loss:.4f}",
         f"{progress.images_per_s:,.0f} images/s",
+        *_waiting(progress.data_wait_share),
     ]
     if progress.remaining_s is not None:
         parts.append(f"{clock_time(progress.remaining_s)} left")
@@ -188,7 +190,8 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None]
     if known:
         parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
-    parts += [f"{record.images_per_s:,.0f} images/s", f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
+    parts += [f"{record.images_per_s:,.0f} images/s", *_waiting(record.data_wait_share)]
+    parts += [f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
     return " · ".join(parts)
 
 
@@ -207,12 +210,20 @@ def final_lines(summary: Summary) -> list[str]:
         lines.append(f"  to the target  {summary.time_to_accuracy_s:.1f} s of training")
     lines.append(f"  time           {summary.train_time_s:.1f} s training, {summary.wall_time_s:.1f} s in all")
     lines.append(f"  throughput     {summary.images_per_s:,.0f} images/s")
+    if summary.data_wait_share is not None:
+        workers = _count(summary.num_workers or 0, "worker")
+        lines.append(f"  data           {workers}, {summary.data_wait_share:.1%} of training spent waiting for them")
     if summary.model_path:
         lines.append(f"  model          {summary.model_path}")
     if summary.output_dir:
         lines.append(f"  run folder     {summary.output_dir}")
         lines.append(f"  curves         tensorboard --logdir {Path(summary.output_dir) / TENSORBOARD_FOLDER}")
     return lines
+
+
+def _waiting(share: float | None) -> list[str]:
+    """Said only where it is worth a thought."""
+    return [f"{share:.0%} waiting for data"] if share is not None and share >= _WORTH_SAYING else []
 
 
 def clock_time(seconds: float) -> str:

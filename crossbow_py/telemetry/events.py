@@ -11,6 +11,7 @@ class RunInfo:
 
     `planned_samples` is None when only accuracy, loss or time stop the run. `validates` says that validation data feeds
     stops and the best accuracy, `shares_samples` that learners split an epoch's samples instead of all seeing each.
+    `num_workers` processes load the data; None where it lives on the device.
     """
 
     experiment: str
@@ -31,6 +32,7 @@ class RunInfo:
     shares_samples: bool = True
     samples_seen: int = 0
     planned_samples: int | None = None
+    num_workers: int | None = None
     output_dir: str | None = None
     resumed_from: str | None = None
     trace_path: str | None = None
@@ -40,7 +42,8 @@ class RunInfo:
 class Progress:
     """Where training stands, a few times a second. `train_loss` is the running mean of the epoch.
 
-    `remaining_s` is None when nothing planned ends the run.
+    `remaining_s` is None when nothing planned ends the run. `data_wait_share` is the share of the last seconds in which
+    nothing trained for want of data, `num_workers` how many processes load it; None for data that lives on the device.
     """
 
     samples_seen: int
@@ -51,6 +54,8 @@ class Progress:
     num_learners: int
     elapsed_s: float
     remaining_s: float | None = None
+    data_wait_share: float | None = None
+    num_workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,10 @@ class LearnerCount:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model."""
+    """One line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
+
+    `data_wait_share` and `num_workers` as in `Progress`, the former of the epoch.
+    """
 
     epoch: float
     samples_seen: int
@@ -85,11 +93,16 @@ class EpochRecord:
     validation_accuracy: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     images_per_s_per_device: float | None = None
+    data_wait_share: float | None = None
+    num_workers: int | None = None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json: how the run ended. `status` is finished, target_reached, interrupted, terminated or failed."""
+    """summary.json: how the run ended. `status` is finished, target_reached, interrupted, terminated or failed.
+
+    `data_wait_share` and `num_workers` as in `Progress`, the former of this process's training.
+    """
 
     experiment: str
     status: str
@@ -119,6 +132,8 @@ class Summary:
     output_dir: str | None
     model_path: str | None
     learner_test_accuracy: tuple[float | None, ...] | None = None
+    data_wait_share: float | None = None
+    num_workers: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 

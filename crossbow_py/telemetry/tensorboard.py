@@ -84,6 +84,8 @@ class TensorBoardScalars(Listener):
                 "loss/train": progress.train_loss,
                 "learning_rate": progress.learning_rate,
                 "num_learners": progress.num_learners,
+                "data/wait_share": progress.data_wait_share,
+                "data/num_workers": progress.num_workers,
                 **self._throughput(progress.images_per_s),
             },
         )
@@ -108,6 +110,8 @@ class TensorBoardScalars(Listener):
                 "loss/train": record.train_loss,
                 "learning_rate": record.learning_rate,
                 "num_learners": record.num_learners,
+                "data/wait_share": record.data_wait_share,
+                "data/num_workers": record.num_workers,
                 **self._throughput(record.images_per_s),
             }
         self._write(record.samples_seen, evaluated)

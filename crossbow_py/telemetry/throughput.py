@@ -1,10 +1,27 @@
-"""Training time and throughput on an injected clock. Evaluation and checkpoints are left out by pausing."""
+"""Training time, throughput and waiting on an injected clock. Evaluation and checkpoints are left out by pausing."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Lap(NamedTuple):
+    """What a stretch of training came to: images per second, and the share of its time spent waiting for data."""
+
+    images_per_s: float
+    wait_share: float
+
+
+class _Point(NamedTuple):
+    """Seconds of training, images trained and seconds waited, all since the start."""
+
+    elapsed_s: float
+    samples: int
+    waited_s: float
 
 
 class ThroughputMeter:
@@ -20,15 +37,14 @@ class ThroughputMeter:
         self._window_s = window_s
         self._before_s = 0.0
         self._running_since: float | None = None
-        self._samples = 0
-        self._first: tuple[float, int] = (0.0, 0)
-        self._lap: tuple[float, int] = (0.0, 0)
-        self._points: deque[tuple[float, int]] = deque([(0.0, 0)])
+        self._samples, self._waited_s = 0, 0.0
+        self._first = self._lap = _Point(0.0, 0, 0.0)
+        self._points = deque([self._first])
 
     def start(self, elapsed_s: float = 0.0) -> None:
         """Begin at zero samples; a resumed run passes the seconds it had trained before, which no rate counts."""
-        self._before_s, self._running_since, self._samples = elapsed_s, self._clock(), 0
-        self._first = self._lap = (elapsed_s, 0)
+        self._before_s, self._running_since, self._samples, self._waited_s = elapsed_s, self._clock(), 0, 0.0
+        self._first = self._lap = _Point(elapsed_s, 0, 0.0)
         self._points = deque([self._first])
 
     def pause(self) -> None:
@@ -43,16 +59,23 @@ class ThroughputMeter:
     def update(self, samples: int) -> None:
         """Count `samples` more, trained by now."""
         self._samples += samples
-        now_s = self.elapsed_s
-        self._points.append((now_s, self._samples))
-        while len(self._points) > 2 and self._points[1][0] <= now_s - self._window_s:
+        self._points.append(self._now())
+        while len(self._points) > 2 and self._points[1].elapsed_s <= self._points[-1].elapsed_s - self._window_s:
             self._points.popleft()
 
-    def lap(self) -> float:
-        """Images per second since the last lap (or the start), which is how an epoch's throughput is taken."""
-        now = (self.elapsed_s, self._samples)
-        rate, self._lap = _rate(self._lap, now), now
-        return rate
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what the block takes as waiting for data."""
+        begun_s = self.elapsed_s
+        try:
+            yield
+        finally:
+            self._waited_s += self.elapsed_s - begun_s
+
+    def lap(self) -> Lap:
+        """Since the last lap (or the start), which is how an epoch's throughput is taken."""
+        since, self._lap = self._lap, self._now()
+        return _between(since, self._lap)
 
     @property
     def elapsed_s(self) -> float:
@@ -62,14 +85,29 @@ class ThroughputMeter:
     @property
     def images_per_s(self) -> float:
         """Throughput since the start."""
-        return _rate(self._first, (self.elapsed_s, self._samples))
+        return self.whole.images_per_s
+
+    @property
+    def whole(self) -> Lap:
+        """Since the start."""
+        return _between(self._first, self._now())
 
     @property
     def recent_images_per_s(self) -> float:
         """Throughput over the window, up to the last update."""
-        return _rate(self._points[0], self._points[-1])
+        return self.recent.images_per_s
+
+    @property
+    def recent(self) -> Lap:
+        """Over the window, up to the last update."""
+        return _between(self._points[0], self._points[-1])
+
+    def _now(self) -> _Point:
+        return _Point(self.elapsed_s, self._samples, self._waited_s)
 
 
-def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:
-    seconds = end[0] - start[0]
-    return (end[1] - start[1]) / seconds if seconds > 0 else 0.0
+def _between(start: _Point, end: _Point) -> Lap:
+    seconds = end.elapsed_s - start.elapsed_s
+    if seconds <= 0:
+        return Lap(0.0, 0.0)
+    return Lap((end.samples - start.samples) / seconds, (end.waited_s - start.waited_s) / seconds)

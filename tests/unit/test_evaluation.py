@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.data.feed import make_feed
+from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.evaluation import Evaluation, Evaluator, mean_evaluation
 from tests.support import features, linear_model, norm_model

@@ -59,6 +59,9 @@ class Executor(ABC):
         self._in_flight.append(outcome)
         return self._collect(leave=1)
 
+    def settle(self) -> None:
+        """Wait for what is in flight, whose outcomes still come when they would have come. Failures come with them."""
+
     def drain(self) -> list[RoundOutcome]:
         """Wait for everything in flight; afterwards the bank may be read and changed by the caller."""
         outcomes = self._collect(leave=0)

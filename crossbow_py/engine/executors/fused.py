@@ -196,6 +196,11 @@ class FusedExecutor(Executor):
             self._on_device.read(outcome)
             self._note_loops()
 
+    def settle(self) -> None:
+        """See Executor."""
+        if self._on_device is not None:
+            self._on_device.rounds.settle()
+
     def close(self) -> None:
         """See Executor."""
         if self._on_device is not None:

@@ -169,6 +169,13 @@ class DeviceRounds:
                 raise LearnerError(task, index, stream, error) from error
         return slot.results
 
+    def settle(self) -> None:
+        """Block the host until every stream is past every round; what failed is raised by `wait`."""
+        for last, slot in self._pending.values():
+            for stream in last:
+                with contextlib.suppress(Exception):
+                    self.device.synchronize_event(slot.events[stream])  # host–device synchronisation
+
     def spans(self, timeline: Timeline) -> SpansOfStreams:
         """Spans on all streams. Blocks the host until the first of them is idle."""
         marks = {name: partial(self.device.timed_mark, stream) for name, stream in self.streams.items()}

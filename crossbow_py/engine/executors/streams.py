@@ -145,6 +145,10 @@ class StreamsExecutor(Executor):
         self._marks = {task: event for task, event in self._marks.items() if task.round_index > index}
         self._bodies.read(outcome, results)
 
+    def settle(self) -> None:
+        """See Executor."""
+        self._rounds.settle()
+
     def close(self) -> None:
         """See `DeviceRounds.close`."""
         self._rounds.close(self._bodies.count_steps)

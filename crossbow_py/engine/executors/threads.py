@@ -92,6 +92,12 @@ class ThreadsExecutor(Executor):
         if self._failure:
             raise self._failure
 
+    def settle(self) -> None:
+        """See Executor."""
+        for events in self._last_of_round.values():
+            for event in events:
+                event.wait()
+
     def _serve(self, entries: queue.SimpleQueue[_Entry | None]) -> None:
         torch.set_num_threads(1)
         self._started.wait()

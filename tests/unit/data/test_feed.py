@@ -15,9 +15,12 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, Feed, MapStyleFeed, PickedFeed, ResidentFeed, make_feed
+from crossbow_py.data.feed import Batch, Feed, PickedFeed
+from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.inputs import MemoryOrder
+from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sampler import epoch_order, stream_ids
+from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.errors import UserError
 from crossbow_py.kernels.launch import recorded
 from tests.triton_version import has_interpreter
@@ -140,14 +143,14 @@ def test_make_feed_of_a_tensor_dataset_of_two_is_resident() -> None:
     assert isinstance(make_feed(TensorDataset(*images()), 4), ResidentFeed)
 
 
-def test_map_style_batch_fetches_its_items_in_order_on_every_call() -> None:
+def test_map_style_batch_fetches_its_items_in_order_and_forgets_them_two_batches_later() -> None:
     data = Counted(torch.randn(N, 2))
     feed = make_feed(data, 4, SEED)
-    assert isinstance(feed, MapStyleFeed)
+    assert isinstance(feed, StreamingFeed)
     data.fetched.clear()
     assert feed.batch(N - 2).targets.tolist() == ids_at(N - 2, 4)
-    feed.batch(N - 2)
-    assert data.fetched == Counter(dict.fromkeys(ids_at(N - 2, 4), 2))
+    feed.batch(0), feed.batch(4), feed.batch(N - 2)
+    assert data.fetched == Counter([*ids_at(N - 2, 4) * 2, *ids_at(0, 8)])
 
 
 def test_map_style_evaluation_gives_every_item_in_order() -> None:

@@ -81,7 +81,7 @@ def test_start_with_earlier_time_counts_it_as_elapsed_but_in_no_rate(clock: Fake
     clock.advance(2)
     meter.update(10)
     assert meter.elapsed_s == 62
-    assert meter.images_per_s == meter.recent_images_per_s == meter.lap() == 5
+    assert meter.images_per_s == meter.recent_images_per_s == meter.lap().images_per_s == 5
 
 
 def test_lap_twice_covers_only_what_came_in_between(clock: FakeClock) -> None:
@@ -89,11 +89,11 @@ def test_lap_twice_covers_only_what_came_in_between(clock: FakeClock) -> None:
     meter.start()
     clock.advance(1)
     meter.update(10)
-    assert meter.lap() == 10
+    assert meter.lap().images_per_s == 10
     clock.advance(2)
     meter.update(60)
-    assert meter.lap() == 30
-    assert meter.lap() == 0
+    assert meter.lap().images_per_s == 30
+    assert meter.lap().images_per_s == 0
 
 
 def test_rates_before_any_time_has_passed_are_zero(clock: FakeClock) -> None:

@@ -1,0 +1,91 @@
+"""Which feed a data set gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import Data, MapStyleDataset, as_pair, check_data
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs, is_clip_batch, is_image_batch
+from crossbow_py.data.items import ItemData
+from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.preparation import Preparation
+from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.streamed import StreamedData
+from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.errors import UserError
+
+
+def make_feed(
+    data: Data,
+    batch_size: int,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    augmentation: Augmentation | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    channels_last: bool = False,
+    dtype: torch.dtype = torch.float32,
+    kernels: bool = False,
+    num_workers: int = 0,
+) -> Feed:
+    """The feed for `data`: resident for a pair of tensors, streaming for every other data set.
+
+    uint8 inputs [N, C, H, W] are images: augmented, scaled to [0, 1] and normalised; [N, C, T, H, W] are clips, not
+    augmented but otherwise likewise. Floating inputs are cast to `dtype`, and normalised when `mean` and `std` are
+    given. Other inputs and all targets pass unchanged.
+
+    Args:
+        data: a pair of tensors or a map-style data set.
+        batch_size: samples a batch.
+        seed: of the sample order and the augmentation.
+        device: where batches are needed.
+        augmentation: for uint8 images in tensors; None for none, as for test data.
+        mean: one value a channel, or one for all.
+        std: likewise.
+        channels_last: memory format of 4-D inputs.
+        dtype: of floating inputs.
+        num_workers: processes that load streamed data; 0 loads in the caller.
+        kernels: let Triton make batches of channels-last images in `Feed.take`; it must run on the device.
+
+    Raises:
+        UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised so.
+    """
+    check_data(data, "the data set")
+    device, augmentation = torch.device(device), augmentation or Augmentation()
+    normalisation = Normalisation.of(mean, std)
+    pair = as_pair(data)
+    if pair is None:
+        streamed = data if isinstance(data, StreamedData) else ItemData(data)
+        _check_streamed(data, augmentation)
+        preparation = Preparation(normalisation, device, channels_last, dtype)
+        return StreamingFeed(streamed, batch_size, seed, device, augmentation, preparation, num_workers)
+    if augmentation.active and not is_image_batch(pair[0]):
+        raise UserError(_needs_images(augmentation, "set data.crop_padding=0 data.flip=false"))
+    inputs: ResidentInputs
+    if is_image_batch(pair[0]):
+        inputs = ImageInputs(pair[0], augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
+    elif is_clip_batch(pair[0]):
+        inputs = ClipInputs(pair[0], normalisation or IDENTITY, device, dtype)
+    else:
+        inputs = RowInputs(pair[0], normalisation, device, channels_last, dtype)
+    return ResidentFeed(inputs, pair[1].to(device), batch_size, seed)
+
+
+def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
+    if augmentation.crop_padding:
+        raise UserError(_needs_images(augmentation, "set data.crop_padding=0 and crop inside the data set"))
+    first = data[0][0] if augmentation.flip else None
+    if augmentation.flip and not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
+        raise UserError(_needs_images(augmentation, "set data.flip=false and flip inside the data set"))
+
+
+def _needs_images(augmentation: Augmentation, remedy: str) -> str:
+    return (
+        f"data.crop_padding={augmentation.crop_padding} and data.flip={augmentation.flip} need uint8 image tensors "
+        f"[N, C, H, W]; {remedy}."
+    )

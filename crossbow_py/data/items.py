@@ -1,0 +1,80 @@
+"""A map-style data set as streamed data: its items are fetched one by one, by worker processes.
+
+What a data set draws at random comes from the generators of Python, NumPy and torch, which are seeded before every
+item by the run's seed, the epoch and the sample. So its own augmentation repeats bit for bit, whoever fetches.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, default_collate
+
+from crossbow_py.data.datasets import MapStyleDataset
+from crossbow_py.data.inputs import is_image_batch
+from crossbow_py.data.randomness import sample_words
+from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
+from crossbow_py.errors import UserError
+
+
+class ItemData(StreamedData):
+    """Items (input, target) of `dataset`. An item that raises is a bad sample, and none is allowed."""
+
+    def __init__(self, dataset: MapStyleDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fetch(self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+        """See `StreamedData.fetch`. Raises UserError for items that cannot be stacked into two tensors."""
+        items, bad = [], []
+        for key in keys:
+            on_sample(key.sample)
+            seed_generators(seed, key)
+            try:
+                items.append(self.dataset[key.sample])
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                bad.append(BadSample(key.sample, self.name_of(key.sample), reason))
+        inputs, targets = _collate(items) if items else (torch.empty(0), torch.empty(0))
+        if is_image_batch(inputs):
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return Fetched(inputs, targets, tuple(bad))
+
+    def name_of(self, sample: int) -> str:
+        """Its number."""
+        return f"item {sample} of the data set"
+
+    def subset(self, ids: npt.NDArray[np.int64]) -> ItemData:
+        """See `StreamedData.subset`."""
+        subset: Subset[Any] = Subset(self.dataset, ids.tolist())  # type: ignore[arg-type]  # narrower than it works
+        return ItemData(subset)
+
+
+def seed_generators(seed: int, key: Key) -> None:
+    """Seed the global CPU generators of Python, NumPy and torch for one sample."""
+    words = sample_words(seed, "item", key.epoch, key.sample, 3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1] >> np.uint64(32)))
+    torch.default_generator.manual_seed(int(words[2] >> np.uint64(1)))
+
+
+def _collate(items: list[Any]) -> tuple[Tensor, Tensor]:
+    """Stack items into (inputs, targets). Raises UserError when they cannot be stacked into two tensors."""
+    try:
+        batch = default_collate(items)
+    except (TypeError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the samples of the data set cannot be stacked into a batch ({reason}); return tensors of equal shape."
+        ) from error
+    if len(batch) != 2 or not all(isinstance(entry, Tensor) for entry in batch):
+        raise UserError("the items of the data set must be (input tensor, target), one of each; return just these two.")
+    return batch[0], batch[1]

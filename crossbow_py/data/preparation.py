@@ -1,0 +1,50 @@
+"""From a batch as workers hand it over to what a model takes: flipped, normalised and cast, on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from crossbow_py.data.inputs import is_image_batch
+from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
+
+
+class Preparation:
+    """What is done to streamed inputs on the device. Any thread may call it.
+
+    uint8 images [B, C, H, W] are scaled to [0, 1] and normalised; floating inputs are cast, and normalised when there
+    is a normalisation; other inputs stay as they are.
+    """
+
+    def __init__(
+        self, normalisation: Normalisation | None, device: torch.device, channels_last: bool, dtype: torch.dtype
+    ) -> None:
+        self._normalisation, self._device = normalisation, device
+        self._channels_last, self._dtype = channels_last, dtype
+        self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
+
+    def __call__(self, inputs: Tensor, mirrored: Tensor | None = None) -> Tensor:
+        """[B, ...] prepared, enqueued on the current stream; the host does not wait.
+
+        Args:
+            inputs: on the device.
+            mirrored: bool [B] on the device, which images to flip left to right; None for none.
+        """
+        if is_image_batch(inputs):
+            return self._images(inputs, mirrored)
+        if inputs.is_floating_point():
+            normalisation = self._normalisation
+            inputs = inputs.to(self._dtype) if normalisation is None else normalisation.apply(inputs, self._dtype)
+        last = self._channels_last and inputs.ndim == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+
+    def _images(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
+        if mirrored is not None:
+            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+        channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
+        if shape not in self._pixels:
+            normalisation = self._normalisation or IDENTITY
+            self._pixels[shape] = PixelNormaliser(
+                (channels, height, width), normalisation, self._dtype, self._device, self._channels_last
+            )
+        return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1))

@@ -1,0 +1,175 @@
+"""A thread that makes batches ahead, and the shelf it puts them on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Generic, TypeVar
+
+from crossbow_py.data.loader import Loaded, Loader
+from crossbow_py.errors import DataError
+
+T = TypeVar("T")
+
+_CHECK_EVERY_S = 0.25
+_PATIENCE_S = 5.0  # with workers that are at a batch when they are stopped
+
+
+class Shelf(Generic[T]):
+    """Batches by their position in the stream. Thread-safe; one producer puts, others wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._batches: dict[int, T] = {}
+        self._horizon = -1
+        self._failure: BaseException | None = None
+
+    def starts(self) -> set[int]:
+        """Which batches are there."""
+        with self._changed:
+            return set(self._batches)
+
+    def get(self, start: int) -> T | None:
+        """A batch, if it is there; it stays."""
+        with self._changed:
+            return self._batches.get(start)
+
+    def wait_for(self, start: int, timeout_s: float) -> bool:
+        """Whether the batch is there, after at most that long. Raises what the producer failed with before it."""
+        with self._changed:
+            if start not in self._batches and self._failure is None:
+                self._changed.wait(timeout_s)
+            if start not in self._batches and self._failure is not None:
+                raise self._failure
+            return start in self._batches
+
+    def keep(self, starts: Collection[int], after: int, horizon: int) -> None:
+        """Forget all batches but these and those beyond `after` up to `horizon`."""
+        with self._changed:
+            self._batches = {s: batch for s, batch in self._batches.items() if s in starts or after < s <= horizon}
+
+    def allow(self, horizon: int) -> None:
+        """Let batches up to the position `horizon` be put."""
+        with self._changed:
+            self._horizon = horizon
+            self._changed.notify_all()
+
+    def begin(self) -> None:
+        """Forget the failure of an earlier producer."""
+        with self._changed:
+            self._failure = None
+
+    def put(self, start: int, batch: T, stopped: threading.Event) -> bool:
+        """Put a batch; blocks while it lies beyond the horizon. False, and nothing is put, once `stopped` is set."""
+        with self._changed:
+            self._changed.wait_for(lambda: stopped.is_set() or start <= self._horizon)
+            if not stopped.is_set():
+                self._batches[start] = batch
+                self._changed.notify_all()
+            return not stopped.is_set()
+
+    def lay(self, start: int, batch: T) -> None:
+        """Put a batch at once, where there is no producer."""
+        with self._changed:
+            self._batches[start] = batch
+
+    def fail(self, failure: BaseException) -> None:
+        """Pass on why there are no more batches."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let a blocked `put` look whether it is stopped."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class Producer(Generic[T]):
+    """Fills a shelf from position `start` on, batch after batch, until it is stopped or fails.
+
+    Args:
+        shelf: where batches go, and the failure.
+        loader: of the batches, used and closed by the thread.
+        stage: what lies on the shelf of the loaded batch of a position; called in the thread, may raise.
+        start: position of the first.
+        step: from one position to the next.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf[T],
+        loader: Loader,
+        stage: Callable[[int, Loaded], T],
+        start: int = 0,
+        step: int = 1,
+    ) -> None:
+        self._shelf, self._loader, self._stage, self._step = shelf, loader, stage, step
+        self.position = start
+        self._stopped = threading.Event()
+        shelf.begin()
+        self._thread = threading.Thread(target=self._run, name="crossbow data", daemon=True)
+        self._thread.start()
+
+    def reaches(self, start: int, soon: int) -> bool:
+        """Whether it will put the batch at `start`, and no more than `soon` others before it."""
+        away = start - self.position
+        return self._thread.is_alive() and away % self._step == 0 and 0 <= away <= soon * self._step
+
+    def wait_for(self, start: int) -> None:
+        """Block until a batch is there. Raises DataError when a worker process is dead or hangs, or what failed."""
+        while not self._shelf.wait_for(start, _CHECK_EVERY_S):
+            self._loader.check()
+
+    def stop(self) -> None:
+        """End the thread and the processes; processes that do not answer are killed. Does not raise."""
+        self._stopped.set()
+        self._shelf.wake()
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._thread.is_alive():  # it waits for a worker to finish a batch
+            self._thread.join(_CHECK_EVERY_S)
+            if time.monotonic() > deadline or self._troubled():
+                self._loader.kill()
+                self._thread.join()
+
+    def _troubled(self) -> bool:
+        try:
+            self._loader.check()
+        except DataError:
+            return True
+        return False
+
+    def _run(self) -> None:
+        try:
+            for loaded in self._loader:
+                if not self._shelf.put(self.position, self._stage(self.position, loaded), self._stopped):
+                    return
+                self.position += self._step
+        except BaseException as error:
+            self._shelf.fail(error)
+        finally:
+            self._loader.close()
+
+
+class Ahead(Generic[T]):
+    """What a loader gives, one after the other, made a few ahead of the caller."""
+
+    def __init__(self, loader: Loader, stage: Callable[[int, Loaded], T]) -> None:
+        self._shelf: Shelf[T] = Shelf()
+        self._few, self._next = 2 * max(1, loader.num_workers), 0
+        self._producer = Producer(self._shelf, loader, stage)
+
+    def __next__(self) -> T:
+        """The next one, of which there must be one. Raises as `Producer.wait_for`."""
+        self._shelf.keep((), self._next - 1, self._next + self._few)
+        self._shelf.allow(self._next + self._few)
+        self._producer.wait_for(self._next)
+        found = self._shelf.get(self._next)
+        assert found is not None, "what was waited for is there"
+        self._next += 1
+        return found
+
+    def close(self) -> None:
+        """See `Producer.stop`."""
+        self._producer.stop()

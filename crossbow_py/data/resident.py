@@ -1,0 +1,97 @@
+"""The feed of data that lives on the device: batches are made there, in the thread that asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossbow_py.data.augmentation import Ids
+from crossbow_py.data.epoch_cache import EpochCache
+from crossbow_py.data.feed import Batch, PickedFeed
+from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
+from crossbow_py.data.sampler import epoch_order, segments
+
+
+class ResidentFeed(PickedFeed):
+    """Both tensors live on the device; only gathers and arithmetic are done per batch."""
+
+    def __init__(self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int) -> None:
+        super().__init__(len(targets), batch_size)
+        self._inputs, self._targets, self._seed = inputs, targets, seed
+        # The picks [R, N] of an epoch in stream order, on the device.
+        self._tables = EpochCache(self._epoch_picks)
+
+    def batch(self, start: int) -> Batch:
+        """See `Feed.batch`. Nothing is copied from the host except once an epoch, in the first call that reaches it."""
+        return self._take(self._picks([start]))
+
+    def batches(self, starts: Sequence[int]) -> Batch:
+        """See `Feed.batches`; one gather for all learners. 4-D inputs keep their memory format within each batch."""
+        together = self._take(self._picks(starts))
+        return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
+
+    def new_picks(self, num_batches: int) -> Tensor:
+        """See `PickedFeed.new_picks`."""
+        shape = self._inputs.NUM_ROWS, num_batches * self.batch_size
+        return torch.zeros(shape, dtype=torch.int64, device=self._targets.device)
+
+    def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
+        """See `PickedFeed.new_batches`."""
+        targets = self._targets.new_zeros(num_batches, self.batch_size, *self._targets.shape[1:])
+        return Batch(self._inputs.new(num_batches, self.batch_size, order), targets)
+
+    def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
+        """See `PickedFeed.write_picks`."""
+        assert out.shape[1] == len(starts) * self.batch_size, "picks are for a fixed number of batches"
+        torch.cat(self._slices(starts), dim=1, out=out)
+
+    def take(self, picks: Tensor, out: Batch) -> None:
+        """See `PickedFeed.take`; one launch for images where there are kernels."""
+        inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
+        self._inputs.fill(picks, inputs, self._targets, targets)
+
+    def _picks(self, starts: Sequence[int]) -> Tensor:
+        parts = self._slices(starts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _slices(self, starts: Sequence[int]) -> list[Tensor]:
+        """The picks of the batches, as slices [R, n] of the tables of epochs: few, as learners' batches adjoin."""
+        stretches = _adjoined(starts, self.batch_size)
+        runs = [run for start, count in stretches for run in segments(start, count, self.num_samples)]
+        tables = {epoch: self._tables(epoch) for epoch, _, _ in runs}
+        if self._targets.device.type == "cuda":
+            for table in tables.values():  # the cache may drop it while this stream still reads it
+                table.record_stream(torch.cuda.current_stream())
+        return [tables[epoch][:, first:last] for epoch, first, last in runs]
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """See `Feed.evaluation_batches`."""
+        for first in range(0, self.num_samples, batch_size):
+            ids = np.arange(first, min(first + batch_size, self.num_samples), dtype=np.int64)
+            yield self._take(self._upload(self._inputs.plain_picks(ids)))
+
+    def _take(self, picks: Tensor) -> Batch:
+        return Batch(self._inputs.take(picks), self._targets.index_select(0, picks[0]))
+
+    def _epoch_picks(self, epoch: int) -> Tensor:
+        order = epoch_order(self._seed, epoch, self.num_samples)
+        return self._upload(self._inputs.epoch_picks(self._seed, epoch, order))
+
+    def _upload(self, picks: Ids) -> Tensor:
+        # A host-device synchronisation, on purpose: from pageable memory the copy is done when this returns, so the
+        # streams of all threads may read the table without waiting for the stream of the thread that built it.
+        return torch.from_numpy(picks).to(self._targets.device)
+
+
+def _adjoined(starts: Sequence[int], batch_size: int) -> list[tuple[int, int]]:
+    """Batches in order as stretches (start, count) of the stream; one that begins where another ends prolongs it."""
+    stretches: list[tuple[int, int]] = []
+    for start in starts:
+        if stretches and sum(stretches[-1]) == start:
+            stretches[-1] = (stretches[-1][0], stretches[-1][1] + batch_size)
+        else:
+            stretches.append((start, batch_size))
+    return stretches

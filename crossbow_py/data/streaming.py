@@ -1,0 +1,282 @@
+"""The feed of data that is made by worker processes while learners train: decoded ahead, copied ahead, used once.
+
+    worker processes ──Fetched──► producer thread ──copy stream──► shelf ──► flip, normalise, cast ──► learners
+
+The producer thread keeps the shelf filled: a round's batches and the next round's (double buffers), uint8 on the
+device. One feed serves all learners, also when they share every batch. What a batch holds follows from its position in
+the stream alone, so that the number of workers may change at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.epoch_cache import EpochCache
+from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.data.loader import Loaded, Loader, fetched_or_raise
+from crossbow_py.data.preparation import Preparation
+from crossbow_py.data.producer import Ahead, Producer, Shelf
+from crossbow_py.data.sampler import cut_up, epoch_order, segments
+from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
+from crossbow_py.errors import BadSampleError, DataError
+
+_EVALUATION_CHUNK = 16  # samples a worker makes at a time, so that a small test set keeps all of them busy
+
+
+class _Staged(NamedTuple):
+    """A batch on the shelf: as workers made it, on the device; `copied` is a CUDA event once it is there."""
+
+    inputs: Tensor
+    targets: Tensor
+    mirrored: Tensor | None
+    copied: torch.cuda.Event | None
+
+
+class LoadingTimes(NamedTuple):
+    """How many training batches were loaded so far, and the seconds processes spent on them in all."""
+
+    num_batches: int
+    seconds: float
+
+
+class StreamingFeed(Feed):
+    """See the module's first lines.
+
+    `announce` and `wait` are called by the training loop; `batch` by any thread, without waiting for what they settled.
+
+    Args:
+        data: where samples come from.
+        batch_size: samples a batch.
+        seed: of the sample order and the augmentation.
+        device: where batches are needed.
+        augmentation: flips are done here.
+        preparation: what else is done on the device.
+        num_workers: worker processes; 0 loads in the thread that waits.
+    """
+
+    STREAMS = True
+
+    def __init__(
+        self,
+        data: StreamedData,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        augmentation: Augmentation,
+        preparation: Preparation,
+        num_workers: int,
+    ) -> None:
+        super().__init__(len(data), batch_size)
+        self._data, self._seed, self._device = data, seed, device
+        self._prepare, self.num_workers = preparation, num_workers
+        self._orders = EpochCache(lambda epoch: epoch_order(seed, epoch, self.num_samples))
+        self._mirrored = (
+            EpochCache(lambda epoch: torch.from_numpy(augmentation.draw(seed, epoch, self.num_samples)[2] == 1))
+            if augmentation.flip
+            else None
+        )
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._shelf: Shelf[_Staged] = Shelf()
+        self._unannounced = threading.Lock()
+        self._producer: Producer[_Staged] | None = None
+        self._last_round: frozenset[int] = frozenset()
+        self._round: frozenset[int] = frozenset()
+        self._bad: dict[int, BadSample] = {}
+        self._notes: list[str] = []
+        self._num_loaded, self._loading_s = 0, 0.0
+
+    @property
+    def loading_times(self) -> LoadingTimes:
+        """Of training batches, over the life of the feed."""
+        return LoadingTimes(self._num_loaded, self._loading_s)
+
+    def use_workers(self, num_workers: int) -> None:
+        """Go on with another number of worker processes; no batch changes by it. Called between rounds."""
+        if num_workers != self.num_workers:
+            self._stop()
+            self.num_workers = num_workers
+
+    def announce(self, starts: Sequence[int]) -> bool:
+        """See `Feed.announce`. Without worker processes nothing is made ahead."""
+        wanted, last = frozenset(starts), max(starts)
+        if wanted != self._round:
+            self._last_round, self._round = self._round, wanted
+        step = self.batch_size
+        horizon = last + max(2, len(wanted)) * step if self.num_workers else last
+        self._shelf.keep(wanted | self._last_round, last, horizon)
+        there = self._shelf.starts()
+        if self.num_workers:
+            following = range(last + step, horizon + step + 1, step)
+            self._produce(next(start for start in [*sorted(wanted), *following] if start not in there), horizon)
+        return wanted <= there
+
+    def wait(self, starts: Sequence[int]) -> None:
+        """See `Feed.wait`."""
+        for start in sorted(set(starts)):
+            if self._producer is None:
+                if self._shelf.get(start) is None:
+                    self._load_here(start)
+                continue
+            self._producer.wait_for(start)
+
+    def batch(self, start: int) -> Batch:
+        """See `Feed.batch`."""
+        staged = self._take([start])[0]
+        return Batch(self._prepare(staged.inputs, staged.mirrored), staged.targets)
+
+    def batches(self, starts: Sequence[int]) -> Batch:
+        """See `Feed.batches`; all are prepared at once."""
+        staged = self._take(starts)
+        mirrored = [one.mirrored for one in staged if one.mirrored is not None]
+        inputs = self._prepare(torch.cat([one.inputs for one in staged]), torch.cat(mirrored) if mirrored else None)
+        return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in staged]))
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """See `Feed.evaluation_batches`. Bad samples are left out. Processes of their own, as long as it takes."""
+        samples = [Key(0, sample) for sample in range(self.num_samples)]
+        batches = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
+        chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
+        loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
+        with contextlib.closing(Ahead(loader, lambda _, loaded: self._accept(loaded))) as fetched:
+            for parts in chunks:
+                yield from self._evaluation_batch([next(fetched) for _ in parts])
+
+    def first_samples(self, count: int) -> Batch:
+        """See `Feed.first_samples`; loaded in the caller, bad ones left out. Raises DataError when all are bad."""
+        loader = self._new_loader([[Key(0, sample)] for sample in range(self.num_samples)], 0, training=False)
+        good: list[Fetched] = []
+        while len(good) < min(count, self.num_samples) and (loaded := next(loader, None)) is not None:
+            good += [fetched for fetched in [self._accept(loaded)] if len(fetched.targets)]
+        for batch in self._evaluation_batch(good):
+            return batch
+        raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
+
+    def for_measuring(self) -> Feed:
+        """See `Feed.for_measuring`: the first sample over and over."""
+        sample = self.first_samples(1)
+        return _SameBatchFeed(self.num_samples, Batch(*(each.repeat_interleave(self.batch_size, 0) for each in sample)))
+
+    def take_notes(self) -> list[str]:
+        """See `Feed.take_notes`: the samples that were skipped."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def close(self) -> None:
+        """See `Feed.close`."""
+        self._stop()
+        self._shelf = Shelf()
+        self._last_round = self._round = frozenset()
+
+    def _produce(self, start: int, horizon: int) -> None:
+        """Let the producer be on its way to `start`, the next batch that is missing, and go as far as `horizon`."""
+        if self._producer is None or not self._producer.reaches(start, soon=4 * len(self._round)):
+            self._stop()
+            batches = map(self._keys, itertools.count(start, self.batch_size))
+            loader = self._new_loader(batches, self.num_workers, training=True)
+            self._producer = Producer(self._shelf, loader, self._stage, start, self.batch_size)
+        self._shelf.allow(horizon)
+
+    def _stop(self) -> None:
+        if self._producer is not None:
+            self._producer.stop()
+            self._producer = None
+
+    def _load_here(self, start: int) -> None:
+        loader = self._new_loader([self._keys(start)], 0, training=True)
+        self._shelf.lay(start, self._stage(start, next(loader)))
+
+    def _new_loader(self, batches: Iterable[list[Key]], num_workers: int, training: bool) -> Loader:
+        pins = self._copies is not None
+        return Loader(
+            self._data, batches, seed=self._seed, training=training, num_workers=num_workers, pins=pins
+        )
+
+    def _keys(self, start: int) -> list[Key]:
+        runs = segments(start, self.batch_size, self.num_samples)
+        return [Key(epoch, int(sample)) for epoch, first, last in runs for sample in self._orders(epoch)[first:last]]
+
+    def _stage(self, start: int, loaded: Loaded) -> _Staged:
+        """Onto the device; on CUDA on the copy stream, from pinned memory, so that the host does not wait."""
+        fetched = self._accept(loaded)
+        mirrored = self._flips(start)
+        self._num_loaded, self._loading_s = self._num_loaded + 1, self._loading_s + loaded.seconds
+        if self._copies is None:
+            return _Staged(fetched.inputs, fetched.targets, mirrored, None)
+        with torch.cuda.stream(self._copies):
+            inputs, targets = (each.to(self._device, non_blocking=True) for each in fetched[:2])
+            if mirrored is not None:
+                mirrored = mirrored.pin_memory().to(self._device, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._copies)
+        return _Staged(inputs, targets, mirrored, copied)
+
+    def _flips(self, start: int) -> Tensor | None:
+        """Which images of a batch are flipped, bool [B] on the host, drawn by sample."""
+        if self._mirrored is None:
+            return None
+        return torch.stack([self._mirrored(key.epoch)[key.sample] for key in self._keys(start)])
+
+    def _take(self, starts: Sequence[int]) -> list[_Staged]:
+        """From the shelf, made first where they were not announced. On CUDA the current stream waits for the copies."""
+        found = self._on_shelf(starts)
+        if len(found) < len(starts):
+            with self._unannounced:  # only one at a time may send the producer elsewhere
+                self.announce(starts)
+                self.wait(starts)
+                found = self._on_shelf(starts)
+        assert len(found) == len(starts), "what was waited for is there"
+        for one in found:
+            if one.copied is not None:
+                stream = torch.cuda.current_stream(self._device)
+                stream.wait_event(one.copied)
+                for tensor in (one.inputs, one.targets, one.mirrored):
+                    if tensor is not None:
+                        tensor.record_stream(stream)  # the shelf may drop it while this stream still reads it
+        return found
+
+    def _on_shelf(self, starts: Sequence[int]) -> list[_Staged]:
+        return [staged for start in starts if (staged := self._shelf.get(start)) is not None]
+
+    def _accept(self, loaded: Loaded) -> Fetched:
+        """The batch, its bad samples counted. Raises BadSampleError when they are too many."""
+        fetched = fetched_or_raise(loaded)
+        for bad in fetched.bad:
+            if bad.sample not in self._bad:
+                self._bad[bad.sample] = bad
+                if len(self._bad) > self._data.max_bad:
+                    raise BadSampleError(f"{bad.name} cannot be read ({bad.reason}); {self._data.remedy}.")
+                count_ = f"{len(self._bad)} of at most {self._data.max_bad}"
+                self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {count_}.")
+        return fetched
+
+    def _evaluation_batch(self, held: Sequence[Fetched]) -> Iterator[Batch]:
+        """One batch of several, unless nothing of them is left."""
+        parts = [one for one in held if len(one.targets)]
+        if not parts:
+            return
+        inputs, targets = (torch.cat(each) for each in zip(*(one[:2] for one in parts), strict=True))
+        if self._copies is not None:
+            inputs, targets = (each.to(self._device, non_blocking=True) for each in (inputs, targets))
+        yield Batch(self._prepare(inputs), targets)
+
+
+class _SameBatchFeed(Feed):
+    """One batch wherever it is asked for."""
+
+    def __init__(self, num_samples: int, batch: Batch) -> None:
+        super().__init__(num_samples, len(batch.targets))
+        self._batch = batch
+
+    def batch(self, start: int) -> Batch:
+        return self._batch
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+        yield Batch(*(each[:batch_size] for each in self._batch))
