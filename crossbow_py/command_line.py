@@ -1,6 +1,6 @@
 """What every entry point does around its work: flags, one job or a multirun, and errors turned into exit codes.
 
-0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, or our fault
+0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, data that cannot be loaded, or our fault
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from crossbow_py.config import TrainConfig, compose, expand_sweeps
-from crossbow_py.errors import NonFiniteError, UserError
+from crossbow_py.errors import DataError, NonFiniteError, UserError
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.settings import suggestion
@@ -74,7 +74,7 @@ def _guarded(action: Callable[[], int]) -> int:
     """The action's exit code, or that of the error it raised, which is said on stderr."""
     try:
         return action()
-    except (UserError, NonFiniteError) as error:
+    except (UserError, NonFiniteError, DataError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
