@@ -1,0 +1,302 @@
+"""The streaming feed: what a batch holds follows from its position, whoever makes it and when."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.sampler import epoch_order
+from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.errors import BadSampleError, DataError, UserError
+
+N, SEED = 23, 7
+
+
+class Images(StreamedData):
+    """Image i is filled with i, but for its left column, which holds 100; random draws and wishes on top."""
+
+    def __init__(self, bad: Sequence[int] = (), max_bad: int = 0, slow: dict[int, float] | None = None) -> None:
+        self.bad, self.max_bad, self.slow = set(bad), max_bad, slow or {}
+        self.remedy = "remove it"
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = torch.full((3, 2, 4), index, dtype=torch.uint8)
+        image[..., 0] = 100
+        return image, index
+
+    def fetch(self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+        images, targets, bad = [], [], []
+        for key in keys:
+            on_sample(key.sample)
+            time.sleep(self.slow.get(key.sample, 0))
+            sample = key.sample
+            if sample in self.bad:
+                bad.append(BadSample(sample, self.name_of(sample), "torn"))
+                if not training:
+                    continue
+                sample = (sample + 1) % N
+            image, target = self[sample]
+            images.append(image + (key.epoch if training else 0))
+            targets.append(target)
+        return Fetched(
+            torch.stack(images) if images else torch.empty(0, 3, 2, 4, dtype=torch.uint8),
+            torch.tensor(targets),
+            tuple(bad),
+        )
+
+    def name_of(self, sample: int) -> str:
+        return f"image {sample}"
+
+    def subset(self, ids: Any) -> Images:
+        raise NotImplementedError
+
+
+class Items:
+    """Map-style items that draw from every generator there is."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.failing = failing
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.failing:
+            raise ValueError("torn")
+        drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]
+        return torch.tensor([float(index), *drawn]), index
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., StreamingFeed]]:
+    feeds: list[Feed] = []
+
+    def make(data: Any, workers: int, batch_size: int = 4, flip: bool = False, **settings: Any) -> StreamingFeed:
+        augmentation = Augmentation(flip=flip)
+        feed = make_feed(data, batch_size, SEED, augmentation=augmentation, num_workers=workers, **settings)
+        feeds.append(feed)
+        assert isinstance(feed, StreamingFeed)
+        return feed
+
+    yield make
+    for feed in feeds:
+        feed.close()
+    assert not multiprocessing.active_children()
+    assert "crossbow data" not in {thread.name for thread in threading.enumerate()}
+
+
+def ids_at(start: int, count: int) -> list[int]:
+    return [int(epoch_order(SEED, p // N, N)[p % N]) for p in range(start, start + count)]
+
+
+def rounds(feed: Feed, starts: Sequence[Sequence[int]]) -> list[Batch]:
+    """As the training loop asks: announced, waited for, then taken."""
+    found = []
+    for each in starts:
+        if not feed.announce(each):
+            feed.wait(each)
+        assert feed.announce(each)
+        found.append(feed.batches(each))
+    return found
+
+
+def same(these: Sequence[Batch], those: Sequence[Batch]) -> bool:
+    return all(
+        torch.equal(one, other)
+        for batch, other_batch in zip(these, those, strict=True)
+        for one, other in zip(batch, other_batch, strict=True)
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_batches_hold_the_stream_across_epochs_whatever_the_number_of_workers(made: Any, workers: int) -> None:
+    feed = made(Images(), workers)
+    found = rounds(feed, [(p, p + 4) for p in range(0, 64, 8)])
+    targets = torch.cat([batch.targets.flatten() for batch in found]).tolist()
+    assert targets == ids_at(0, 64)
+    pixels = torch.cat([batch.inputs[..., 1:].amax((2, 3, 4)).flatten() for batch in found])
+    expected = [i + p // N for p, i in enumerate(ids_at(0, 64))]
+    torch.testing.assert_close(pixels, torch.tensor(expected) / 255)
+
+
+def test_flip_mirrors_about_half_of_the_images_and_the_same_ones_each_time(made: Any) -> None:
+    once, again = (rounds(made(Images(), 0, flip=True), [(p,) for p in range(0, 92, 4)]) for _ in range(2))
+    left = torch.cat([batch.inputs[0, :, 0, 0, 0] for batch in once]) * 255
+    right = torch.cat([batch.inputs[0, :, 0, 0, -1] for batch in once]) * 255
+    mirrored = right >= 100
+    assert bool((mirrored ^ (left >= 100)).all()) and 30 < int(mirrored.sum()) < 62
+    assert same(once, again)
+
+
+def test_batch_is_normalised_and_cast_like_a_resident_one(made: Any) -> None:
+    images = torch.stack([Images()[i][0] for i in range(N)])
+    settings: dict[str, Any] = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "channels_last": True}
+    resident = make_feed((images, torch.arange(N)), 4, SEED, dtype=torch.bfloat16, **settings).batch(0)
+    streamed = made(Images(), 0, dtype=torch.bfloat16, **settings).batch(0)
+    assert torch.equal(streamed.inputs, resident.inputs) and torch.equal(streamed.targets, resident.targets)
+    assert streamed.inputs.stride() == resident.inputs.stride()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_items_drawing_at_random_are_the_same_with_any_number_of_workers(made: Any, workers: int) -> None:
+    starts = [(p,) for p in range(0, 48, 4)]
+    assert same(rounds(made(Items(), 0), starts), rounds(made(Items(), workers), starts))
+
+
+def test_items_of_another_epoch_draw_other_numbers(made: Any) -> None:
+    feed = made(Items(), 0, batch_size=N)
+    first, second = (feed.batch(start).inputs for start in (0, N))
+    by_sample = [rows[rows[:, 0].argsort()] for rows in (first, second)]
+    assert torch.equal(by_sample[0][:, 0], by_sample[1][:, 0])
+    assert not (by_sample[0][:, 1:] == by_sample[1][:, 1:]).any()
+
+
+def test_loading_in_the_caller_leaves_the_generators_alone(made: Any) -> None:
+    feed = made(Items(), 0)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    feed.batch(0)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_stream_goes_on_unchanged_when_the_number_of_workers_changes(made: Any) -> None:
+    starts = [(p, p + 4) for p in range(0, 96, 8)]
+    feed = made(Items(), 1)
+    found = rounds(feed, starts[:4])
+    feed.use_workers(2)
+    found += rounds(feed, starts[4:8])
+    feed.use_workers(0)
+    found += rounds(feed, starts[8:])
+    assert same(found, rounds(made(Items(), 0), starts))
+
+
+def test_stream_goes_back_and_forth_where_it_is_asked_to(made: Any) -> None:
+    starts = [(0, 4), (8, 12), (400,), (404,), (0,), (4,), (12, 16, 20)]
+    assert same(rounds(made(Items(), 1), starts), rounds(made(Items(), 0), starts))
+
+
+def test_shared_batch_is_made_once_for_all_learners(made: Any) -> None:
+    feed = made(Images(), 0)
+    rounds(feed, [(0, 0, 0), (4, 4, 4)])
+    assert feed.loading_times.num_batches == 2
+
+
+def test_shelf_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
+    feed = made(Images(), 1)
+    rounds(feed, [(p, p + 4) for p in range(0, 80, 8)])
+    deadline = time.monotonic() + 10
+    while len(feed._shelf.starts()) < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert sorted(feed._shelf.starts()) == [64, 68, 72, 76, 80, 84]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_gives_every_sample_once_in_order_without_augmentation(made: Any, workers: int) -> None:
+    batches = list(made(Images(), workers, flip=True).evaluation_batches(18))
+    assert [len(batch.targets) for batch in batches] == [18, 5]
+    assert torch.cat([batch.targets for batch in batches]).tolist() == list(range(N))
+    assert (torch.cat([batch.inputs for batch in batches])[:, 0, 0, 0] * 255).round().tolist() == [100] * N
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_samples_within_the_limit_are_skipped_and_named(made: Any, workers: int) -> None:
+    feed = made(Images(bad=[3, 5], max_bad=2), workers)
+    found = rounds(feed, [(p,) for p in range(0, 20, 4)] + [(20,)])
+    expected = [i + 1 if i in (3, 5) else i for i in ids_at(0, 24)]
+    assert torch.cat([batch.targets[0] for batch in found]).tolist() == expected
+    notes = feed.take_notes()
+    assert len(notes) == 2 and feed.take_notes() == []
+    assert any("image 3" in note and "torn" in note and "of at most 2" in note for note in notes)
+
+
+def test_bad_samples_are_left_out_of_evaluation(made: Any) -> None:
+    batches = list(made(Images(bad=[0, 1, 2, 3, 9], max_bad=5), 0).evaluation_batches(4))
+    assert torch.cat([batch.targets for batch in batches]).tolist() == [4, 5, 6, 7, 8, *range(10, N)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_bad_sample_too_many_fails_its_own_round_and_not_an_earlier_one(made: Any, workers: int) -> None:
+    order = ids_at(0, N)
+    feed = made(Images(bad=[order[9]]), workers)
+    assert len(rounds(feed, [(0,), (4,)])) == 2
+    feed.announce((8,))
+    with pytest.raises(BadSampleError, match=rf"image {order[9]} cannot be read \(torn\); remove it"):
+        feed.wait((8,))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_item_that_raises_is_named_with_its_error(made: Any, workers: int) -> None:
+    feed = made(Items(failing=ids_at(0, 1)[0]), workers)
+    feed.announce((0,))
+    with pytest.raises(UserError, match=rf"item {ids_at(0, 1)[0]} of the data set cannot be read \(ValueError: torn\)"):
+        feed.wait((0,))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_items_of_different_shapes_are_refused_in_one_sentence(made: Any, workers: int) -> None:
+    feed = made([(torch.zeros(1 + i % 2), 0) for i in range(N)], workers)
+    feed.announce((0,))
+    with pytest.raises(UserError, match="cannot be stacked into a batch") as caught:
+        feed.wait((0,))
+    assert "\n" not in str(caught.value)
+
+
+def test_worker_that_is_killed_is_laid_to_a_sample(made: Any) -> None:
+    feed = made(Images(slow=dict.fromkeys(range(N), 0.02)), 1)
+    rounds(feed, [(0,)])
+    (child,) = multiprocessing.active_children()
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(
+        DataError, match=rf"data worker {child.pid} died \(killed by signal SIGKILL\) and was last on image"
+    ):
+        rounds(feed, [(p,) for p in range(4, 400, 4)])
+
+
+def test_worker_that_hangs_is_laid_to_its_sample_and_ended(made: Any) -> None:
+    order = ids_at(0, N)
+    data = Images(slow={order[5]: 60.0})
+    data.timeout_s = 0.5
+    feed = made(data, 1)
+    rounds(feed, [(0,)])
+    with pytest.raises(DataError, match=rf"has hung for 0.5 s on image {order[5]}"):
+        rounds(feed, [(4,)])
+
+
+def test_feed_goes_on_after_it_was_closed(made: Any) -> None:
+    feed = made(Items(), 1)
+    before = rounds(feed, [(0,)])
+    feed.close()
+    assert same(before, rounds(feed, [(0,)]))
+
+
+def test_feed_for_measuring_gives_batches_alike_and_starts_nothing(made: Any) -> None:
+    feed = made(Images(), 2, batch_size=5)
+    still = feed.for_measuring()
+    assert still.batch(400).inputs.shape == feed.batch(0).inputs.shape and still.batch(400).targets.tolist() == [0] * 5
+    assert still.batches((0, 5)).inputs.shape == (2, 5, 3, 2, 4)
+
+
+def test_augmentation_that_needs_images_is_refused_for_others() -> None:
+    with pytest.raises(UserError, match="need uint8 image tensors"):
+        make_feed(Items(), 4, augmentation=Augmentation(flip=True))
+    with pytest.raises(UserError, match="crop inside the data set"):
+        make_feed(Images(), 4, augmentation=Augmentation(crop_padding=2))
