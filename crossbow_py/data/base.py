@@ -32,6 +32,7 @@ class DataSource:
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     augmentation: Augmentation
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class SourceSettings(ABC):
             UserError: files are missing, damaged or cannot be downloaded, or the settings do not fit the data.
         """
         train, test = self.read(progress)
-        num_classes = self.count_classes(train, test)
+        num_classes, notes = self.count_classes(train, test), self.notes(train, test)
         train, validation = split_validation(train, self.validation_fraction)
         mean, std = self.moments()
         return DataSource(
@@ -68,6 +69,7 @@ class SourceSettings(ABC):
             mean=mean,
             std=std,
             augmentation=Augmentation(self.crop_padding, self.flip),
+            notes=notes,
         )
 
     @abstractmethod
@@ -81,6 +83,10 @@ class SourceSettings(ABC):
     @abstractmethod
     def count_classes(self, train: Data, test: Data) -> int | None:
         """Number of classes."""
+
+    def notes(self, train: Data, test: Data) -> tuple[str, ...]:
+        """Sentences for the user on how what `read` gave was loaded."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from crossbow_py.data.randomness import permutation
+from crossbow_py.data.streamed import StreamedData
 from crossbow_py.errors import UserError
 
 
@@ -68,7 +69,11 @@ def input_shape(data: Data) -> tuple[int, ...]:
 
 
 def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
-    """The samples `ids`, in that order: a copy of a pair of tensors, a view of a map-style data set."""
+    """The samples `ids`, in that order: a copy of a pair of tensors, a view of any other data set."""
+    streamed: Any = data
+    if isinstance(streamed, StreamedData):
+        view: Any = streamed.subset(ids)
+        return view  # type: ignore[no-any-return]
     pair = as_pair(data)
     if pair is None:
         subset: Subset[Any] = Subset(data, ids.tolist())  # type: ignore[arg-type]  # typed narrower than it works

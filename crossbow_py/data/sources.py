@@ -6,11 +6,12 @@ from crossbow_py.data.base import DataSource, SourceSettings
 from crossbow_py.data.cifar import Cifar10, Cifar100
 from crossbow_py.data.custom import Custom
 from crossbow_py.data.digits import Digits
+from crossbow_py.data.images.source import ImageFolder
 from crossbow_py.data.mnist import FashionMnist, Mnist
 from crossbow_py.data.synthetic import Synthetic
 
 __all__ = ["SOURCES", "DataSource", "SourceSettings"]
 
 SOURCES: dict[str, type[SourceSettings]] = {
-    source.NAME: source for source in (Digits, Mnist, FashionMnist, Cifar10, Cifar100, Synthetic, Custom)
+    source.NAME: source for source in (Digits, Mnist, FashionMnist, Cifar10, Cifar100, ImageFolder, Synthetic, Custom)
 }

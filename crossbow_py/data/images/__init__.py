@@ -1,0 +1,1 @@
+"""Images in folders: which there are, how they are decoded, cropped and resized, and the cache of resized ones."""

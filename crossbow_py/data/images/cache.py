@@ -1,0 +1,96 @@
+"""The cache of images that are decoded and made smaller: one memory-mapped file, and an index of it.
+
+    FOLDER/KEY/images.bin    pixels, uint8 [H, W, 3], one image after the other
+    FOLDER/KEY/index.npy     int64 [N, 3]: where an image begins, its height and width; zeros for one that is not there
+
+The key is a hash of everything the pixels depend on, so a file is never changed once it stands there. The cache saves
+time and nothing else: what is not in it is decoded when it is needed, with the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import PIL
+import torch
+
+from crossbow_py.data.images.decoding import Pixels
+from crossbow_py.data.images.folder import ImageFiles
+
+IMAGES, INDEX = "images.bin", "index.npy"
+_FORMAT_VERSION = 1
+
+
+def cache_key(files: ImageFiles, short_side: int) -> str:
+    """Hexadecimal hash of the files (name, size, time of change), the size they get, and what decodes and resizes them.
+
+    Raises OSError when a file is gone.
+    """
+    stats = np.empty((len(files), 2), dtype=np.int64)
+    for index in range(len(files)):
+        stat = os.stat(files.path(index))  # noqa: PTH116 - a million of them, and Path would take as long again
+        stats[index] = stat.st_size, stat.st_mtime_ns
+    settings = (_FORMAT_VERSION, short_side, PIL.__version__, torch.__version__, *files.classes)
+    parts = (repr(settings).encode(), files.labels.tobytes(), files.ends.tobytes(), files.names, stats.tobytes())
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+
+class ImageCache:
+    """A cache that is complete, opened for reading. It may be sent to other processes, which open it anew.
+
+    Args:
+        folder: FOLDER/KEY.
+        count: N, the number of files it is about.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        ValueError: it is not what an index says, or the index is none.
+    """
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self._count = folder, count
+        self._index: npt.NDArray[np.int64] = np.load(folder / INDEX, allow_pickle=False)
+        _check_index(self._index, count, (folder / IMAGES).stat().st_size)
+        self._values = _mapped(folder / IMAGES)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of pixels."""
+        return len(self._values)
+
+    def pixels(self, file: int) -> Pixels | None:
+        """A view of one image, read-only; None when it is not there."""
+        begin, height, width = self._index[file].tolist()
+        if not height:
+            return None
+        view: Pixels = self._values[begin : begin + 3 * height * width].reshape(height, width, 3)
+        return view
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "count": self._count}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["folder"], state["count"])  # type: ignore[misc]
+
+
+def _mapped(path: Path) -> Pixels:
+    """The bytes of a file; none cannot be mapped."""
+    if path.stat().st_size == 0:
+        return np.empty(0, dtype=np.uint8)
+    mapped: Pixels = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)  # plain views are made faster
+    return mapped
+
+
+def _check_index(index: npt.NDArray[np.int64], count: int, num_bytes: int) -> None:
+    """Raise ValueError unless the images lie one after the other and fill the file."""
+    if index.shape != (count, 3) or index.dtype != np.int64 or (index < 0).any():
+        raise ValueError(f"the index must be int64 [{count}, 3], got {index.dtype} {list(index.shape)}")
+    sizes = 3 * index[:, 1] * index[:, 2]
+    ends = np.cumsum(sizes)
+    if (index[sizes > 0, 0] != (ends - sizes)[sizes > 0]).any() or (ends[-1] if count else 0) != num_bytes:
+        raise ValueError(f"the index does not fit a file of {num_bytes} bytes")

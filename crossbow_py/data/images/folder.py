@@ -1,0 +1,116 @@
+"""Which images there are: `<part>/<class>/<image>`, sorted, so that a sample is the same file on every machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from crossbow_py.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+_KNOWN = "JPEG, PNG or WebP images (.jpg, .jpeg, .png, .webp)"
+_SHOWN_CLASSES = 5
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """The images of one part. A few flat arrays: worker processes share them, and millions of files fit.
+
+    Attributes:
+        folder: of the part.
+        classes: names, sorted; a label is a place in them.
+        labels: int64 [N].
+        names: the file names, one after the other, and where each ends, int64 [N].
+    """
+
+    folder: str
+    classes: tuple[str, ...]
+    labels: npt.NDArray[np.int64]
+    names: bytes
+    ends: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def relative(self, index: int) -> str:
+        """`class/name` of one file."""
+        begin = int(self.ends[index - 1]) if index else 0
+        return f"{self.classes[self.labels[index]]}/{os.fsdecode(self.names[begin : int(self.ends[index])])}"
+
+    def path(self, index: int) -> str:
+        """Of one file."""
+        return f"{self.folder}/{self.relative(index)}"
+
+
+def scan(root: Path, train: str, val: str) -> tuple[ImageFiles, ImageFiles]:
+    """The images in `root/train/<class>/` and `root/val/<class>/`. Hidden files and folders are passed over.
+
+    Raises:
+        UserError: with the path, for a folder that is missing, cannot be read or holds no class, a class without
+            images, anything that is neither a class nor an image, and classes that are not in both parts.
+    """
+    parts = scan_part(root / train), scan_part(root / val)
+    names = [set(part.classes) for part in parts]
+    if names[0] != names[1]:
+        only = [
+            f"only {part.folder} has {_some(sorted(own - other))}"
+            for part, own, other in zip(parts, names, reversed(names), strict=True)
+            if own - other
+        ]
+        raise UserError(
+            f"{parts[0].folder} and {parts[1].folder} must hold the same classes, but {' and '.join(only)}; add or "
+            "remove these folders."
+        )
+    return parts
+
+
+def scan_part(folder: Path) -> ImageFiles:
+    """The images of one part. Raises UserError as `scan` does."""
+    entries = _entries(folder)
+    stray = next((entry for entry in entries if not entry.is_dir()), None)
+    if stray is not None:
+        raise UserError(f"{folder} must hold one folder a class and no files, got {stray.path}; remove it.")
+    if not entries:
+        raise UserError(f"{folder} must hold one folder a class, with images in it, got an empty folder; fill it.")
+    by_class = [_images_of(Path(entry.path)) for entry in entries]
+    names = [os.fsencode(name) for images in by_class for name in images]
+    return ImageFiles(
+        folder=str(folder),
+        classes=tuple(entry.name for entry in entries),
+        labels=np.repeat(np.arange(len(by_class)), [len(images) for images in by_class]),
+        names=b"".join(names),
+        ends=np.cumsum([len(name) for name in names]),
+    )
+
+
+def _images_of(folder: Path) -> list[str]:
+    """The sorted names of a class's images. Raises UserError."""
+    entries = _entries(folder)
+    for entry in entries:
+        if entry.is_dir():
+            raise UserError(f"class folder {folder} must hold images and no folders, got {entry.path}; remove it.")
+        if not entry.name.lower().endswith(SUFFIXES):
+            raise UserError(f"class folder {folder} must hold {_KNOWN}, got {entry.path}; convert or remove it.")
+    if not entries:
+        raise UserError(f"class folder {folder} must hold {_KNOWN}, got an empty folder; fill it or remove it.")
+    return [entry.name for entry in entries]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder and not hidden, sorted by name. Raises UserError when it cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise UserError(f"image folder {folder} cannot be read ({reason}); correct data.folder.") from error
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN_CLASSES
+    return ", ".join(names[:_SHOWN_CLASSES]) + (f" and {more} more" if more > 0 else "")

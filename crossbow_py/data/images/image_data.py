@@ -1,0 +1,167 @@
+"""Images in folders as a data set: batches of crops, made by worker processes when they are needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from crossbow_py.data.images.cache import ImageCache
+from crossbow_py.data.images.crops import random_resized_box
+from crossbow_py.data.images.decoding import (
+    Pixels,
+    UnreadableImage,
+    centre_cropped,
+    crop_resized,
+    decode,
+    shrunk,
+)
+from crossbow_py.data.images.folder import ImageFiles
+from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
+from crossbow_py.errors import UserError
+
+
+class ImageFolderData(StreamedData):
+    """Training crops are random and resized, evaluation shows the centre; uint8 [3, size, size].
+
+    Also a map-style data set of (centre crop, class), as evaluation sees them.
+
+    Args:
+        files: what there is.
+        size: height and width of the crops.
+        resize: short side of the image whose centre is taken for evaluation, and of images in a cache.
+        min_area: smallest share of an image that a training crop shows.
+        max_bad: see `StreamedData`; of N images at most N - 1 can be put up with.
+        timeout_s: see `StreamedData`.
+        shrinks: crop from images that were first made smaller, to a short side of at most `resize`. They come from
+            `cache` where it has them, and are made when needed where it has not: the pixels are the same.
+        cache: of those smaller images, None when there is none.
+        notes: sentences for the user on how this was loaded.
+    """
+
+    remedy = "replace the file, or allow more of them by data.max_bad_images"
+
+    def __init__(
+        self,
+        files: ImageFiles,
+        *,
+        size: int,
+        resize: int,
+        min_area: float,
+        max_bad: int = 0,
+        timeout_s: float = 120.0,
+        shrinks: bool = False,
+        cache: ImageCache | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.files, self.classes, self.notes = files, files.classes, notes
+        self.size, self.resize, self.min_area = size, resize, min_area
+        self.timeout_s, self._allowed_bad = timeout_s, max_bad
+        self._shrinks, self._cache = shrinks, cache
+        self._ids: npt.NDArray[np.int64] | None = None
+
+    @property
+    def max_bad(self) -> int:  # type: ignore[override]
+        """See `StreamedData`."""
+        return min(self._allowed_bad, len(self) - 1)
+
+    def __len__(self) -> int:
+        return len(self.files) if self._ids is None else len(self._ids)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """(uint8 [3, size, size], class) of a sample, or of the next one that can be read, as far as that is allowed.
+
+        Raises:
+            UserError: too many cannot be read.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        bad: dict[int, BadSample] = {}
+        found = self._readable(index, self.max_bad + 1, bad, _tell_nobody)
+        if found is None:
+            first = bad[index]
+            raise UserError(
+                f"image {first.name} cannot be read ({first.reason}), and data.max_bad_images={self._allowed_bad}; "
+                f"{self.remedy}."
+            )
+        sample, pixels = found
+        image = _slots(1, self.size)
+        centre_cropped(pixels, self.resize, image)
+        return image[0], self._label(sample)
+
+    def fetch(self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+        """See `StreamedData.fetch`.
+
+        While training the next image in the order of files that can be read takes a bad one's place, cropped by the bad
+        one's numbers. Where more than `max_bad` follow each other, training must end, and the place stays black.
+        """
+        inputs, targets = _slots(len(keys), self.size), torch.empty(len(keys), dtype=torch.int64)
+        bad: dict[int, BadSample] = {}
+        count = 0
+        for key in keys:
+            found = self._readable(key.sample, self.max_bad + 1 if training else 1, bad, on_sample)
+            if found is None and not training:
+                continue
+            slot = inputs[count : count + 1]
+            if found is None:
+                slot.zero_()
+            elif training:
+                self._crop(found[1], key, seed, slot)
+            else:
+                centre_cropped(found[1], self.resize, slot)
+            targets[count] = self._label(key.sample if found is None else found[0])
+            count += 1
+        return Fetched(inputs[:count], targets[:count], tuple(bad.values()))
+
+    def name_of(self, sample: int) -> str:
+        """The path."""
+        return self.files.path(self._file(sample))
+
+    def subset(self, ids: npt.NDArray[np.int64]) -> ImageFolderData:
+        """See `StreamedData.subset`; files and cache are shared."""
+        part = copy.copy(self)
+        part._ids = ids.copy() if self._ids is None else self._ids[ids]
+        return part
+
+    def _file(self, sample: int) -> int:
+        return sample if self._ids is None else int(self._ids[sample])
+
+    def _label(self, sample: int) -> int:
+        return int(self.files.labels[self._file(sample)])
+
+    def _readable(
+        self, sample: int, attempts: int, bad: dict[int, BadSample], on_sample: Callable[[int], None]
+    ) -> tuple[int, Pixels] | None:
+        """The first of `attempts` samples from this one on that can be read, with its pixels; others go to `bad`."""
+        for step in range(attempts):
+            candidate = (sample + step) % len(self)
+            on_sample(candidate)
+            try:
+                return candidate, self._pixels(self._file(candidate))
+            except UnreadableImage as error:
+                bad[candidate] = BadSample(candidate, error.path, error.reason)
+        return None
+
+    def _pixels(self, file: int) -> Pixels:
+        """What is cropped."""
+        if not self._shrinks:
+            return decode(self.files.path(file))
+        cached = None if self._cache is None else self._cache.pixels(file)
+        return shrunk(decode(self.files.path(file)), self.resize) if cached is None else cached
+
+    def _crop(self, pixels: Pixels, key: Key, seed: int, slot: Tensor) -> None:
+        height, width = pixels.shape[:2]
+        box = random_resized_box(seed, key.epoch, key.sample, width, height, self.min_area)
+        crop_resized(pixels, box, slot)
+
+
+def _tell_nobody(sample: int) -> None:
+    """Nothing dies with the process that asks for single items."""
+
+
+def _slots(count: int, size: int) -> Tensor:
+    return torch.empty((count, 3, size, size), dtype=torch.uint8, memory_format=torch.channels_last)

@@ -1,0 +1,109 @@
+"""Images in folders: `train/<class>/*` and `val/<class>/*`, as ImageNet is laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from crossbow_py.data.base import FLIP_HELP, SourceSettings
+from crossbow_py.data.datasets import Data
+from crossbow_py.data.downloads import data_folders, find
+from crossbow_py.data.images.cache_writing import Opened, open_or_fill
+from crossbow_py.data.images.folder import ImageFiles, scan
+from crossbow_py.data.images.image_data import ImageFolderData
+from crossbow_py.errors import UserError
+from crossbow_py.settings import setting
+
+# Of ImageNet's training images, as everyone uses them.
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class ImageFolder(SourceSettings):
+    """Images in folders, train/<class>/* and val/<class>/*, decoded while training."""
+
+    NAME: ClassVar[str] = "image_folder"
+
+    crop_padding: int = setting(0, "must be 0: training crops are random and resized", minimum=0)
+    flip: bool = setting(True, FLIP_HELP)
+    folder: str = setting("", "folder with the images: a path, or its name in the folder of data sets")
+    root: str | None = setting(None, "folder of data sets; null is $CROSSBOW_DATA_DIR, else ~/.cache/crossbow_py")
+    train: str = setting("train", "folder in it with the training images, one folder a class")
+    val: str = setting("val", "the same for the images to test on")
+    size: int = setting(224, "height and width of the crops", minimum=1)
+    resize: int = setting(256, "short side an image is resized to before its centre is evaluated", minimum=1)
+    min_area: float = setting(0.08, "smallest part of an image's area a training crop shows", above=0, maximum=1)
+    mean: tuple[float, ...] = setting(_MEAN, "of the pixels in [0, 1], one number a colour")
+    std: tuple[float, ...] = setting(_STD, "standard deviation of the same", above=0)
+    max_bad_images: int = setting(0, "images that cannot be read and are passed over before training stops", minimum=0)
+    worker_timeout_s: float = setting(120.0, "a data worker that is longer over one batch hangs", above=0)
+    cache: bool = setting(False, "crop from images resized to `resize`, decoded once and kept in a file")
+    cache_dir: str | None = setting(None, "folder of that file; null is images in the user's cache folder")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.crop_padding:
+            raise UserError(
+                f"data.crop_padding must be 0 for data.name={self.NAME}, got {self.crop_padding}; leave it "
+                "out, and set data.min_area for how much training crops vary."
+            )
+        if self.resize < self.size:
+            raise UserError(f"data.resize must be at least data.size={self.size}, got {self.resize}; enlarge it.")
+        for name in ("mean", "std"):
+            values = list(getattr(self, name))
+            if len(values) != 3:
+                raise UserError(f"data.{name} must be three numbers, got {values}; write one a colour.")
+
+    def read(self, progress: bool) -> tuple[Data, Data]:
+        """(train, val); fills the cache where that is wanted and not done yet."""
+        train, val = scan(self._folder(), self.train, self.val)
+        return self._data(train, progress), self._data(val, progress)
+
+    def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """As set; ImageNet's by default."""
+        return self.mean, self.std
+
+    def count_classes(self, train: Data, test: Data) -> int | None:
+        """The class folders."""
+        assert isinstance(train, ImageFolderData), "given what `read` returns"
+        return len(train.classes)
+
+    def notes(self, train: Data, test: Data) -> tuple[str, ...]:
+        """On the cache; what is true of both parts is said once."""
+        assert isinstance(train, ImageFolderData), "given what `read` returns"
+        assert isinstance(test, ImageFolderData), "given what `read` returns"
+        return tuple(dict.fromkeys([*train.notes, *test.notes]))
+
+    def _folder(self) -> Path:
+        if not self.folder:
+            raise UserError(
+                f"data.folder must name a folder with {self.train}/<class>/* and {self.val}/<class>/*, got ''; write "
+                "data.folder=PATH."
+            )
+        folders = data_folders(self.root)
+        found = find((str(Path(self.folder).expanduser()),), folders)
+        if found is None:
+            looked = "" if Path(self.folder).is_absolute() else f" in {' or '.join(map(str, folders))}"
+            raise UserError(
+                f"data.folder={self.folder} is not there{looked}; write the folder that holds {self.train} and "
+                f"{self.val}, or set data.root."
+            )
+        return found
+
+    def _data(self, files: ImageFiles, progress: bool) -> ImageFolderData:
+        opened = Opened(None)
+        if self.cache:
+            folder = Path(self.cache_dir).expanduser() if self.cache_dir else None
+            opened = open_or_fill(files, self.resize, folder, timeout_s=self.worker_timeout_s, progress=progress)
+        return ImageFolderData(
+            files,
+            size=self.size,
+            resize=self.resize,
+            min_area=self.min_area,
+            max_bad=self.max_bad_images,
+            timeout_s=self.worker_timeout_s,
+            shrinks=self.cache,
+            cache=opened.cache,
+            notes=opened.notes,
+        )

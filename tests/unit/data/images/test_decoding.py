@@ -1,0 +1,282 @@
+"""Every format, mode and orientation against Pillow's own conversions; damaged files; resizing against Pillow's."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, PngImagePlugin
+
+from crossbow_py.data.images.crops import Box
+from crossbow_py.data.images.decoding import (
+    UnreadableImage,
+    centre_cropped,
+    crop_resized,
+    decode,
+    encoded_size,
+    shrunk,
+)
+from tests.unit.data.images.pictures import save, scene, truncate
+
+SCENE = scene(37, 23)
+ORIENTATION = 0x0112
+
+
+def largest_difference(ours: np.ndarray, expected: np.ndarray) -> int:
+    assert ours.shape == expected.shape
+    assert ours.dtype == np.uint8
+    return int(np.abs(ours.astype(int) - expected.astype(int)).max())
+
+
+def slot(height: int, width: int) -> torch.Tensor:
+    return torch.empty((1, 3, height, width), dtype=torch.uint8, memory_format=torch.channels_last)
+
+
+def pixels_of(image: torch.Tensor) -> np.ndarray:
+    return image[0].permute(1, 2, 0).numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tolerance"),
+    [("a.png", {}, 0), ("a.webp", {"lossless": True}, 0), ("a.jpg", {"quality": 95, "subsampling": 0}, 12)],
+)
+def test_decode_of_a_colour_image_gives_its_pixels(tmp_path: Path, name: str, options: dict, tolerance: int) -> None:
+    path = save(tmp_path / name, SCENE, **options)
+    assert largest_difference(decode(path), SCENE) <= tolerance
+    assert encoded_size(path) == (37, 23)
+
+
+def test_decode_of_a_jpeg_is_what_pillow_decodes_to_the_bit(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.JPEG", SCENE, quality=80)
+    with Image.open(path) as image:
+        assert largest_difference(decode(path), np.asarray(image)) == 0
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
+def test_decode_of_grey_gives_three_equal_channels(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / name, Image.fromarray(SCENE[:, :, 0]))
+    with Image.open(path) as image:
+        assert image.mode == "L"
+        assert largest_difference(decode(path), np.stack([np.asarray(image)] * 3, axis=-1)) == 0
+
+
+def test_decode_of_black_and_white_gives_0_and_255(tmp_path: Path) -> None:
+    bits = SCENE[:, :, 0] > 127
+    path = save(tmp_path / "a.png", Image.fromarray(bits))
+    assert largest_difference(decode(path), np.stack([bits * np.uint8(255)] * 3, axis=-1)) == 0
+
+
+def test_decode_of_16_bit_grey_scales_to_8_bits_and_clips_nothing(tmp_path: Path) -> None:
+    values = np.array([[0, 127, 128, 129, 257, 32768, 65407, 65535]], dtype=np.uint16)
+    path = save(tmp_path / "a.png", Image.fromarray(values))
+    # round(v · 255 / 65535): 128 / 257 = 0.498, 129 / 257 = 0.502, 32768 / 257 = 127.5, 65407 / 257 = 254.502
+    assert decode(path)[0, :, 0].tolist() == [0, 0, 0, 1, 1, 128, 255, 255]
+
+
+def test_decode_of_a_palette_gives_its_colours(tmp_path: Path) -> None:
+    image = Image.fromarray(SCENE).quantize(16)
+    path = save(tmp_path / "a.png", image)
+    assert largest_difference(decode(path), np.asarray(image.convert("RGB"))) == 0
+
+
+def test_decode_of_a_palette_with_a_transparent_entry_shows_white_there(tmp_path: Path) -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([200, 0, 0, 0, 100, 0])
+    image.putpixel((1, 0), 1)
+    path = save(tmp_path / "a.png", image, transparency=0)
+    assert decode(path).tolist() == [[[255, 255, 255], [0, 100, 0]]]
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.webp"])
+def test_decode_of_transparent_pixels_lays_them_over_white(tmp_path: Path, name: str) -> None:
+    colours = np.array([[[200, 100, 0, 255], [200, 100, 0, 0], [200, 100, 0, 51]]], dtype=np.uint8)
+    path = save(tmp_path / name, np.repeat(colours, 4, axis=0), **({} if name == "a.png" else {"lossless": True}))
+    # 51 / 255 = 0.2 of the colour and 0.8 of 255
+    assert largest_difference(decode(path)[0], np.array([[200, 100, 0], [255] * 3, [244, 224, 204]])) <= 1
+
+
+def test_decode_of_grey_with_transparency_lays_it_over_white(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", np.array([[[10, 255], [10, 0]]], dtype=np.uint8))
+    assert decode(path).tolist() == [[[10] * 3, [255] * 3]]
+
+
+def test_decode_of_cmyk_gives_the_colours_it_was_made_from(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.jpg", Image.fromarray(SCENE).convert("CMYK"), quality=95, subsampling=0)
+    with Image.open(path) as image:
+        assert image.mode == "CMYK"
+    assert largest_difference(decode(path), SCENE) <= 12
+
+
+@pytest.mark.parametrize(
+    ("orientation", "turned"),
+    [
+        (1, SCENE),
+        (2, SCENE[:, ::-1]),
+        (3, SCENE[::-1, ::-1]),
+        (4, SCENE[::-1]),
+        (5, SCENE.transpose(1, 0, 2)),
+        (6, SCENE.transpose(1, 0, 2)[:, ::-1]),
+        (7, SCENE.transpose(1, 0, 2)[::-1, ::-1]),
+        (8, SCENE.transpose(1, 0, 2)[::-1]),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
+def test_decode_turns_as_exif_says(tmp_path: Path, name: str, orientation: int, turned: np.ndarray) -> None:
+    # EXIF 2.3, tag 0x0112: where the 0th row and column of the stored image are to be shown.
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    options = {"a.jpg": {"quality": 95, "subsampling": 0}, "a.png": {}, "a.webp": {"lossless": True}}[name]
+    path = save(tmp_path / name, SCENE, exif=exif, **options)
+    assert largest_difference(decode(path), turned) <= (12 if name == "a.jpg" else 0)
+
+
+def test_decode_turns_grey_of_16_bits_too(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 8
+    values = np.array([[0, 257 * 50, 257 * 100]], dtype=np.uint16)
+    path = save(tmp_path / "a.png", Image.fromarray(values), exif=exif)
+    assert decode(path)[:, 0, 0].tolist() == [100, 50, 0]
+
+
+def test_decode_with_damaged_exif_gives_the_image_as_it_is(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png", SCENE, exif=b"Exif\0\0MM\0\x2a\0\0\0\x08\xff\xff" + b"\xff" * 40)
+    assert largest_difference(decode(path), SCENE) == 0
+
+
+def test_decode_takes_the_first_frame_of_several(tmp_path: Path) -> None:
+    frames = [Image.fromarray(SCENE), Image.fromarray(255 - SCENE)]
+    path = save(tmp_path / "a.webp", frames[0], save_all=True, append_images=frames[1:], lossless=True)
+    assert largest_difference(decode(path), SCENE) == 0
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.webp"])
+def test_decode_of_a_truncated_file_is_refused_with_its_path(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path / name, scene(200, 150))
+    truncate(path)
+    with pytest.raises(UnreadableImage) as caught:
+        decode(path)
+    assert caught.value.path == str(path)
+    assert caught.value.reason
+
+
+@pytest.mark.parametrize("content", [b"", b"no image", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBPVP8 "])
+def test_decode_of_no_image_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(content)
+    with pytest.raises(UnreadableImage, match="a.jpg"):
+        decode(path)
+    assert encoded_size(path) is None
+
+
+def test_decode_of_another_format_is_refused_whatever_its_name(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(SCENE).save(buffer, "GIF")
+    path = tmp_path / "a.png"
+    path.write_bytes(buffer.getvalue())
+    with pytest.raises(UnreadableImage, match="cannot identify"):
+        decode(path)
+
+
+def test_decode_of_a_format_under_another_name_works(tmp_path: Path) -> None:
+    png = save(tmp_path / "a.png", SCENE)
+    assert largest_difference(decode(png.rename(tmp_path / "a.jpeg")), SCENE) == 0
+
+
+def test_decode_of_a_file_that_is_gone_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableImage) as caught:
+        decode(tmp_path / "gone.png")
+    assert caught.value.reason == "No such file or directory"
+
+
+def test_decode_of_an_image_far_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.png", SCENE)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 400)  # refused above twice as many
+    with pytest.raises(UnreadableImage, match="DecompressionBombError"):
+        decode(path)
+
+
+def test_decode_of_a_large_image_gives_no_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.png", SCENE)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)  # Pillow warns above
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert largest_difference(decode(path), SCENE) == 0
+        assert encoded_size(path) == (37, 23)
+
+
+def test_decode_of_a_chunk_that_explodes_is_refused(tmp_path: Path) -> None:
+    info = PngImagePlugin.PngInfo()
+    info.add_text("comment", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    path = save(tmp_path / "a.png", SCENE, pnginfo=info)
+    with pytest.raises(UnreadableImage, match="ValueError"):
+        decode(path)
+
+
+def test_unreadable_image_survives_pickling() -> None:
+    again = pickle.loads(pickle.dumps(UnreadableImage("a.png", "torn")))
+    assert (again.path, again.reason, str(again)) == ("a.png", "torn", "a.png (torn)")
+
+
+@pytest.mark.parametrize(
+    "box", [Box(0, 0, 300, 200), Box(13, 7, 200, 150), Box(5, 5, 64, 64), Box(100, 50, 20, 31), Box(299, 199, 1, 1)]
+)
+def test_crop_resized_is_pillows_bilinear_filter(box: Box) -> None:
+    picture, out = scene(300, 200), slot(64, 64)
+    crop_resized(picture, box, out)
+    corners = (box.left, box.top, box.left + box.width, box.top + box.height)
+    expected = Image.fromarray(picture).crop(corners).resize((64, 64), Image.Resampling.BILINEAR)
+    assert largest_difference(pixels_of(out), np.asarray(expected)) <= 2
+
+
+def test_crop_resized_of_noise_is_pillows_bilinear_filter() -> None:
+    noise, out = np.random.default_rng(0).integers(0, 256, (90, 131, 3), dtype=np.uint8), slot(32, 32)
+    crop_resized(noise, Box(0, 0, 131, 90), out)
+    expected = Image.fromarray(noise).resize((32, 32), Image.Resampling.BILINEAR)
+    assert largest_difference(pixels_of(out), np.asarray(expected)) <= 2
+
+
+def test_crop_resized_of_pixels_that_cannot_be_written_to_leaves_them_alone() -> None:
+    picture = SCENE.copy()
+    picture.flags.writeable = False
+    out = slot(23, 23)
+    crop_resized(picture, Box(3, 0, 23, 23), out)
+    assert np.array_equal(pixels_of(out), SCENE[:, 3:26])
+
+
+def test_crop_resized_touches_no_other_slot() -> None:
+    batch = torch.full((3, 3, 16, 16), 7, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    crop_resized(scene(50, 40), Box(0, 0, 50, 40), batch[1:2])
+    assert (batch[::2] == 7).all()
+    assert (batch[1] != 7).any()
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (200, 300), (40, 90)])
+def test_centre_cropped_is_resize_and_centre_crop(shape: tuple[int, int]) -> None:
+    picture, out = scene(*shape), slot(56, 56)
+    centre_cropped(picture, 64, out)
+    width, height = shape
+    size = (64, 64 * height // width) if width < height else (64 * width // height, 64)
+    left, top = round((size[0] - 56) / 2), round((size[1] - 56) / 2)
+    whole = Image.fromarray(picture).resize(size, Image.Resampling.BILINEAR)
+    expected = whole.crop((left, top, left + 56, top + 56))
+    assert largest_difference(pixels_of(out), np.asarray(expected)) <= 2
+
+
+def test_centre_cropped_of_an_image_of_that_size_copies_pixels() -> None:
+    picture, out = scene(80, 64), slot(56, 56)
+    centre_cropped(picture, 64, out)
+    assert np.array_equal(pixels_of(out), picture[4:60, 12:68])
+
+
+def test_shrunk_makes_large_images_smaller_and_leaves_small_ones() -> None:
+    picture = scene(300, 200)
+    small = shrunk(picture, 64)
+    expected = Image.fromarray(picture).resize((96, 64), Image.Resampling.BILINEAR)
+    assert largest_difference(small, np.asarray(expected)) <= 2
+    assert shrunk(picture, 200) is picture
+    assert shrunk(picture, 1000) is picture

@@ -1,0 +1,106 @@
+"""What a scan finds, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crossbow_py.data.images.folder import scan, scan_part
+from crossbow_py.errors import UserError
+
+
+def touch(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def make_set(root: Path, train: str = "ab", val: str = "ab") -> None:
+    touch(*(root / part / name / "1.jpg" for part, names in (("train", train), ("val", val)) for name in names))
+
+
+def test_scan_finds_images_sorted_by_class_and_name(tmp_path: Path) -> None:
+    names = ["b/2.PNG", "b/10.jpeg", "a/z.webp", "a/é.JPG", "c/x y.jpg"]
+    touch(*(tmp_path / name for name in names))
+    files = scan_part(tmp_path)
+    relative = ["a/z.webp", "a/é.JPG", "b/10.jpeg", "b/2.PNG", "c/x y.jpg"]
+    assert [files.relative(index) for index in range(len(files))] == relative
+    assert [files.path(index) for index in range(len(files))] == [f"{tmp_path}/{name}" for name in relative]
+    assert files.classes == ("a", "b", "c")
+    assert files.labels.tolist() == [0, 0, 1, 1, 2]
+    assert files.labels.dtype == files.ends.dtype == np.int64
+
+
+def test_scan_passes_over_what_is_hidden(tmp_path: Path) -> None:
+    make_set(tmp_path)
+    touch(tmp_path / "train" / ".DS_Store", tmp_path / "train" / "a" / ".2.jpg", tmp_path / "val" / ".cache" / "x")
+    touch(tmp_path / "LICENSE.txt", tmp_path / "other" / "x.csv")
+    train, val = scan(tmp_path, "train", "val")
+    assert (len(train), len(val)) == (2, 2)
+
+
+def test_scan_of_names_that_are_no_utf8_finds_the_file(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff\xfe.jpg")
+    touch(tmp_path / "a" / name)
+    assert scan_part(tmp_path).path(0) == f"{tmp_path}/a/{name}"
+
+
+def test_files_of_many_images_are_a_few_flat_arrays(tmp_path: Path) -> None:
+    touch(*(tmp_path / "a" / f"{number:04}.jpg" for number in range(1000)))
+    files = pickle.loads(pickle.dumps(scan_part(tmp_path)))
+    assert files.relative(999) == "a/0999.jpg"
+    assert len(pickle.dumps(files)) < 1000 * (8 + 8 + 8) + 1000
+
+
+@pytest.mark.parametrize(
+    ("stray", "message"),
+    [
+        ("train/readme.txt", "train must hold one folder a class and no files, got {root}/train/readme.txt; remove"),
+        ("train/a/notes.txt", r"a must hold JPEG, PNG or WebP images .*, got {root}/train/a/notes.txt; convert or"),
+        ("val/b/deep/1.jpg", "b must hold images and no folders, got {root}/val/b/deep; remove"),
+    ],
+)
+def test_scan_of_a_stray_file_is_refused_with_its_path(tmp_path: Path, stray: str, message: str) -> None:
+    make_set(tmp_path)
+    touch(tmp_path / stray)
+    with pytest.raises(UserError, match=message.replace("{root}", re.escape(str(tmp_path)))):
+        scan(tmp_path, "train", "val")
+
+
+def test_scan_of_an_empty_class_is_refused_with_its_path(tmp_path: Path) -> None:
+    make_set(tmp_path)
+    touch(tmp_path / "val" / "a" / ".hidden")
+    (tmp_path / "val" / "a" / "1.jpg").unlink()
+    with pytest.raises(UserError, match=re.escape(f"class folder {tmp_path}/val/a must hold JPEG")):
+        scan(tmp_path, "train", "val")
+
+
+def test_scan_of_a_part_without_classes_is_refused(tmp_path: Path) -> None:
+    make_set(tmp_path, val="")
+    (tmp_path / "val").mkdir()
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/val must hold one folder a class, with images")):
+        scan(tmp_path, "train", "val")
+
+
+def test_scan_of_a_part_that_is_missing_is_refused(tmp_path: Path) -> None:
+    make_set(tmp_path)
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path}/test cannot be read (No such file or directory)")):
+        scan(tmp_path, "train", "test")
+
+
+def test_scan_of_classes_that_differ_names_them(tmp_path: Path) -> None:
+    make_set(tmp_path, train="abc", val="abde")
+    message = f"only {tmp_path}/train has c and only {tmp_path}/val has d, e; add or remove"
+    with pytest.raises(UserError, match=re.escape(message)):
+        scan(tmp_path, "train", "val")
+
+
+def test_scan_of_many_classes_that_differ_names_some(tmp_path: Path) -> None:
+    make_set(tmp_path, train="abcdefghi", val="a")
+    with pytest.raises(UserError, match=r"only \S+/train has b, c, d, e, f and 3 more; add"):
+        scan(tmp_path, "train", "val")
