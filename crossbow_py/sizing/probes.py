@@ -11,7 +11,6 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.device_tasks import correct_predictions
 from crossbow_py.engine.dropout import replace_dropout
-from crossbow_py.engine.layout import Order, buffer_layout, parameter_layout
-from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.precision import Precision, full_precision_parameters
+from crossbow_py.engine.precision import full_precision_parameters
 from crossbow_py.engine.replicas import TrainedRow
-from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update import Step, TorchUpdate
 from crossbow_py.errors import UserError
+from crossbow_py.sizing.job import Job, Sample, model_sizes
 from crossbow_py.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
 from crossbow_py.targets import one_line
 
@@ -36,35 +32,6 @@ SMALL_BATCH = 2  # BatchNorm on single values trains with two samples and not wi
 
 # A function that makes the model, or the model itself.
 ModelSource = nn.Module | Callable[[], nn.Module]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample as it enters the model, and its target: by default a class."""
-
-    input_shape: tuple[int, ...]
-    input_dtype: torch.dtype = torch.float32
-    target_shape: tuple[int, ...] = ()
-    target_dtype: torch.dtype = torch.int64
-
-    def batch(self, size: int, channels_last: bool) -> tuple[Tensor, Tensor]:
-        """Uninitialised inputs `[B, ...]` and targets `[B, ...]`, as a feed gives them."""
-        inputs = torch.empty(size, *self.input_shape, dtype=self.input_dtype)
-        if channels_last and inputs.ndim == 4:
-            inputs = torch.empty_like(inputs, memory_format=torch.channels_last)
-        return inputs, torch.empty(size, *self.target_shape, dtype=self.target_dtype)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a learner does with its model. `order` is that of the bank's rows."""
-
-    loss: Loss
-    optimizer: Optimizer
-    rule: AveragingRule
-    precision: Precision
-    channels_last: bool = True
-    order: Order = "blocks"
 
 
 def estimate_learner(
@@ -110,20 +77,6 @@ def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trac
         except Exception as error:  # of the user's model, which may fail in any way
             raise _unsized("run", error) from error
     return Trace(batch_size, tuple(tracker.held))
-
-
-def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
-    """What the shapes of a model say."""
-    others = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-    return ModelSizes(
-        parameters=tuple(block.numel for block in parameter_layout(model, job.channels_last).blocks),
-        buffers=tuple(block.numel for block in buffer_layout(model).blocks),
-        counter_bytes=sum(buffer.numel() * buffer.itemsize for buffer in others),
-        num_states=len(job.optimizer.STATE),
-        master_bytes=job.precision.master.itemsize,
-        compute_bytes=job.precision.compute.itemsize,
-        order=job.order,
-    )
 
 
 class _Tracker(MemTracker):

@@ -1,0 +1,196 @@
+"""How many worker processes feed a run, and what that leaves of the batch size. Values in, values out.
+
+The rule is the thesis': with W workers, N learners that take a batch each a round, and samples of I bytes, the largest
+B for which
+
+    t_fetch ≤ t_step · W / N          the workers keep up: a batch takes t_fetch of one of them
+    W · batches · B · I < DRAM        what they hold fits into the host's memory, and into its shared memory
+    W ≤ cores,  B ≤ B_max             B_max is what fits on the device
+
+Both times grow with B alike, so the first line says how many workers are needed, and the second how large B may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from crossbow_py.sizing.host import Host
+
+BATCHES_A_WORKER = 3  # one that is made, and two that are ready: what torch's DataLoader keeps ahead
+_HOST_SHARE = 0.5  # of its free memory: the rest is for the page cache, without which every file is read from disk
+_SHARED_SHARE = 0.9
+
+Limit = Literal["device memory", "host memory", "shared memory", "cores", "samples"]
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How samples get to the device.
+
+    Attributes:
+        sample_bytes: of a sample as workers hand it over.
+        resident: whether the data set lies on the device, so that nothing is loaded.
+        fetch_s: seconds a worker takes for a sample; None where that was not measured.
+        step_s: seconds the device takes for a sample, all learners together; None likewise.
+    """
+
+    sample_bytes: int
+    resident: bool = False
+    fetch_s: float | None = None
+    step_s: float | None = None
+
+    @property
+    def needed(self) -> int | None:
+        """Workers that keep up with the device; None where it is not known."""
+        if self.fetch_s is None or self.step_s is None or self.step_s <= 0:
+            return None
+        return max(1, math.ceil(self.fetch_s / self.step_s - 1e-9))
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """A batch size a learner and a number of workers.
+
+    Attributes:
+        limits: what keeps each of the two from being larger, or the workers from being enough.
+        sentences: the same for the user.
+    """
+
+    batch_size: int
+    num_workers: int
+    limits: tuple[Limit, ...]
+    sentences: tuple[str, ...]
+
+
+def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None = None) -> Recommendation:
+    """The thesis' rule; see the module's first lines.
+
+    Args:
+        largest_batch: B_max, what fits on the device.
+        loading: the data.
+        host: what this machine has.
+        most: B_max is no more than that, such as the number of samples.
+    """
+    limit: Limit = "device memory"
+    if most is not None and largest_batch >= most:
+        largest_batch, limit = most, "samples"
+    sentences = [f"The batch size is limited by {_WORDS[limit]}."]
+    if loading.resident:
+        sentences.append("No workers: the data set lies on the device.")
+        return Recommendation(largest_batch, 0, (limit,), tuple(sentences))
+    limits: list[Limit] = [limit]
+    wanted, cores = loading.needed, host.cores
+    workers = min(cores, wanted or cores)
+    if wanted is None:
+        sentences.append(f"One worker a usable core ({cores}): how fast loading and training are was not measured.")
+    elif wanted > cores:
+        limits.append("cores")
+        sentences.append(f"{wanted} workers would keep up with the device, and there are {cores} usable cores.")
+    else:
+        sentences.append(f"{workers} workers keep up with the device; {cores} cores are usable.")
+    fewest = workers if wanted is not None else 1
+    workers, batch_size, scarce = _fit(largest_batch, workers, fewest, loading.sample_bytes, host)
+    if scarce is not None:
+        limits.append(scarce)
+        left = f"{workers} workers with {BATCHES_A_WORKER} batches of {batch_size} each"
+        sentences.append(f"The {scarce} of this machine holds {left}.")
+    return Recommendation(batch_size, workers, tuple(limits), tuple(sentences))
+
+
+_WORDS: dict[Limit, str] = {"device memory": "the device's memory", "samples": "the number of samples"}
+
+
+def _fit(largest: int, workers: int, fewest: int, sample_bytes: int, host: Host) -> tuple[int, int, Limit | None]:
+    """Fewer workers, down to `fewest`, before smaller batches; and which memory asked for it."""
+    room: float = _HOST_SHARE * host.memory_bytes
+    scarce: Limit = "host memory"
+    if host.shared_bytes is not None and _SHARED_SHARE * host.shared_bytes < room:
+        room, scarce = _SHARED_SHARE * host.shared_bytes, "shared memory"
+    samples = int(room / (BATCHES_A_WORKER * max(1, sample_bytes)))  # that all workers together may have
+    if workers * largest <= samples:
+        return workers, largest, None
+    workers = max(fewest, min(workers, samples // max(1, largest)))
+    return workers, max(1, min(largest, samples // workers)), scarce
+
+
+@dataclass(frozen=True)
+class WorkerState:
+    """Where the tuning of a run stands.
+
+    Attributes:
+        num_workers: how many there are.
+        starved: the largest number that was seen to be too few.
+        idle_windows: windows in a row in which there were twice as many as needed.
+        settling: whether the next window is not looked at, as workers have just been started.
+        reason: a sentence on the last decision.
+    """
+
+    num_workers: int
+    starved: int = 0
+    idle_windows: int = 0
+    settling: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerTuning:
+    """`num_workers=auto`: corrects the number of workers by the share of time a run waits for data.
+
+    It needs W = ceil(1.25 · t_fetch / t_step), and has at once what it needs when it waits; it gives workers up only
+    after several windows with twice as many, and never goes back to a number that was too few.
+
+    Args:
+        limit: most workers.
+        max_wait: share of time spent waiting from which it grows.
+        patience: windows of too many workers before it shrinks.
+    """
+
+    limit: int
+    max_wait: float = 0.03
+    patience: int = 3
+
+    def needed(self, fetch_s_per_batch: float, step_s_per_batch: float) -> int:
+        """Workers that keep up, with a quarter to spare; between 1 and the limit."""
+        if step_s_per_batch <= 0 or fetch_s_per_batch <= 0:
+            return 1
+        return min(self.limit, max(1, math.ceil(1.25 * fetch_s_per_batch / step_s_per_batch - 1e-9)))
+
+    def observe(
+        self, state: WorkerState, wait_share: float, fetch_s_per_batch: float, step_s_per_batch: float
+    ) -> tuple[WorkerState, int | None]:
+        """Look at a window of training.
+
+        Args:
+            state: where it stands.
+            wait_share: part of the window spent waiting for data, 0 to 1.
+            fetch_s_per_batch: seconds of one worker for a batch.
+            step_s_per_batch: seconds of training for a batch, waiting left out: those of a round divided by learners.
+
+        Returns:
+            The state after it, and how many workers there are to be from now on: None for no change.
+        """
+        if state.settling:
+            return dataclasses.replace(state, settling=False, reason=""), None
+        needed = self.needed(fetch_s_per_batch, step_s_per_batch)
+        if wait_share > self.max_wait:
+            return self._grow(state, needed, wait_share)
+        wanted = min(self.limit, max(needed, state.starved + 1))
+        if state.num_workers < 2 * wanted:
+            return dataclasses.replace(state, idle_windows=0, reason=""), None
+        if state.idle_windows + 1 < self.patience:
+            return dataclasses.replace(state, idle_windows=state.idle_windows + 1, reason=""), None
+        reason = f"{wanted} of {state.num_workers} workers are enough: waiting takes {wait_share:.1%} of the time."
+        return WorkerState(wanted, state.starved, settling=True, reason=reason), wanted
+
+    def _grow(self, state: WorkerState, needed: int, wait_share: float) -> tuple[WorkerState, int | None]:
+        starved = max(state.starved, state.num_workers)
+        wanted = min(self.limit, max(needed, state.num_workers + 1))
+        waits = f"waiting for data takes {wait_share:.1%} of the time"
+        if wanted <= state.num_workers:
+            reason = f"{waits.capitalize()}, and {state.num_workers} workers are as many as there may be."
+            return dataclasses.replace(state, idle_windows=0, reason=reason), None
+        reason = f"{wanted} workers instead of {state.num_workers}: {waits}."
+        return WorkerState(wanted, starved, settling=True, reason=reason), wanted
