@@ -36,6 +36,26 @@ class DataSource:
 
 
 @dataclass(frozen=True)
+class Declared:
+    """What is known of a data set before any of it is read.
+
+    Attributes:
+        input_shape: of a sample, which is stored as bytes.
+        num_classes: of the targets.
+        num_train, num_test: samples; None where only reading would tell.
+        resident: whether it lies on the device; else it is streamed.
+        note: a sentence for the user on what was assumed.
+    """
+
+    input_shape: tuple[int, ...]
+    num_classes: int
+    num_train: int | None
+    num_test: int | None
+    resident: bool
+    note: str | None = None
+
+
+@dataclass(frozen=True)
 class SourceSettings(ABC):
     """Settings every source has. A source says in `read` where train and test come from."""
 
@@ -84,6 +104,10 @@ class SourceSettings(ABC):
     def count_classes(self, train: Data, test: Data) -> int | None:
         """Number of classes."""
 
+    def declared(self) -> Declared | None:
+        """What is known without reading anything; None for data that must be read."""
+        return None
+
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
         """Sentences for the user on how what `read` gave was loaded."""
         return ()
@@ -91,11 +115,18 @@ class SourceSettings(ABC):
 
 @dataclass(frozen=True)
 class PublishedSettings(SourceSettings):
-    """A published data set whose number of classes and moments are known."""
+    """A published data set whose shape, number of classes and moments are known."""
 
     CLASSES: ClassVar[int] = 10
     MEAN: ClassVar[tuple[float, ...]]
     STD: ClassVar[tuple[float, ...]]
+    SHAPE: ClassVar[tuple[int, ...]]
+    NUM_TRAIN: ClassVar[int]
+    NUM_TEST: ClassVar[int]
+
+    def declared(self) -> Declared | None:
+        """As published."""
+        return Declared(self.SHAPE, self.CLASSES, self.NUM_TRAIN, self.NUM_TEST, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """Of the published training set."""

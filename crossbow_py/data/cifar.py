@@ -41,6 +41,9 @@ class Batch:
 class CifarSettings(DownloadedSettings):
     """What the two data sets share; each says its files."""
 
+    SHAPE: ClassVar[tuple[int, ...]] = _SHAPE
+    NUM_TRAIN: ClassVar[int] = 50_000
+    NUM_TEST: ClassVar[int] = 10_000
     FOLDER: ClassVar[str]
     ARCHIVE: ClassVar[PublishedFile]
     LABELS: ClassVar[str]

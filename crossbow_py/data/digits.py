@@ -29,6 +29,9 @@ class Digits(PublishedSettings):
     # Of values divided by 255, as for every image; the values themselves end at 16.
     MEAN: ClassVar[tuple[float, ...]] = (0.01915,)
     STD: ClassVar[tuple[float, ...]] = (0.02360,)
+    SHAPE: ClassVar[tuple[int, ...]] = (1, 8, 8)
+    NUM_TRAIN: ClassVar[int] = 1_501
+    NUM_TEST: ClassVar[int] = 296
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         """(train, test), split by class and place in the file: the same on every machine."""

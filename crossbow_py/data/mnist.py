@@ -28,6 +28,9 @@ _UNSIGNED_BYTE = 0x08
 class IdxSettings(DownloadedSettings):
     """What the two data sets share: the same four files, in a folder named like the data set."""
 
+    SHAPE: ClassVar[tuple[int, ...]] = (1, 28, 28)
+    NUM_TRAIN: ClassVar[int] = 60_000
+    NUM_TEST: ClassVar[int] = 10_000
     MIRRORS: ClassVar[tuple[str, ...]]
     MD5: ClassVar[dict[str, str]]
 

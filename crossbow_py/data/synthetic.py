@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from crossbow_py.data.base import SourceSettings
+from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.randomness import raw_words
 from crossbow_py.errors import UserError
@@ -43,6 +43,10 @@ class Synthetic(SourceSettings):
         """(train, test), from the same patterns with different noise."""
         patterns = self._bytes("patterns", self.num_classes)
         return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
+
+    def declared(self) -> Declared | None:
+        """As set."""
+        return Declared(self.shape, self.num_classes, self.num_train, self.num_test, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """By construction, not estimated."""

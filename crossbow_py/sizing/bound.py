@@ -18,8 +18,8 @@ from crossbow_py.sizing.memory import Activations, LearnerModel, Line
 from crossbow_py.user_cache import Remembered
 from crossbow_py.version import __version__
 
-# Of what a forward pass saves for its backward pass, both together hold 0.94 to 1.41 times as much (probes of MLP, LeNet,
-# VGG-16, AlexNet, DenseNet-121 and ResNets, fp32 and bf16). Where this many times as much fits, no probe is needed.
+# Of what a forward pass saves for its backward pass, both together hold 0.94 to 1.41 times as much (probes of an MLP,
+# LeNet, VGG-16, AlexNet, DenseNet-121 and ResNets, in fp32 and bf16). Where this many times as much fits, none is made.
 _CRUDE = 3.0
 _SHARE = 0.9  # of free memory: the rest is for rounding, fragmentation and workspaces
 

@@ -88,6 +88,14 @@ def scan_part(folder: Path) -> ImageFiles:
     )
 
 
+def count_classes(folder: Path) -> int:
+    """The class folders of one part, their images unseen. Raises UserError when it cannot be read or has none."""
+    count = sum(entry.is_dir() for entry in _entries(folder))
+    if count == 0:
+        raise UserError(f"{folder} must hold one folder a class, with images in it, got none; fill it.")
+    return count
+
+
 def _images_of(folder: Path) -> list[str]:
     """The sorted names of a class's images. Raises UserError."""
     entries = _entries(folder)

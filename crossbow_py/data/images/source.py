@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from crossbow_py.data.base import FLIP_HELP, SourceSettings
+from crossbow_py.data.base import FLIP_HELP, Declared, SourceSettings
 from crossbow_py.data.datasets import Data
 from crossbow_py.data.downloads import data_folders, find
 from crossbow_py.data.images.cache_writing import Opened, open_or_fill
-from crossbow_py.data.images.folder import ImageFiles, scan
+from crossbow_py.data.images.folder import ImageFiles, count_classes, scan
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
 
 # Of ImageNet's training images, as everyone uses them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_ASSUMED_CLASSES = 1000
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,15 @@ class ImageFolder(SourceSettings):
         """The class folders."""
         assert isinstance(train, ImageFolderData), "given what `read` returns"
         return len(train.classes)
+
+    def declared(self) -> Declared | None:
+        """Crops of `size`; the classes are counted where the folder is there, and else assumed to be ImageNet's."""
+        shape = (3, self.size, self.size)
+        found = find((str(Path(self.folder).expanduser()),), data_folders(self.root)) if self.folder else None
+        if found is None:
+            note = f"data.folder={self.folder!r} is not there: {_ASSUMED_CLASSES} classes are assumed, as in ImageNet."
+            return Declared(shape, _ASSUMED_CLASSES, None, None, resident=False, note=note)
+        return Declared(shape, count_classes(found / self.train), None, None, resident=False)
 
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
         """On the cache; what is true of both parts is said once."""
