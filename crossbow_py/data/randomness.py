@@ -7,12 +7,17 @@ between versions, the raw words of a bit generator may not, and a resumed run mu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
 import numpy.typing as npt
 
 _WORD = 2**64
+# Of Philox-4x64-10, table 2 and section 4.3 of the paper.
+_ROUNDS = 10
+_MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
+_WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 
 
 def raw_words(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np.uint64]:
@@ -29,6 +34,21 @@ def sample_words(seed: int, purpose: str, epoch: int, sample: int, count: int) -
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
+def sample_block(seed: int, purpose: str, epoch: int, sample: int, block: int) -> tuple[int, int, int, int]:
+    """Words 4·block to 4·block + 3 of `sample_words`, in whole numbers of Python.
+
+    A NumPy generator asks the operating system for entropy when it is made, also when it gets a key; four words are
+    there sooner this way.
+    """
+    k0, k1 = seed % _WORD, _purpose_word(purpose)
+    c0, c1, c2, c3 = block + 1, sample, 0, epoch  # NumPy counts up before it draws
+    for _ in range(_ROUNDS):
+        p0, p1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (p1 >> 64) ^ c1 ^ k0, p1 % _WORD, (p0 >> 64) ^ c3 ^ k1, p0 % _WORD
+        k0, k1 = (k0 + _WEYL[0]) % _WORD, (k1 + _WEYL[1]) % _WORD
+    return c0, c1, c2, c3
+
+
 def uniform(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np.float64]:
     """Table [count] by sample id of values in [0, 1), with 53 random bits each."""
     return (raw_words(seed, purpose, epoch, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -39,5 +59,6 @@ def permutation(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[
     return np.argsort(raw_words(seed, purpose, epoch, count), kind="stable").astype(np.int64, copy=False)
 
 
+@functools.cache
 def _purpose_word(purpose: str) -> int:
     return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little")

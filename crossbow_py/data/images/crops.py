@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-
-from crossbow_py.data.randomness import sample_words
+from crossbow_py.data.randomness import sample_block
 
 MIN_RATIO, MAX_RATIO = 3 / 4, 4 / 3
 _LOW, _HIGH = math.log(MIN_RATIO), math.log(MAX_RATIO)
 _ATTEMPTS = 10
-_WORDS_AN_ATTEMPT = 4
 
 
 class Box(NamedTuple):
@@ -31,15 +28,13 @@ def random_resized_box(seed: int, epoch: int, sample: int, width: int, height: i
     share of the area from [min_area, 1], a ratio of width to height from [3/4, 4/3] with its logarithm uniform, and any
     place; drawn up to ten times until it fits, else the largest part in the centre whose ratio is allowed.
     """
-    for count in (1, _ATTEMPTS):  # nearly always the first fits; longer draws begin with the shorter
-        words = sample_words(seed, "resized crop", epoch, sample, count * _WORDS_AN_ATTEMPT)
-        uniform = ((words >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
-        for first in range(0, len(uniform), _WORDS_AN_ATTEMPT):
-            area, ratio, top, left = uniform[first : first + _WORDS_AN_ATTEMPT]
-            pixels = width * height * (min_area + area * (1 - min_area))
-            box = _fitted(pixels, math.exp(_LOW + ratio * (_HIGH - _LOW)), top, left, width, height)
-            if box is not None:
-                return box
+    for attempt in range(_ATTEMPTS):
+        words = sample_block(seed, "resized crop", epoch, sample, attempt)
+        area, ratio, top, left = ((word >> 11) * 2.0**-53 for word in words)
+        pixels = width * height * (min_area + area * (1 - min_area))
+        box = _fitted(pixels, math.exp(_LOW + ratio * (_HIGH - _LOW)), top, left, width, height)
+        if box is not None:
+            return box
     return _largest_in_centre(width, height)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import pytest
 
-from crossbow_py.data.randomness import permutation, raw_words, uniform
+from crossbow_py.data.randomness import permutation, raw_words, sample_block, sample_words, uniform
 
 MASK = 2**64 - 1
 
@@ -34,6 +35,12 @@ def test_raw_words_of_longer_tables_begin_with_the_shorter() -> None:
 def test_raw_words_of_any_other_seed_purpose_or_epoch_differ() -> None:
     keys = [(1, "a", 0), (2, "a", 0), (1, "b", 0), (1, "a", 1), (-1, "a", 0)]
     assert len({raw_words(*key, 1)[0] for key in keys}) == len(keys)
+
+
+@pytest.mark.parametrize(("seed", "epoch", "sample"), [(0, 0, 0), (5, 3, 17), (-1, 2, 2**40), (2**64 - 1, 2**31, 1)])
+def test_sample_block_is_a_part_of_the_words_of_that_sample(seed: int, epoch: int, sample: int) -> None:
+    words = sample_words(seed, "x", epoch, sample, 12).tolist()
+    assert [word for block in range(3) for word in sample_block(seed, "x", epoch, sample, block)] == words
 
 
 def test_uniform_of_many_samples_fills_the_unit_interval() -> None:
