@@ -1,0 +1,171 @@
+"""What a training run really holds: the engine's own bank and rounds, run without memory, every byte counted.
+
+Nothing here knows how the estimator works. On the "meta" device tensors have shapes and storages and no memory, so a
+run can hold 32 GiB on any machine. The bank is a real `ReplicaBank`; a round is what `engine.rounds` does, without the
+lines that ask the device for a number. Learners that run at once go through their passes an operator each by turns, and
+hold what they need for it while the others have theirs: all are at their peaks at the same moment. That is what one
+fused pass holds, and at worst what streams hold.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.averaging import SMA
+from crossbow_py.data.normalisation import IDENTITY
+from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.update import Step, TorchUpdate
+from crossbow_py.models import MODELS
+from experiments.estimate.live_bytes import Ledger, LiveBytes, OverLimitError
+from experiments.estimate.relay import run_in_step
+from experiments.estimate.searching import largest
+
+_DEVICE = torch.device("meta")
+_PROBES = (128, 256)  # batch sizes whose peaks give the first guess
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and the samples it is measured on; uint8 on the device until they are in use."""
+
+    model: str
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of a sample as it is loaded."""
+        return torch.Size(self.input_shape).numel()
+
+    def make_model(self) -> nn.Module:
+        """The model, made on torch's default device."""
+        return MODELS[self.model]().build(self.input_shape, self.num_classes)
+
+
+def staged_batches(num_learners: int) -> int:
+    """Batches of bytes that a streaming feed has on the device at most, for K learners.
+
+    Those of this round, those of the round before, as a learner may still read its own, and those copied ahead: a
+    round's, and at least two.
+    """
+    return 2 * num_learners + max(2, num_learners)
+
+
+_IMAGE = (3, 224, 224)
+SUBJECTS = {
+    subject.model: subject
+    for subject in (
+        *(Subject(name, _IMAGE, 1000) for name in ("resnet34", "resnet50", "resnet152", "densenet121", "alexnet")),
+        Subject("resnet3d18", (3, 16, 112, 112), 400),
+        Subject("vgg16", (3, 32, 32), 10),
+    )
+}
+
+
+class TrainingRun:
+    """K learners of a model in fp32 with SGD with momentum and SMA; rounds at any batch size.
+
+    Args:
+        subject: the model and its samples.
+        num_learners: K.
+        at_once: learners that run at the same moment.
+
+    Attributes:
+        held_bytes: what is there between rounds: the bank and the template.
+        peaks: batch size → bytes, of the rounds that were run to their end.
+    """
+
+    def __init__(self, subject: Subject, num_learners: int, at_once: int) -> None:
+        self.subject, self.num_learners, self.at_once = subject, num_learners, at_once
+        self._update = TorchUpdate(SGD(learning_rate=0.1, momentum=0.9, weight_decay=1e-4), SMA())
+        self._ledger = Ledger()
+        with LiveBytes(self._ledger):
+            with _DEVICE:
+                template = subject.make_model()
+            with _host_generators():
+                self.bank = ReplicaBank(
+                    template, num_learners, device=_DEVICE, precision=FP32, state_names=SGD.STATE, order="blocks"
+                )
+        self.held_bytes = self._ledger.live
+        self.peaks: dict[int, int] = {}
+
+    def fits(self, limit_bytes: int | None, batch_size: int) -> bool:
+        """Whether a round at that batch size stays within the limit: it is run, and ended once it goes past it."""
+        ledger = self._ledger
+        ledger.limit, ledger.peak = limit_bytes, ledger.live
+        try:
+            with LiveBytes(ledger):
+                self._round(batch_size)
+            self.peaks[batch_size], is_whole = ledger.peak, True
+        except OverLimitError:
+            is_whole = False
+        if ledger.live != self.held_bytes:  # what an exception went through may be left in circles
+            gc.collect()
+        assert ledger.live == self.held_bytes, f"a round leaves nothing behind, got {ledger.live - self.held_bytes}"
+        return is_whole
+
+    def peak_bytes(self, batch_size: int) -> int:
+        """The most that is alive at any moment of a round."""
+        if batch_size not in self.peaks:
+            self.fits(None, batch_size)
+        return self.peaks[batch_size]
+
+    def largest_batch_size(self, limit_bytes: int) -> int:
+        """The largest that fits; 0 when not even one sample does. It was run, and the next larger one too."""
+        return largest(partial(self.fits, limit_bytes), self._guess(limit_bytes))
+
+    def _guess(self, limit_bytes: int) -> int:
+        """Where a line through the two known peaks nearest to the limit meets it. Only where to begin the search."""
+        for batch_size in _PROBES:
+            self.peak_bytes(batch_size)
+        near = sorted(self.peaks.items(), key=lambda found: abs(found[1] - limit_bytes))[:2]
+        (small, below), (large, above) = sorted(near)
+        return max(1, small + (limit_bytes - below) * (large - small) // max(above - below, 1))
+
+    def _round(self, batch_size: int) -> None:
+        averaging = self._update.rule.linear_round(0, self.num_learners)
+        staged = [self._stage(batch_size) for _ in range(staged_batches(self.num_learners))]
+        for first in range(0, self.num_learners, self.at_once):
+            together = range(first, first + self.at_once)
+            run_in_step([partial(self._learn, learner, *staged[learner]) for learner in together])
+        for learner in range(self.num_learners):
+            self._update.correct(learner, self.bank.trained_row(learner), averaging, Step(0.1, step_count=1))
+        if averaging is not None:
+            bank = self.bank
+            self._update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
+            self._update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
+
+    def _stage(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """A batch as the feed copies it to the device."""
+        inputs = torch.empty(batch_size, *self.subject.input_shape, dtype=torch.uint8, device=_DEVICE)
+        if inputs.ndim == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return inputs, torch.empty(batch_size, dtype=torch.int64, device=_DEVICE)
+
+    def _learn(self, learner: int, staged: Tensor, targets: Tensor, hand_on: Callable[[], None]) -> None:
+        """`RoundTasks.learn`, line by line. In a thread of its own, so the mode is put on here."""
+        bank = self.bank
+        with LiveBytes(self._ledger, hand_on):
+            inputs = IDENTITY.apply(staged, bank.precision.compute)
+            if inputs.ndim == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            output = bank.module(learner)(inputs).to(bank.precision.master)
+            loss = nn.functional.cross_entropy(output, targets)
+            parameters = bank.trained_parameters(learner)
+            bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))
+            (output.detach().argmax(1) == targets).sum()
+
+
+def _host_generators() -> mock._patch[mock.MagicMock]:
+    """The "meta" device draws no numbers, so it has no generators; the bank makes one a learner."""
+    of_host = torch.Generator
+    return mock.patch.object(torch, "Generator", side_effect=lambda _: of_host())
