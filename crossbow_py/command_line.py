@@ -1,6 +1,7 @@
 """What every entry point does around its work: flags, one job or a multirun, and errors turned into exit codes.
 
-0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, data that cannot be loaded, or our fault
+0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, data that
+cannot be loaded, or our fault
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from crossbow_py.config import TrainConfig, compose, expand_sweeps
+from crossbow_py.config import C, compose, expand_sweeps
 from crossbow_py.errors import DataError, NonFiniteError, UserError
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.run_folder import RUNS, time_name
@@ -25,18 +26,21 @@ _MULTIRUN = ("-m", "--multirun")
 _FLAGS = ("--help", "-h", "--list", *_MULTIRUN)
 
 
-def run(argv: Sequence[str] | None, job: Callable[[TrainConfig], int]) -> int:
-    """Run `job` once per configuration that `argv` (None: the process's arguments) asks for; the worst exit code."""
+def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int]) -> int:
+    """Run `job` once per configuration that `argv` (None: the process's arguments) asks for; the worst exit code.
+
+    `kind` is the class of configurations, which says which keys there are.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _guarded(lambda: _dispatch(arguments, job))
+        return _guarded(lambda: _dispatch(arguments, kind, job))
     finally:
         _flush_stdout()
 
 
-def _dispatch(arguments: list[str], job: Callable[[TrainConfig], int]) -> int:
+def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> int:
     if "--help" in arguments or "-h" in arguments:
-        return _show(help_text())
+        return _show(help_text(kind))
     if "--list" in arguments:
         return _show(list_text())
     for argument in arguments:
@@ -44,14 +48,14 @@ def _dispatch(arguments: list[str], job: Callable[[TrainConfig], int]) -> int:
             raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}")
     overrides = [argument for argument in arguments if argument not in _MULTIRUN]
     if len(overrides) == len(arguments):
-        return job(compose(overrides))
-    return _multirun(overrides, job)
+        return job(compose(overrides, kind))
+    return _multirun(overrides, kind, job)
 
 
-def _multirun(overrides: list[str], job: Callable[[TrainConfig], int]) -> int:
+def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> int:
     """All configurations are composed before the first job starts, so that a mistake in the last one shows at once."""
     now = time_name()
-    configs = [_in_own_folder(compose(texts), swept, now) for texts, swept in expand_sweeps(overrides)]
+    configs = [_in_own_folder(compose(texts, kind), swept, now) for texts, swept in expand_sweeps(overrides)]
     worst = 0
     for number, config in enumerate(configs, start=1):
         print(f"run {number} of {len(configs)}", flush=True)
@@ -62,7 +66,7 @@ def _multirun(overrides: list[str], job: Callable[[TrainConfig], int]) -> int:
     return worst
 
 
-def _in_own_folder(config: TrainConfig, swept: str, now: str) -> TrainConfig:
+def _in_own_folder(config: C, swept: str, now: str) -> C:
     """Beneath the multirun's folder one named after the job's swept values; `resume=auto` alone finds its own."""
     if not swept or (config.output_dir is None and config.resume is not None):
         return config

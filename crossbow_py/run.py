@@ -19,6 +19,7 @@ from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Schedule
 from crossbow_py.settings import to_mapping
+from crossbow_py.supply import WorkerSupply
 from crossbow_py.tuning import LearnerTuning
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
@@ -40,6 +41,7 @@ class Run:
     resumed_from: str | None
     state: RunState = field(default_factory=RunState)
     tuning: LearnerTuning | None = None
+    supply: WorkerSupply | None = None
 
     @property
     def samples_per_round(self) -> int:

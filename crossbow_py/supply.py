@@ -1,14 +1,19 @@
-"""How many worker processes load the data of a run."""
+"""How many worker processes load a run's data: what it begins with, and `num_workers=auto` at work while it trains."""
 
 from __future__ import annotations
 
-import os
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-# What `auto` begins with: enough to keep one GPU busy on most data, and on CPUs as few as can be, for learners need
-# the cores. Training corrects it from what it measures.
+from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.sizing.host import Host, read_host
+from crossbow_py.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
+
+WINDOW_S = 2.0
+
+# What `auto` begins with: enough to keep one GPU busy on most data; on CPUs as few as can be, for learners need the
+# cores. Training corrects it from what it measures.
 _FIRST_ON_CUDA, _FIRST_ON_CPU = 8, 1
 
 
@@ -16,5 +21,58 @@ def first_workers(asked: int | Literal["auto"], device: torch.device) -> int:
     """With how many a run begins."""
     if asked != "auto":
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_FIRST_ON_CUDA, max(1, cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
+    return min(_FIRST_ON_CUDA, max(1, read_host().cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
+
+
+class _Mark(NamedTuple):
+    """Where a window begins: seconds of training, of waiting, batches trained on, batches loaded and their seconds."""
+
+    elapsed_s: float
+    waited_s: float
+    num_batches: int
+    num_loaded: int
+    loading_s: float
+
+
+class WorkerSupply:
+    """Cuts training time into windows and lets the tuning's rule look at each. Owned by the training loop.
+
+    Args:
+        feed: whose workers are counted; a sample of it must have been loaded.
+        host: what they may use of this machine.
+        window_s: length of a window in seconds of training.
+    """
+
+    def __init__(self, feed: StreamingFeed, host: Host, window_s: float = WINDOW_S) -> None:
+        loading = Loading(feed.sample_bytes)
+        limit = recommend(feed.batch_size, loading, host).num_workers
+        self.tuning, self.state = WorkerTuning(limit), WorkerState(min(feed.num_workers, limit))
+        self._feed, self._window_s = feed, window_s
+        self._begun: _Mark | None = None
+        self._at_limit = False
+        feed.use_workers(self.state.num_workers)
+
+    def after_round(self, elapsed_s: float, waited_s: float, num_batches: int) -> str:
+        """Look when a window is over, and follow the rule. Called between rounds.
+
+        Args:
+            elapsed_s: of training, pauses left out.
+            waited_s: of them, waiting for data.
+            num_batches: different batches trained on so far.
+
+        Returns a sentence for the user when something is to be said, else nothing.
+        """
+        now = _Mark(elapsed_s, waited_s, num_batches, *self._feed.loading_times)
+        begun = self._begun = self._begun or now
+        seconds, batches, loaded = (now[i] - begun[i] for i in (0, 2, 3))
+        if seconds < self._window_s or batches < 1 or loaded < 1:
+            return ""
+        self._begun = now
+        waited = now.waited_s - begun.waited_s
+        fetch_s, step_s = (now.loading_s - begun.loading_s) / loaded, (seconds - waited) / batches
+        self.state, wanted = self.tuning.observe(self.state, waited / seconds, fetch_s, step_s)
+        if wanted is not None:
+            self._feed.use_workers(wanted)
+            return self.state.reason
+        said, self._at_limit = self._at_limit, self._at_limit or bool(self.state.reason)
+        return "" if said else self.state.reason

@@ -14,6 +14,7 @@ from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.checkpoint import CheckpointSettings, holds_run, load_newest
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
+from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import PrecisionName, device_uuids
@@ -25,7 +26,9 @@ from crossbow_py.run_settings import RunSettings, choose
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
 from crossbow_py.signals import StopSignal
+from crossbow_py.sizing.host import read_host
 from crossbow_py.stopping import StopConditions
+from crossbow_py.supply import WorkerSupply
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
@@ -121,6 +124,8 @@ class Trainer:
         self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named, resumed_from)
         if settings.num_learners == "auto":
             self.run.tuning = LearnerTuning(AutoTuner(max_learners=max_learners))
+        if settings.num_workers == "auto" and isinstance(parts.train_feed, StreamingFeed):
+            self.run.supply = WorkerSupply(parts.train_feed, read_host())
         if saved:
             self.run.restore(saved)
         self.run.state.wall_s += time.monotonic() - begun

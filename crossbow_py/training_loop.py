@@ -24,6 +24,7 @@ from crossbow_py.reporter import Reporter, epoch_record, run_info
 from crossbow_py.run import Run
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
+from crossbow_py.supply import WorkerSupply
 from crossbow_py.telemetry.events import Listener, Summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
 
@@ -146,6 +147,8 @@ class TrainingLoop:
             state, self.learning_rate, self.total_samples, bank.num_learners, self.stops.max_time_s
         )
         self._tell_notes()
+        if self.job.supply:
+            self._supply(self.job.supply)
         if self.job.tuning and (decision := self.job.tuning.after_round(images, self.meter.elapsed_s)):
             self._follow(decision)
 
@@ -174,6 +177,13 @@ class TrainingLoop:
                 self.reporter.message(note)
             self._told.add(note)
         self.executor.notes.clear()
+
+    def _supply(self, supply: WorkerSupply) -> None:
+        """Let the number of workers be corrected."""
+        batches = self.state.samples_seen // self.settings.batch_size
+        if said := supply.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
+            self.reporter.message(said)
+            self.reporter.workers(self.parts.train_feed.num_workers)
 
     def _follow(self, decision: Decision) -> None:
         """Do what the auto-tuner decided."""

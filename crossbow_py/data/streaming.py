@@ -60,6 +60,9 @@ class StreamingFeed(Feed):
         augmentation: flips are done here.
         preparation: what else is done on the device.
         num_workers: worker processes; 0 loads in the thread that waits.
+
+    Attributes:
+        sample_bytes: of the inputs of one sample as workers hand it over; 0 before any `first_samples`.
     """
 
     STREAMS = True
@@ -92,6 +95,7 @@ class StreamingFeed(Feed):
         self._bad: dict[int, BadSample] = {}
         self._notes: list[str] = []
         self._num_loaded, self._loading_s = 0, 0.0
+        self.sample_bytes = 0
 
     @property
     def loading_times(self) -> LoadingTimes:
@@ -156,6 +160,7 @@ class StreamingFeed(Feed):
         while len(good) < min(count, self.num_samples) and (loaded := next(loader, None)) is not None:
             good += [fetched for fetched in [self._accept(loaded)] if len(fetched.targets)]
         for batch in self._evaluation_batch(good):
+            self.sample_bytes = good[0].inputs.nbytes
             return batch
         raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
 

@@ -83,6 +83,11 @@ class ThroughputMeter:
         return self._before_s + (0.0 if self._running_since is None else self._clock() - self._running_since)
 
     @property
+    def waited_s(self) -> float:
+        """Seconds of training spent waiting for data, since the start."""
+        return self._waited_s
+
+    @property
     def images_per_s(self) -> float:
         """Throughput since the start."""
         return self.whole.images_per_s
