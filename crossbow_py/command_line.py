@@ -68,7 +68,7 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
 
 def _in_own_folder(config: C, swept: str, now: str) -> C:
     """Beneath the multirun's folder one named after the job's swept values; `resume=auto` alone finds its own."""
-    if not swept or (config.output_dir is None and config.resume is not None):
+    if not swept or (config.output_dir is None and (config.resume is not None or not config.NEEDS_FOLDER)):
         return config
     parent = Path(config.output_dir) if config.output_dir else RUNS / config.experiment / now
     return dataclasses.replace(config, output_dir=str(parent / swept))

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,6 +31,7 @@ from crossbow_py.models import MODELS
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES
 from crossbow_py.settings import from_mapping, setting, suggestion, to_mapping
+from crossbow_py.sizing.units import parse_bytes
 from crossbow_py.stopping import StopConditions
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
@@ -53,6 +54,7 @@ class TrainConfig(RunSettings, StopConditions):
     """Everything `crossbow_py.train` can be told. The five groups hold the settings object chosen by their `name`."""
 
     GROUP: ClassVar[str] = ""
+    NEEDS_FOLDER: ClassVar[bool] = True  # what is done is recorded in any case
 
     experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
     max_epochs: float | None = setting(10.0, "stop after that many passes over the training set", above=0)
@@ -74,6 +76,33 @@ class TrainConfig(RunSettings, StopConditions):
 
     def __post_init__(self) -> None:
         StopConditions.__post_init__(self)  # checks every field, and that the run has an end
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(TrainConfig):
+    """Everything `crossbow_py.estimate` can be told: a run, and what is to be found out about it."""
+
+    NEEDS_FOLDER: ClassVar[bool] = False
+
+    memory: str | float | None = setting(
+        None, "count for a device with that much memory (16GiB, 500MB, 8e9); null looks at this machine"
+    )
+    held_back: str | float | None = setting(
+        None, "memory to leave free, an amount like those of memory; null is what the estimate says and why"
+    )
+    images_per_s: float | None = setting(
+        None, "what the device trains, all learners together; null measures it on this machine", above=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.memory is not None:
+            parse_bytes("memory", self.memory)
+        if self.held_back not in (None, 0, "0"):
+            parse_bytes("held_back", self.held_back or 0)
+
+
+C = TypeVar("C", bound=TrainConfig)
 
 
 def config_dir() -> Path:
@@ -100,8 +129,11 @@ def read_option(group: str, option: str) -> dict[str, Any]:
     return read_yaml(path) if path.exists() else {"name": option}
 
 
-def compose(overrides: Sequence[str]) -> TrainConfig:
-    """The configuration of one run. Raises UserError for every mistake in the overrides or in a YAML file."""
+def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]
+    """The configuration of one run; `kind` says which keys there are.
+
+    Raises UserError for every mistake in the overrides or in a YAML file.
+    """
     parsed = [_parse(override) for override in overrides]
     for override in parsed:
         _check_override(override)
@@ -110,7 +142,8 @@ def compose(overrides: Sequence[str]) -> TrainConfig:
     if twice:
         raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
-    return config_from_mapping(_compose_plain([text for override in parsed for text in _settled(override)]))
+    plain = _compose_plain([text for override in parsed for text in _settled(override)])
+    return from_mapping(kind, _with_groups(plain))
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
@@ -121,8 +154,7 @@ def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
 
 def config_from_mapping(plain: Mapping[str, Any]) -> TrainConfig:
     """Plain values, as in a run's config.yaml, to the configuration. Raises UserError naming the key."""
-    groups = {group: _choose(group, plain.get(group)) for group in REGISTRIES}
-    return from_mapping(TrainConfig, {**plain, **groups})
+    return from_mapping(TrainConfig, _with_groups(plain))
 
 
 def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
@@ -145,6 +177,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except _COMPOSITION_ERRORS as error:
         raise UserError(f"cannot read {path}: {_one_line(error)}; restore or delete that file.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _with_groups(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with a settings object in place of each group's."""
+    return {**plain, **{group: _choose(group, plain.get(group)) for group in REGISTRIES}}
 
 
 def _choose(group: str, values: Any) -> Any:

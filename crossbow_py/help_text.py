@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from crossbow_py.config import APPENDED_GROUPS, REGISTRIES, TrainConfig, group_options, read_option
+from crossbow_py.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, TrainConfig, group_options, read_option
 
-_USAGE = """\
+_TRAIN = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
 
 Trains several learners at once and keeps them together by synchronous model averaging.
@@ -26,12 +26,37 @@ Trains several learners at once and keeps them together by synchronous model ave
 Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 after Ctrl-C, 1 anything else.
 """
 
+_ESTIMATE = """\
+usage: python -m crossbow_py.estimate [+experiment=NAME] [memory=AMOUNT] [GROUP=OPTION ...] [KEY=VALUE ...] [--help]
 
-def help_text() -> str:
-    """Usage, then every key with its meaning and default, group by group."""
-    lines = [_USAGE, "Keys (with the value they have when nothing is said):"]
-    lines += [_key_line("", field) for field in dataclasses.fields(TrainConfig) if field.name not in REGISTRIES]
-    for field in dataclasses.fields(TrainConfig):
+Says how large batches may be, how many learners fit, and how many workers feed them. It takes what crossbow_py.train
+takes, and the keys memory, held_back and images_per_s. Neither the data set nor the device has to be there.
+
+  python -m crossbow_py.estimate +experiment=resnet50 memory=16GiB
+  python -m crossbow_py.estimate +experiment=resnet32 memory=8GiB num_learners=4 precision=fp32
+  python -m crossbow_py.estimate model=custom model.target=pkg.mod.fn data=cifar10 memory=24GiB output_dir=sized
+  python -m crossbow_py.estimate +experiment=flowers
+
+With memory, tensors are counted without a device; it is taken for a GPU unless device=cpu.
+Without memory, a visible GPU is measured by real rounds, and a CPU is held against the memory that is free now.
+Nothing is written unless output_dir is set: then estimate.json, and with matplotlib estimate.png.
+
+Exit codes: 0 answered, also when nothing fits; 2 a mistake in what was asked for; 1 anything else.
+"""
+
+_USAGES: dict[type[TrainConfig], str] = {TrainConfig: _TRAIN, EstimateConfig: _ESTIMATE}
+# Keys that mean something else to another command than to training.
+_MEANINGS: dict[tuple[type[TrainConfig], str], str] = {
+    (EstimateConfig, "output_dir"): "folder for estimate.json and estimate.png; null writes nothing"
+}
+
+
+def help_text(kind: type[TrainConfig] = TrainConfig) -> str:
+    """Usage, then every key with its meaning and default, group by group; `kind` is the command's configuration."""
+    lines = [_USAGES[kind], "Keys (with the value they have when nothing is said):"]
+    top_level = [field for field in dataclasses.fields(kind) if field.name not in REGISTRIES]
+    lines += [_key_line("", field, _MEANINGS.get((kind, field.name))) for field in top_level]
+    for field in dataclasses.fields(kind):
         if field.name in REGISTRIES:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
             lines += [f" OPTION is one of {', '.join(group_options(field.name))}", *_group_lines(field.name)]
@@ -63,8 +88,8 @@ def _group_lines(group: str) -> list[str]:
     ]
 
 
-def _key_line(prefix: str, field: dataclasses.Field[Any]) -> str:
-    return f"  {prefix + field.name + '=' + _default(field):<35} {field.metadata.get('help', '')}"
+def _key_line(prefix: str, field: dataclasses.Field[Any], meaning: str | None = None) -> str:
+    return f"  {prefix + field.name + '=' + _default(field):<35} {meaning or field.metadata.get('help', '')}"
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

@@ -16,7 +16,7 @@ _EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
-    return run(argv, train)
+    return run(argv, TrainConfig, train)
 
 
 def train(config: TrainConfig) -> int:
