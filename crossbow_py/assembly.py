@@ -14,7 +14,7 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.checkpoint import load_weights
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
-from crossbow_py.data.feed import Feed
+from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors import EXECUTORS, Executor
@@ -25,8 +25,9 @@ from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import TorchUpdate, choose_update
 from crossbow_py.errors import UserError
-from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, mean_evaluation
+from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, evaluation_batch_size, mean_evaluation
 from crossbow_py.executor_choice import new_bank, settle_executor
+from crossbow_py.learner_bound import learner_bound
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.supply import first_workers
@@ -53,7 +54,8 @@ class DataSets:
 class Parts:
     """What a run is made of, built once by the trainer.
 
-    `warnings` are sentences for the user; the `timeline`, when there is one, gets a span of every task.
+    `warnings` are sentences for the user; the `timeline`, when there is one, gets a span of every task. `most_learners`
+    is how many memory holds, no more than the settings allow.
     """
 
     choices: Choices
@@ -68,6 +70,7 @@ class Parts:
     warnings: list[str]
     timeline: Timeline | None
     compile_model: bool
+    most_learners: int
 
     @property
     def rule(self) -> AveragingRule:
@@ -184,7 +187,7 @@ def build_parts(
     `announce` is given a sentence before what takes long.
     """
     template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
-    choices, train_feed, warnings = _train_feed(template, data, settings, choices, loss)
+    choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss)
     validation_feed, test_feed = (
         _evaluation_feed(what, template, source, data, settings, choices, loss)
         for what, source in (("validation", data.validation), ("test", data.test))
@@ -192,6 +195,7 @@ def build_parts(
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
     warnings += [warning] if warning else []
     choices, notes = settle_executor(template, settings, choices, update, train_feed, loss, announce)
+    most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
     bank = _bank(template, settings, choices, optimizer)
     if not rule.has_central_model:
         # Learners that share every batch and never meet must at least begin apart.
@@ -203,14 +207,15 @@ def build_parts(
         precision=choices.precision,
         loss=loss,
         metrics=metrics,
+        batch_size=evaluation_batch_size(batch.inputs[0].numel()),
         max_batches=max_evaluation_batches,
         channels_last=settings.channels_last,
     )
     refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
-    warnings += [*notes, refusal] if refusal else notes
+    warnings += [*notes, *bounded, *([refusal] if refusal else [])]
     return Parts(
         choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings,
-        timeline, settings.compile_model,
+        timeline, settings.compile_model, most_learners,
     )  # fmt: skip
 
 
@@ -226,14 +231,14 @@ def _bank(template: nn.Module, settings: RunSettings, choices: Choices, optimize
 
 def _train_feed(
     template: nn.Module, data: DataSets, settings: RunSettings, choices: Choices, loss: Loss
-) -> tuple[Choices, Feed, list[str]]:
-    """The feed of training batches, tried; where `auto` took bf16 and the model cannot, it becomes fp32."""
+) -> tuple[Choices, Feed, Batch, list[str]]:
+    """The feed of training batches, tried on a small one; where `auto` took bf16 and the model cannot, it is fp32."""
     feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
     # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
     batch = feed.first_samples(min(2, settings.batch_size))
     classes = _num_classes(data, loss)
     try:
-        return choices, feed, probe(template, choices.precision, batch, loss, *classes)
+        return choices, feed, batch, probe(template, choices.precision, batch, loss, *classes)
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
             raise
@@ -242,7 +247,7 @@ def _train_feed(
     feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
     batch = feed.first_samples(min(2, settings.batch_size))
     warnings = probe(template, FP32, batch, loss, *classes)
-    return choices, feed, [f"precision is fp32, because in bf16 {reason}", *warnings]
+    return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
 
 
 def _evaluation_feed(

@@ -18,6 +18,9 @@ from crossbow_py.engine.rounds import Loss, count_correct
 Metric = Callable[[Tensor, Tensor], Tensor | float]
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
 
+_MOST_SAMPLES, _FEWEST_SAMPLES = 256, 8
+_MOST_VALUES = 2**22  # in a batch: 27 images of 224 x 224
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -42,6 +45,11 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
         num_samples=each[0].num_samples,
         metrics={name: mean(one.metrics[name] for one in each) for name in each[0].metrics},
     )
+
+
+def evaluation_batch_size(values_a_sample: int) -> int:
+    """Samples to evaluate at once: 256, and fewer of large ones, whose activations would outgrow those of training."""
+    return max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_VALUES // values_a_sample))
 
 
 class Evaluator:

@@ -123,7 +123,7 @@ class Trainer:
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
         self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named, resumed_from)
         if settings.num_learners == "auto":
-            self.run.tuning = LearnerTuning(AutoTuner(max_learners=max_learners))
+            self.run.tuning = LearnerTuning(AutoTuner(max_learners=parts.most_learners))
         if settings.num_workers == "auto" and isinstance(parts.train_feed, StreamingFeed):
             self.run.supply = WorkerSupply(parts.train_feed, read_host())
         if saved:

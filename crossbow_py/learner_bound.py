@@ -1,0 +1,46 @@
+"""How many learners `num_learners=auto` may try: no more than memory holds."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from crossbow_py.averaging import AveragingRule
+from crossbow_py.data.feed import Batch
+from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.executors.serial import SerialExecutor
+from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.errors import UserError
+from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.sizing.bound import free_bytes, learners_that_fit
+from crossbow_py.sizing.job import Job
+
+
+def learner_bound(
+    template: nn.Module,
+    batch: Batch,
+    settings: RunSettings,
+    choices: Choices,
+    loss: Loss,
+    optimizer: Optimizer,
+    rule: AveragingRule,
+) -> tuple[int, list[str]]:
+    """The largest number of learners, and sentences for the user. A fixed number of learners is left as it is.
+
+    `batch` are a few samples. What the estimate has overlooked is found out when it is tried, as before.
+    """
+    if settings.num_learners != "auto" or settings.max_learners == 1:
+        return settings.max_learners, []
+    order = EXECUTORS[choices.executor].ORDER or ("rows" if choices.device.type == "cpu" else "blocks")
+    job = Job(loss, optimizer, rule, choices.precision, settings.channels_last, order)
+    try:
+        fitting = learners_that_fit(
+            template, batch.inputs, batch.targets, job,
+            batch_size=settings.batch_size, max_learners=settings.max_learners,
+            in_turn=choices.executor == SerialExecutor.NAME, limit_bytes=free_bytes(choices.device),
+        )  # fmt: skip
+    except UserError as error:
+        return settings.max_learners, [f"How many learners memory holds is not known: {error}"]
+    if fitting == settings.max_learners:
+        return fitting, []
+    return fitting, [f"Memory holds about {fitting} of at most {settings.max_learners} learners; no more are tried."]
