@@ -21,6 +21,7 @@ from experiments.auto_tuner.report import decisions_list, phases_table
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
 from experiments.common.results import EXPERIMENTS, read_results
+from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
 from experiments.resnet32_cifar10.report import summary_table
 from experiments.throughput import suite_report
@@ -44,6 +45,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "phases": phases_table,
         "machine": _machine,
     },
+    "loader": {"all": loader_report.result_text, "sides": loader_report.sides_table, "machine": _machine},
     "memory": {"all": memory_report.result_text, "machine": _machine},
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
     "update_bandwidth": {

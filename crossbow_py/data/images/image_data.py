@@ -69,6 +69,11 @@ class ImageFolderData(StreamedData):
         """See `StreamedData`."""
         return min(self._allowed_bad, len(self) - 1)
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is a cache to read from."""
+        return self._cache is not None
+
     def __len__(self) -> int:
         return len(self.files) if self._ids is None else len(self._ids)
 
@@ -99,23 +104,22 @@ class ImageFolderData(StreamedData):
         While training the next image in the order of files that can be read takes a bad one's place, cropped by the bad
         one's numbers. Where more than `max_bad` follow each other, training must end, and the place stays black.
         """
-        inputs, targets = _slots(len(keys), self.size), torch.empty(len(keys), dtype=torch.int64)
+        inputs, targets = _slots(len(keys), self.size), list[int]()
         bad: dict[int, BadSample] = {}
-        count = 0
+        attempts = self.max_bad + 1 if training else 1
         for key in keys:
-            found = self._readable(key.sample, self.max_bad + 1 if training else 1, bad, on_sample)
+            found = self._readable(key.sample, attempts, bad, on_sample)
             if found is None and not training:
                 continue
-            slot = inputs[count : count + 1]
+            slot = inputs[len(targets) : len(targets) + 1]
             if found is None:
                 slot.zero_()
             elif training:
                 self._crop(found[1], key, seed, slot)
             else:
                 centre_cropped(found[1], self.resize, slot)
-            targets[count] = self._label(key.sample if found is None else found[0])
-            count += 1
-        return Fetched(inputs[:count], targets[:count], tuple(bad.values()))
+            targets.append(self._label(key.sample if found is None else found[0]))
+        return Fetched(inputs[: len(targets)], torch.tensor(targets, dtype=torch.int64), tuple(bad.values()))
 
     def name_of(self, sample: int) -> str:
         """The path."""

@@ -1,0 +1,54 @@
+"""Draws images_per_s.png: images/s a core of every window of every side.
+
+python experiments/loader/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.figure import Figure
+
+from experiments.common.results import EXPERIMENTS, read_results
+from experiments.loader.sides import PILLOW
+
+EXPERIMENT = "loader"
+PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "images_per_s.png"
+_OURS, _PILLOW = "#0072B2", "#999999"
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    results = read_results(EXPERIMENT)
+    if not results:
+        print("error: there are no results yet; run experiments/loader/run.py first.", file=sys.stderr)
+        return 2
+    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
+    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
+    return 0
+
+
+def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """A panel a result: a bar up to each median, a point a window, on a logarithmic axis."""
+    figure = Figure(figsize=(9, 1 + 2.2 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
+    for axes, (name, result) in zip(panels, results.items(), strict=True):
+        rows = [row for row in result["rows"] if row["n"]]
+        for place, row in enumerate(rows):
+            windows = [rate for rate in row["images_per_s_windows"] if rate is not None]
+            axes.barh(place, row["images_per_s"], color=_PILLOW if row["name"] == PILLOW else _OURS, alpha=0.6)
+            axes.plot(windows, [place] * len(windows), "k.", markersize=3, alpha=0.5)
+        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        axes.invert_yaxis()
+        axes.set(xlabel="images/s a core", xscale="log", title=f"{name}: crops of {result['size']} x {result['size']}")
+        axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

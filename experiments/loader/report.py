@@ -1,0 +1,48 @@
+"""Tables of the loader's speed, built from a results object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.common.markdown import markdown_table
+
+Result = Mapping[str, Any]
+
+
+def headline(result: Result) -> str:
+    """What it was, in a line."""
+    return (
+        f"{result['images']} training images of {result['folder']}, crops of {result['size']} x {result['size']}, "
+        f"cached with a short side of {result['resize']}."
+    )
+
+
+def sides_table(result: Result) -> str:
+    """A row a side."""
+    header = ["", "images/s a core", "÷ Pillow", "÷ decoded", "n", "dropped"]
+    rows = [
+        [
+            row["name"],
+            "–" if row["images_per_s"] is None else f"{row['images_per_s']:,.0f}",
+            _ratio(row["to_pillow"]),
+            _ratio(row["to_decoded"]),
+            str(row["n"]),
+            str(row["dropped"]),
+        ]
+        for row in result["rows"]
+    ]
+    return markdown_table(header, rows)
+
+
+def result_text(result: Result) -> str:
+    """All there is to say about a result."""
+    return f"{headline(result)}\n\n{sides_table(result)}"
+
+
+def _ratio(ratio: Mapping[str, float] | None) -> str:
+    if ratio is None:
+        return "–"
+    if ratio["minimum"] == ratio["maximum"] == 1:
+        return "1"
+    return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
