@@ -1,0 +1,29 @@
+"""`python -m crossbow_py.estimate`: how large batches may be, how many learners fit, how many workers feed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossbow_py.command_line import run
+from crossbow_py.config import EstimateConfig
+from crossbow_py.estimation import estimate
+from crossbow_py.estimation_report import as_text, write
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
+    return run(argv, EstimateConfig, answer)
+
+
+def answer(config: EstimateConfig) -> int:
+    """One estimate, shown and, where `output_dir` is set, written; returns its exit code."""
+    found = estimate(config)
+    print(as_text(found), flush=True)
+    if config.output_dir is not None:
+        print("\n".join(write(found, Path(config.output_dir).expanduser())))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

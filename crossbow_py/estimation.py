@@ -1,0 +1,269 @@
+"""From a configuration to an estimate: what is counted, measured or looked up, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from crossbow_py.config import EstimateConfig
+from crossbow_py.data.base import Declared
+from crossbow_py.data.datasets import Data, as_pair, num_samples
+from crossbow_py.data.images.source import ImageFolder
+from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.serial import SerialExecutor
+from crossbow_py.engine.precision import BF16, Precision, choose_device, choose_precision
+from crossbow_py.errors import UserError
+from crossbow_py.measuring import reserved_bytes, with_learners, within
+from crossbow_py.run_settings import RunSettings
+from crossbow_py.sizing.bound import free_bytes
+from crossbow_py.sizing.host import Host, read_host
+from crossbow_py.sizing.job import Job, Sample
+from crossbow_py.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, LearnerModel
+from crossbow_py.sizing.probes import estimate_learner
+from crossbow_py.sizing.search import Measured, largest_measured
+from crossbow_py.sizing.speed import fetch_seconds, step_seconds
+from crossbow_py.sizing.units import parse_bytes
+from crossbow_py.sizing.workers import Loading, Recommendation, recommend
+
+Method = Literal["counted", "measured"]
+
+# What a streaming feed keeps on the device for a learner beside the batch in use: the next ones, as bytes.
+_BATCHES_WAITING = 4
+_ON_DEVICE = HeldBack(256 * MIB, 0.01, "256 MiB and 1 % for what other processes may still take")
+_FIRST_MEASURED = 8
+_TIMED_BATCH = 4
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Of the data set. Bytes of a sample are those on the host; `fixed_bytes` what lies on the device for good."""
+
+    sample: Sample
+    num_classes: int
+    num_train: int | None
+    resident: bool
+    sample_bytes: int
+    fixed_bytes: int
+    train: Data | None
+    note: str | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All that was found out.
+
+    Attributes:
+        config: what was asked.
+        method: whether memory was measured on the device or counted.
+        precision: that of the run.
+        num_learners: K of the recommendation: as configured, or the most that `auto` may take.
+        in_turn: whether learners run one after another.
+        memory_bytes, held_back: of the device, and what is left alone.
+        model: the memory model of a learner.
+        table: K → the largest batch size, by the model.
+        fitting_learners: how many fit with the configured batch size, up to `max_learners`.
+        measured: the search by real rounds, where the device was there.
+        recommendation: None where not even one sample fits.
+        loading: how samples get to the device.
+        host: this machine.
+        notes: sentences for the user.
+        seconds: how long all of it took.
+    """
+
+    config: EstimateConfig
+    method: Method
+    precision: Precision
+    num_learners: int
+    in_turn: bool
+    memory_bytes: int
+    held_back: HeldBack
+    model: LearnerModel
+    table: dict[int, int]
+    fitting_learners: int
+    measured: Measured | None
+    recommendation: Recommendation | None
+    loading: Loading
+    host: Host
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def limit_bytes(self) -> float:
+        """What predictions must stay below."""
+        return self.held_back.limit(self.memory_bytes)
+
+    @property
+    def at_once(self) -> int:
+        """Learners that run at the same moment, of `num_learners`."""
+        return 1 if self.in_turn else self.num_learners
+
+
+def estimate(config: EstimateConfig, clock: Callable[[], float] = time.monotonic) -> Estimate:
+    """Answer what was asked. Raises UserError for what cannot be sized."""
+    begun = clock()
+    device = None if config.memory is not None else choose_device(config.device)
+    on_gpu = config.device != "cpu" if device is None else device.type == "cuda"
+    precision = BF16 if on_gpu and config.precision == "auto" else choose_precision(config.precision, _here(device))
+    facts = _data_facts(config, precision)
+    job = _job(config, precision, on_gpu)
+
+    def make_model() -> nn.Module:
+        module: nn.Module = config.model.build(facts.sample.input_shape, facts.num_classes)
+        return module
+
+    most = min(LARGEST_BATCH, facts.num_train or LARGEST_BATCH)
+    waiting = 0 if facts.resident else _BATCHES_WAITING * (facts.sample_bytes + 8)
+    model = estimate_learner(
+        make_model, facts.sample, job, waiting_per_sample=waiting, fixed_bytes=facts.fixed_bytes, most=most
+    )
+    k = config.max_learners if config.num_learners == "auto" else config.num_learners
+    in_turn = config.executor == SerialExecutor.NAME
+    memory = free_bytes(device) if device is not None else parse_bytes("memory", config.memory or 0)
+    held_back = _held_back(config, device, on_gpu)
+    limit, measured = held_back.limit(memory), None
+    if device is not None and on_gpu:
+        measured = _measured(config, make_model, facts, k, int(limit), device, most)
+        if measured.bytes:  # the model's other answers, in the measure of the one that was confirmed
+            limit *= model.predicted_bytes(measured.batch_size, k, 1 if in_turn else k) / measured.bytes
+    largest = measured.batch_size if measured else model.largest_batch_size(limit, k, 1 if in_turn else k)
+    loading = _loading(config, facts, make_model, job, here=device is not None and not on_gpu and largest > 1)
+    host = read_host()
+    return Estimate(
+        config=config,
+        method="measured" if measured else "counted",
+        precision=precision,
+        num_learners=k,
+        in_turn=in_turn,
+        memory_bytes=memory,
+        held_back=held_back,
+        model=model,
+        table=model.table(limit, max(k, config.max_learners), in_turn),
+        fitting_learners=model.most_learners(limit, config.batch_size, max(k, config.max_learners), in_turn),
+        measured=measured,
+        recommendation=recommend(largest, loading, host, facts.num_train) if largest else None,
+        loading=loading,
+        host=host,
+        notes=(facts.note,) if facts.note else (),
+        seconds=clock() - begun,
+    )
+
+
+def _here(device: torch.device | None) -> torch.device:
+    return torch.device("cpu") if device is None else device
+
+
+def _job(config: EstimateConfig, precision: Precision, on_gpu: bool) -> Job:
+    executor = EXECUTORS.get(config.executor)
+    order = executor.ORDER if executor is not None else None
+    return Job(
+        nn.functional.cross_entropy, config.optimizer, config.averaging, precision, config.channels_last,
+        order or ("blocks" if on_gpu else "rows"),
+    )  # fmt: skip
+
+
+def _held_back(config: EstimateConfig, device: torch.device | None, on_gpu: bool) -> HeldBack:
+    if config.held_back is not None:
+        size = 0 if config.held_back in (0, "0") else parse_bytes("held_back", config.held_back)
+        return HeldBack(size, 0.0, "as asked for by held_back")
+    if not on_gpu:
+        return ON_HOST
+    return ELSEWHERE if device is None else _ON_DEVICE
+
+
+def _data_facts(config: EstimateConfig, precision: Precision) -> DataFacts:
+    """As declared; data of the user's own is read."""
+    declared = config.data.declared()
+    if declared is not None:
+        return _from_declared(config, declared, precision)
+    source = config.data.load(progress=False)
+    pair = as_pair(source.train)
+    inputs, targets = source.train[0] if pair is None else (pair[0][0], pair[1][0])
+    inputs, targets = torch.as_tensor(inputs), torch.as_tensor(targets)
+    floats = inputs.is_floating_point() or inputs.dtype == torch.uint8
+    sample = Sample(
+        tuple(inputs.shape), precision.compute if floats else inputs.dtype, tuple(targets.shape), targets.dtype
+    )
+    count = num_samples(source.train)
+    fixed = 0 if pair is None else (count + num_samples(source.test)) * (inputs.nbytes + targets.nbytes)
+    return DataFacts(
+        sample, source.num_classes or 0, count, pair is not None, inputs.nbytes, fixed, source.train, note=None
+    )
+
+
+def _from_declared(config: EstimateConfig, declared: Declared, precision: Precision) -> DataFacts:
+    channels, *extent = declared.input_shape
+    size = torch.Size(declared.input_shape).numel()
+    fixed = 0
+    if declared.resident:
+        padded = [side + 2 * config.data.crop_padding for side in extent]
+        train, test = declared.num_train or 0, declared.num_test or 0
+        picks = 2 * 3 * 8  # two epochs' tables of three numbers
+        fixed = train * (torch.Size([channels, *padded]).numel() + 8 + picks) + test * (size + 8)
+    return DataFacts(
+        sample=Sample(declared.input_shape, precision.compute),
+        num_classes=declared.num_classes,
+        num_train=declared.num_train,
+        resident=declared.resident,
+        sample_bytes=size,
+        fixed_bytes=fixed,
+        train=None,
+        note=declared.note,
+    )
+
+
+def _loading(
+    config: EstimateConfig, facts: DataFacts, make_model: Callable[[], nn.Module], job: Job, here: bool
+) -> Loading:
+    """Times are taken on this machine alone (`here`), but for the speed of a device that the user knows."""
+    step_s = 1 / config.images_per_s if config.images_per_s else None
+    if facts.resident:
+        return Loading(facts.sample_bytes, resident=True)
+    if step_s is None and here:
+        step_s = step_seconds(make_model, facts.sample, job, _TIMED_BATCH)
+    train = facts.train
+    if train is None and step_s is not None and facts.note is None and isinstance(config.data, ImageFolder):
+        # With a cache loading is another matter, and filling it none of an estimate.
+        train = None if config.data.cache else dataclasses.replace(config.data).read(progress=False)[0]
+    fetch_s = fetch_seconds(train) if train is not None and step_s is not None and as_pair(train) is None else None
+    return Loading(facts.sample_bytes, fetch_s=fetch_s, step_s=step_s)
+
+
+def _measured(
+    config: EstimateConfig,
+    make_model: Callable[[], nn.Module],
+    facts: DataFacts,
+    num_learners: int,
+    limit_bytes: int,
+    device: torch.device,
+    most: int,
+) -> Measured:
+    """Search by real rounds. `auto` is `fused`, which takes the most; a model it cannot run is measured by `serial`."""
+    fixed = facts.fixed_bytes
+
+    def search(executor: str) -> Measured:
+        def measure(batch_size: int) -> int | None:
+            settings: RunSettings = with_learners(_run_settings(config), num_learners, batch_size, executor)
+            return reserved_bytes(
+                make_model, facts.sample.input_shape, facts.num_classes, settings, config.optimizer, config.averaging
+            )
+
+        with within(limit_bytes - fixed, device):
+            return largest_measured(measure, limit_bytes - fixed, first=min(_FIRST_MEASURED, most), most=most)
+
+    if config.executor != "auto":
+        return search(config.executor)
+    try:
+        return search(FusedExecutor.NAME)
+    except UserError:
+        return search(SerialExecutor.NAME)
+
+
+def _run_settings(config: EstimateConfig) -> RunSettings:
+    return RunSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunSettings)})
