@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import PIL
 import torch
+from torch import Tensor
 
-from crossbow_py.data.images.decoding import Pixels
 from crossbow_py.data.images.folder import ImageFiles
 
 IMAGES, INDEX = "images.bin", "index.npy"
@@ -63,13 +64,10 @@ class ImageCache:
         """Of pixels."""
         return len(self._values)
 
-    def pixels(self, file: int) -> Pixels | None:
-        """A view of one image, read-only; None when it is not there."""
+    def pixels(self, file: int) -> Tensor | None:
+        """uint8 [H, W, 3] of one image, in the file: writing to it would end the process. None when it is not there."""
         begin, height, width = self._index[file].tolist()
-        if not height:
-            return None
-        view: Pixels = self._values[begin : begin + 3 * height * width].reshape(height, width, 3)
-        return view
+        return self._values.as_strided((height, width, 3), (3 * width, 3, 1), begin) if height else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "count": self._count}
@@ -78,12 +76,15 @@ class ImageCache:
         self.__init__(state["folder"], state["count"])  # type: ignore[misc]
 
 
-def _mapped(path: Path) -> Pixels:
+def _mapped(path: Path) -> Tensor:
     """The bytes of a file; none cannot be mapped."""
     if path.stat().st_size == 0:
-        return np.empty(0, dtype=np.uint8)
-    mapped: Pixels = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)  # plain views are made faster
-    return mapped
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        # Torch warns of a tensor that cannot be written to. A private mapping that could be would count as memory, and
+        # one larger than the machine's would be refused.
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 def _check_index(index: npt.NDArray[np.int64], count: int, num_bytes: int) -> None:

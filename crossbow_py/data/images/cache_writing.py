@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Generator
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key
 from crossbow_py.data.images.crops import resized_extent
-from crossbow_py.data.images.decoding import Pixels, UnreadableImage, decode, encoded_size, shrunk
+from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
@@ -33,6 +34,7 @@ _CHUNK = 32  # files a worker takes at a time
 _PROBED = 200  # files whose size tells how much room is needed
 _MIB, _GIB = 2**20, 2**30
 
+Pixels = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
 
 
@@ -156,7 +158,7 @@ class _Chunks:
 
     def _one(self, path: str) -> Pixels | None:
         try:
-            return shrunk(decode(path), self._short_side)
+            return shrunk(decode(path), self._short_side).numpy()
         except UnreadableImage:
             return None  # and tried again when it is needed, which says why
 

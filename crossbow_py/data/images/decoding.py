@@ -1,7 +1,7 @@
 """From an image file to pixels of the wanted size: decoded by Pillow, resized by torch's antialiased bilinear filter.
 
-Pixels are uint8 [H, W, 3], channels last, red first. Torch's filter gives what Pillow's bilinear filter gives, to a
-rounding, and writes straight into its place in a batch.
+Pixels are uint8 [H, W, 3], red first. Torch's filter gives what Pillow's bilinear filter gives, to a rounding, reads a part
+of an image where it lies, and writes straight into its place in a batch.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from crossbow_py.data.images.crops import Box, centre_box, resized_extent
 from crossbow_py.targets import one_line
-
-Pixels = npt.NDArray[np.uint8]
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _PAPER = (255, 255, 255)
@@ -37,12 +34,11 @@ class UnreadableImage(Exception):  # noqa: N818 - a state of the file; what it m
         return f"{self.path} ({self.reason})"
 
 
-def decode(path: str | Path) -> Pixels:
+def decode(path: str | Path) -> Tensor:
     """The pixels of a JPEG, PNG or WebP file, turned as its EXIF or XMP orientation says; the first frame of several.
 
     Grey values become three equal channels (of 16 bits, scaled to 8), palettes and CMYK are converted, and what is
-    transparent is laid over white, as pictures with transparent parts are made for light pages. The result may be
-    read-only.
+    transparent is laid over white, as pictures with transparent parts are made for light pages.
 
     Raises:
         UnreadableImage: missing, truncated, damaged, or in another format, whatever its name says.
@@ -73,33 +69,36 @@ def encoded_size(path: str | Path) -> tuple[int, int] | None:
         return None
 
 
-def crop_resized(pixels: Pixels, box: Box, out: Tensor) -> None:
+def crop_resized(pixels: Tensor, box: Box, out: Tensor) -> None:
     """Write the part `box`, resized, into `out`: uint8 [1, 3, H, W], channels last, such as a slot of a batch."""
-    # A copy, because cached pixels cannot be written to and torch wants to be able to; also what the filter reads best.
-    part = np.array(pixels[box.top : box.top + box.height, box.left : box.left + box.width], order="C")
-    source = torch.from_numpy(part).permute(2, 0, 1).unsqueeze(0)
-    torch.ops.aten._upsample_bilinear2d_aa.out(source, out.shape[2:], False, out=out)
+    row = pixels.stride(0)
+    part = pixels.as_strided(
+        (1, 3, box.height, box.width),
+        (box.height * row, 1, row, 3),
+        pixels.storage_offset() + box.top * row + 3 * box.left,
+    )
+    torch.ops.aten._upsample_bilinear2d_aa.out(part, out.shape[2:], False, out=out)
 
 
-def centre_cropped(pixels: Pixels, short_side: int, out: Tensor) -> None:
+def centre_cropped(pixels: Tensor, short_side: int, out: Tensor) -> None:
     """Resize to `short_side` and write the square in the centre into `out`: uint8 [1, 3, S, S], channels last."""
     whole = _resized(pixels, short_side)
     height, width = whole.shape[:2]
     crop_resized(whole, centre_box(width, height, out.shape[-1]), out)  # of its own size, so pixels are copied
 
 
-def shrunk(pixels: Pixels, short_side: int) -> Pixels:
+def shrunk(pixels: Tensor, short_side: int) -> Tensor:
     """With a short side of at most `short_side`: smaller images stay as they are, as enlarging them adds nothing."""
     return pixels if min(pixels.shape[:2]) <= short_side else _resized(pixels, short_side)
 
 
-def _resized(pixels: Pixels, short_side: int) -> Pixels:
+def _resized(pixels: Tensor, short_side: int) -> Tensor:
     height, width = pixels.shape[:2]
     new_width, new_height = resized_extent(width, height, short_side)
     if (new_width, new_height) == (width, height):
         return pixels
-    resized: Pixels = np.empty((new_height, new_width, 3), dtype=np.uint8)
-    crop_resized(pixels, Box(0, 0, width, height), torch.from_numpy(resized).permute(2, 0, 1).unsqueeze(0))
+    resized = torch.empty((new_height, new_width, 3), dtype=torch.uint8)
+    crop_resized(pixels, Box(0, 0, width, height), resized.permute(2, 0, 1).unsqueeze(0))
     return resized
 
 
@@ -109,12 +108,12 @@ def _turn_upright(image: Image.Image) -> None:
         ImageOps.exif_transpose(image, in_place=True)
 
 
-def _rgb(image: Image.Image) -> Pixels:
+def _rgb(image: Image.Image) -> Tensor:
     if image.mode in _WIDE_MODES:
         values = np.asarray(image).astype(np.int64)
         grey = (values.clip(0, 65535) + 128) // 257  # 65535 = 255 · 257
-        return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
+        return torch.from_numpy(np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2))
     if image.has_transparency_data:
         paper = Image.new("RGBA", image.size, (*_PAPER, 255))
         image = Image.alpha_composite(paper, image.convert("RGBA"))
-    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+    return torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB")))

@@ -13,7 +13,6 @@ from torch import Tensor
 from crossbow_py.data.images.cache import ImageCache
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import (
-    Pixels,
     UnreadableImage,
     centre_cropped,
     crop_resized,
@@ -139,7 +138,7 @@ class ImageFolderData(StreamedData):
 
     def _readable(
         self, sample: int, attempts: int, bad: dict[int, BadSample], on_sample: Callable[[int], None]
-    ) -> tuple[int, Pixels] | None:
+    ) -> tuple[int, Tensor] | None:
         """The first of `attempts` samples from this one on that can be read, with its pixels; others go to `bad`."""
         for step in range(attempts):
             candidate = (sample + step) % len(self)
@@ -150,15 +149,15 @@ class ImageFolderData(StreamedData):
                 bad[candidate] = BadSample(candidate, error.path, error.reason)
         return None
 
-    def _pixels(self, file: int) -> Pixels:
+    def _pixels(self, file: int) -> Tensor:
         """What is cropped."""
         if not self._shrinks:
             return decode(self.files.path(file))
         cached = None if self._cache is None else self._cache.pixels(file)
         return shrunk(decode(self.files.path(file)), self.resize) if cached is None else cached
 
-    def _crop(self, pixels: Pixels, key: Key, seed: int, slot: Tensor) -> None:
-        height, width = pixels.shape[:2]
+    def _crop(self, pixels: Tensor, key: Key, seed: int, slot: Tensor) -> None:
+        height, width, _ = pixels.shape
         box = random_resized_box(seed, key.epoch, key.sample, width, height, self.min_area)
         crop_resized(pixels, box, slot)
 

@@ -27,7 +27,8 @@ SCENE = scene(37, 23)
 ORIENTATION = 0x0112
 
 
-def largest_difference(ours: np.ndarray, expected: np.ndarray) -> int:
+def largest_difference(pixels: torch.Tensor, expected: np.ndarray) -> int:
+    ours = pixels.numpy()
     assert ours.shape == expected.shape
     assert ours.dtype == np.uint8
     return int(np.abs(ours.astype(int) - expected.astype(int)).max())
@@ -37,8 +38,8 @@ def slot(height: int, width: int) -> torch.Tensor:
     return torch.empty((1, 3, height, width), dtype=torch.uint8, memory_format=torch.channels_last)
 
 
-def pixels_of(image: torch.Tensor) -> np.ndarray:
-    return image[0].permute(1, 2, 0).numpy()
+def pixels_of(image: torch.Tensor) -> torch.Tensor:
+    return image[0].permute(1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_unreadable_image_survives_pickling() -> None:
 )
 def test_crop_resized_is_pillows_bilinear_filter(box: Box) -> None:
     picture, out = scene(300, 200), slot(64, 64)
-    crop_resized(picture, box, out)
+    crop_resized(torch.from_numpy(picture), box, out)
     corners = (box.left, box.top, box.left + box.width, box.top + box.height)
     expected = Image.fromarray(picture).crop(corners).resize((64, 64), Image.Resampling.BILINEAR)
     assert largest_difference(pixels_of(out), np.asarray(expected)) <= 2
@@ -235,22 +236,29 @@ def test_crop_resized_is_pillows_bilinear_filter(box: Box) -> None:
 
 def test_crop_resized_of_noise_is_pillows_bilinear_filter() -> None:
     noise, out = np.random.default_rng(0).integers(0, 256, (90, 131, 3), dtype=np.uint8), slot(32, 32)
-    crop_resized(noise, Box(0, 0, 131, 90), out)
+    crop_resized(torch.from_numpy(noise), Box(0, 0, 131, 90), out)
     expected = Image.fromarray(noise).resize((32, 32), Image.Resampling.BILINEAR)
     assert largest_difference(pixels_of(out), np.asarray(expected)) <= 2
 
 
-def test_crop_resized_of_pixels_that_cannot_be_written_to_leaves_them_alone() -> None:
-    picture = SCENE.copy()
-    picture.flags.writeable = False
+def test_crop_resized_of_its_own_size_copies_pixels() -> None:
     out = slot(23, 23)
-    crop_resized(picture, Box(3, 0, 23, 23), out)
+    crop_resized(torch.from_numpy(SCENE), Box(3, 0, 23, 23), out)
     assert np.array_equal(pixels_of(out), SCENE[:, 3:26])
+
+
+def test_crop_resized_of_a_view_into_many_images_reads_only_its_own() -> None:
+    stored = torch.cat([torch.zeros(17, dtype=torch.uint8), torch.from_numpy(SCENE).flatten(), torch.zeros(999).byte()])
+    view = stored.as_strided((23, 37, 3), (111, 3, 1), 17)
+    outs = slot(30, 30), slot(30, 30)
+    for pixels, out in zip((view, torch.from_numpy(SCENE)), outs, strict=True):
+        crop_resized(pixels, Box(20, 8, 17, 15), out)
+    assert torch.equal(*outs)
 
 
 def test_crop_resized_touches_no_other_slot() -> None:
     batch = torch.full((3, 3, 16, 16), 7, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
-    crop_resized(scene(50, 40), Box(0, 0, 50, 40), batch[1:2])
+    crop_resized(torch.from_numpy(scene(50, 40)), Box(0, 0, 50, 40), batch[1:2])
     assert (batch[::2] == 7).all()
     assert (batch[1] != 7).any()
 
@@ -258,7 +266,7 @@ def test_crop_resized_touches_no_other_slot() -> None:
 @pytest.mark.parametrize("shape", [(300, 200), (200, 300), (40, 90)])
 def test_centre_cropped_is_resize_and_centre_crop(shape: tuple[int, int]) -> None:
     picture, out = scene(*shape), slot(56, 56)
-    centre_cropped(picture, 64, out)
+    centre_cropped(torch.from_numpy(picture), 64, out)
     width, height = shape
     size = (64, 64 * height // width) if width < height else (64 * width // height, 64)
     left, top = round((size[0] - 56) / 2), round((size[1] - 56) / 2)
@@ -269,14 +277,14 @@ def test_centre_cropped_is_resize_and_centre_crop(shape: tuple[int, int]) -> Non
 
 def test_centre_cropped_of_an_image_of_that_size_copies_pixels() -> None:
     picture, out = scene(80, 64), slot(56, 56)
-    centre_cropped(picture, 64, out)
+    centre_cropped(torch.from_numpy(picture), 64, out)
     assert np.array_equal(pixels_of(out), picture[4:60, 12:68])
 
 
 def test_shrunk_makes_large_images_smaller_and_leaves_small_ones() -> None:
-    picture = scene(300, 200)
+    picture = torch.from_numpy(scene(300, 200))
     small = shrunk(picture, 64)
-    expected = Image.fromarray(picture).resize((96, 64), Image.Resampling.BILINEAR)
+    expected = Image.fromarray(picture.numpy()).resize((96, 64), Image.Resampling.BILINEAR)
     assert largest_difference(small, np.asarray(expected)) <= 2
     assert shrunk(picture, 200) is picture
     assert shrunk(picture, 1000) is picture
