@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def clips(seed: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
-def test_clips_of_bytes_are_trained_on_and_evaluated(executor: str) -> None:
+def test_clips_of_bytes_are_trained_on_and_evaluated(executor: Literal["serial", "threads", "fused"]) -> None:
     trainer = Trainer(
         model=lambda: ResNet3d((1, 1, 1, 1), 3, 2), train_data=clips(0, 64), test_data=clips(1, 16), mean=(0.5,) * 3,
         std=(0.25,) * 3, batch_size=4, num_learners=2, executor=executor, device="cpu", precision="fp32",
