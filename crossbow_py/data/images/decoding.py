@@ -1,7 +1,7 @@
 """From an image file to pixels of the wanted size: decoded by Pillow, resized by torch's antialiased bilinear filter.
 
-Pixels are uint8 [H, W, 3], red first. Torch's filter gives what Pillow's bilinear filter gives, to a rounding, reads a part
-of an image where it lies, and writes straight into its place in a batch.
+Pixels are uint8 [H, W, 3], red first. Torch's filter gives what Pillow's bilinear filter gives, to a rounding, reads a
+part of an image where it lies, and writes straight into its place in a batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from crossbow_py.data.images.crops import Box, centre_box, resized_extent
@@ -44,14 +44,16 @@ def decode(path: str | Path) -> Tensor:
         UnreadableImage: missing, truncated, damaged, or in another format, whatever its name says.
     """
     try:
-        # Warnings are for whoever writes images; what cannot be decoded raises. Filters are global, but a worker
-        # process has one thread, and so has whoever loads without workers.
+        # Pillow's warnings would be a line for every such image and epoch, and what cannot be decoded raises. Filters are
+        # the whole process's; worker processes have one thread.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
                 image.load()
                 _turn_upright(image)
                 return _rgb(image)
+    except UnidentifiedImageError as error:
+        raise UnreadableImage(str(path), "no JPEG, PNG or WebP image") from error
     except OSError as error:
         raise UnreadableImage(str(path), error.strerror or str(error) or type(error).__name__) from error
     except Exception as error:  # a damaged file can make the decoders raise nearly anything
