@@ -44,8 +44,8 @@ def decode(path: str | Path) -> Tensor:
         UnreadableImage: missing, truncated, damaged, or in another format, whatever its name says.
     """
     try:
-        # Pillow's warnings would be a line for every such image and epoch, and what cannot be decoded raises. Filters are
-        # the whole process's; worker processes have one thread.
+        # Pillow's warnings would be a line for every such image and epoch, and what cannot be decoded raises. Filters
+        # are the whole process's; worker processes have one thread.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
