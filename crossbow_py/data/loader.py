@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from crossbow_py.data.host_randomness import kept_generators
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
+from crossbow_py.data.worker_processes import kept_child_handler, leave_signals_to_the_run, start_method
 from crossbow_py.errors import DataError, UserError
 
 # Batches a worker may have finished or in hand; a worker's share of host memory is that many.
@@ -92,12 +92,12 @@ class Loader:
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes
             pin_memory=pins,
             prefetch_factor=BATCHES_A_WORKER if num_workers else None,
-            multiprocessing_context=_context() if num_workers else None,
-            worker_init_fn=_leave_signals_to_the_run,
+            multiprocessing_context=start_method() if num_workers else None,
+            worker_init_fn=leave_signals_to_the_run,
             generator=torch.Generator(),  # or it would draw from torch's own
         )
         before = set(multiprocessing.active_children())
-        with _kept_child_handler():
+        with kept_child_handler():
             self._batches: Iterator[Loaded] = iter(loader)
         self._processes = [child for child in multiprocessing.active_children() if child not in before]
 
@@ -147,30 +147,6 @@ class Loader:
     def close(self) -> None:
         """End the processes; called where `next` is. Does not raise."""
         self._batches = iter(())
-
-
-@contextlib.contextmanager
-def _kept_child_handler() -> Iterator[None]:
-    """DataLoader has a worker's death raise out of whatever the main thread is at; here it is asked for instead."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
-def _context() -> str | None:
-    """Forked where that is usual: workers then start at once, and data sets need not be pickled."""
-    return "fork" if "fork" in multiprocessing.get_all_start_methods() and os.name == "posix" else None
-
-
-def _leave_signals_to_the_run(_: int) -> None:
-    """Ctrl-C goes to every process of a terminal; the run finishes its round and ends its workers itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _as_it_is(loaded: Loaded) -> Loaded:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
+from crossbow_py.data.worker_processes import kept_child_handler, leave_signals_to_the_run, start_method
 from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
 
@@ -174,19 +174,16 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
         num_workers=workers,
         collate_fn=_as_it_is,
         timeout=timeout_s if workers else 0,
-        worker_init_fn=_leave_ctrl_c_to_the_run,
+        multiprocessing_context=start_method() if workers else None,
+        worker_init_fn=leave_signals_to_the_run,
         generator=Generator(),  # or it would draw from torch's own
     )
-    return iter(loader)
+    with kept_child_handler():
+        return iter(loader)
 
 
 def _as_it_is(chunk: Any) -> Any:
     return chunk
-
-
-def _leave_ctrl_c_to_the_run(worker: int) -> None:
-    del worker  # a DataLoader says which it is
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _usable_cores() -> int:
