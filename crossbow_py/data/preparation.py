@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from crossbow_py.data.inputs import is_image_batch
+from crossbow_py.data.inputs import is_clip_batch, is_image_batch
 from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
 
 
 class Preparation:
     """What is done to streamed inputs on the device. Any thread may call it.
 
-    uint8 images [B, C, H, W] are scaled to [0, 1] and normalised; floating inputs are cast, and normalised when there
-    is a normalisation; other inputs stay as they are.
+    uint8 images [B, C, H, W] and clips [B, C, T, H, W] are scaled to [0, 1] and normalised; floating inputs are cast,
+    and normalised when there is a normalisation; other inputs stay as they are.
     """
 
     def __init__(
@@ -32,6 +32,8 @@ class Preparation:
         """
         if is_image_batch(inputs):
             return self._images(inputs, mirrored)
+        if is_clip_batch(inputs):
+            return (self._normalisation or IDENTITY).apply(inputs, self._dtype)
         if inputs.is_floating_point():
             normalisation = self._normalisation
             inputs = inputs.to(self._dtype) if normalisation is None else normalisation.apply(inputs, self._dtype)
