@@ -37,7 +37,6 @@ Method = Literal["counted", "measured"]
 # What a streaming feed keeps on the device for a learner beside the batch in use: the next ones, as bytes.
 _BATCHES_WAITING = 4
 _ON_DEVICE = HeldBack(256 * MIB, 0.01, "256 MiB and 1 % for what other processes may still take")
-_FIRST_MEASURED = 8
 _TIMED_BATCH = 4
 
 
@@ -129,7 +128,7 @@ def estimate(config: EstimateConfig, clock: Callable[[], float] = time.monotonic
     held_back = _held_back(config, device, on_gpu)
     limit, measured = held_back.limit(memory), None
     if device is not None and on_gpu:
-        measured = _measured(config, make_model, facts, k, int(limit), device, most)
+        measured = _measured(config, make_model, facts, model, k, int(limit), device, most)
         if measured.bytes:  # the model's other answers, in the measure of the one that was confirmed
             limit *= model.predicted_bytes(measured.batch_size, k, 1 if in_turn else k) / measured.bytes
     largest = measured.batch_size if measured else model.largest_batch_size(limit, k, 1 if in_turn else k)
@@ -239,6 +238,7 @@ def _measured(
     config: EstimateConfig,
     make_model: Callable[[], nn.Module],
     facts: DataFacts,
+    model: LearnerModel,
     num_learners: int,
     limit_bytes: int,
     device: torch.device,
@@ -246,6 +246,7 @@ def _measured(
 ) -> Measured:
     """Search by real rounds. `auto` is `fused`, which takes the most; a model it cannot run is measured by `serial`."""
     fixed = facts.fixed_bytes
+    expected = model.largest_batch_size(limit_bytes, num_learners, num_learners)
 
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
@@ -255,7 +256,7 @@ def _measured(
             )
 
         with within(limit_bytes - fixed, device):
-            return largest_measured(measure, limit_bytes - fixed, first=min(_FIRST_MEASURED, most), most=most)
+            return largest_measured(measure, limit_bytes - fixed, first=max(1, expected // 3), most=most)
 
     if config.executor != "auto":
         return search(config.executor)

@@ -69,10 +69,11 @@ class Activations:
         return self.lines[-1].per_sample
 
 
-def activations(small: Trace, large: Trace, also: int = 0) -> Activations:
-    """The model from two probes; see the module's first lines. `also` are bytes some moment holds whatever the batch.
+def activations(small: Trace, large: Trace, also: int = 0, unseen: int = 0) -> Activations:
+    """The model from two probes; see the module's first lines.
 
-    Where the two ran different operators, one chord between their peaks stands for all moments.
+    `also` are bytes that some other moment holds, `unseen` those that every moment holds beside what was probed. Where
+    the two ran different operators, one chord between their peaks stands for all moments.
     """
     step = large.batch_size - small.batch_size
     assert step > 0, f"the larger probe must be larger, got {large.batch_size} after {small.batch_size}"
@@ -80,7 +81,7 @@ def activations(small: Trace, large: Trace, also: int = 0) -> Activations:
     if len(small.held) == len(large.held):
         pairs = list(set(zip(small.held, large.held, strict=True)))
     slopes = [((above - below) / step, below) for below, above in pairs]
-    lines = [Line(below - slope * small.batch_size, slope) for slope, below in slopes]
+    lines = [Line(below - slope * small.batch_size + unseen, slope) for slope, below in slopes]
     probes = (small.batch_size, small.peak), (large.batch_size, large.peak)
     return Activations(upper_envelope([*lines, Line(also, 0)]), probes)
 

@@ -61,7 +61,7 @@ def estimate_learner(
         sizes = model_sizes(model, job)
         learner = _as_learner(model, job)
         small, large = (probe(learner, sample, job, size) for size in (SMALL_BATCH, largest))
-        found = activations(small, large, also=_update_bytes(sizes, job))
+        found = activations(small, large, _update_bytes(sizes, job), _unseen_bytes(sizes))
     return LearnerModel(sizes, found, waiting_per_sample, fixed_bytes, most)
 
 
@@ -183,6 +183,11 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
         if averaging is not None:
             update.move(z, z_prev, corrections, averaging)
     return max(tracker.held, default=0)
+
+
+def _unseen_bytes(sizes: ModelSizes) -> int:
+    """BatchNorm saves a batch's mean and variance in the master format, and under fake tensors in its input's."""
+    return sum(sizes.buffers) * (sizes.master_bytes - sizes.compute_bytes)
 
 
 def _unsized(what: str, error: Exception) -> UserError:

@@ -34,39 +34,40 @@ def largest_measured(
     first: int,
     most: int,
     tolerance: float = 0.02,
-    max_tries: int = 10,
+    max_tries: int = 12,
 ) -> Measured:
     """The largest batch size within the limit, to `tolerance` of itself; nothing is returned that was not run.
 
-    The first two points are `first` and twice that. Every next one is where a line through the two largest that fitted
-    meets the limit, or a few percent below what has just failed; in any case between what fitted and what did not. It
-    ends when these are a `tolerance` apart, or after `max_tries`.
+    The first two points are `first` and twice that. Every next one is where a line through two that fitted, the largest
+    one of them, meets the limit, at most four times as far; or below what has just failed, by a few percent at first
+    and ever more; in any case between what fitted and what did not. It ends when these are a `tolerance` apart, or
+    after `max_tries`.
 
     Args:
         measure: runs rounds at a batch size.
         limit_bytes: what they may take.
-        first: where to begin; a small one.
+        first: where to begin: about a third of what is expected.
         most: no larger one is tried.
         tolerance: how near the answer must be.
         max_tries: how often `measure` is called at most.
     """
     fitted: dict[int, int] = {}
     points: list[tuple[int, int | None]] = []
-    failed = most + 1
+    failed, failures = most + 1, 0
     candidate: int | None = min(first, most)
     while candidate is not None and len(points) < max_tries:
         taken = measure(candidate)
         points.append((candidate, taken))
         if taken is not None and taken <= limit_bytes:
-            fitted[candidate] = taken
+            fitted[candidate], failures = taken, 0
         else:
-            failed = candidate
-        candidate = _next(fitted, failed, limit_bytes, tolerance)
+            failed, failures = candidate, failures + 1
+        candidate = _next(fitted, failed, failures, limit_bytes, tolerance)
     return Measured(max(fitted, default=0), tuple(points))
 
 
-def _next(fitted: dict[int, int], failed: int, limit_bytes: int, tolerance: float) -> int | None:
-    """What to try next; None when what fitted and what failed are near enough."""
+def _next(fitted: dict[int, int], failed: int, failures: int, limit_bytes: int, tolerance: float) -> int | None:
+    """What to try next; None when what fitted and what failed, `failures` times in a row, are near enough."""
     if not fitted:
         return failed // 2 or None
     largest = max(fitted)
@@ -74,9 +75,12 @@ def _next(fitted: dict[int, int], failed: int, limit_bytes: int, tolerance: floa
         return None
     guess = 2 * largest
     if len(fitted) > 1:
-        below = max(size for size in fitted if size < largest)
+        others = sorted(fitted)[:-1]
+        # Allocators take memory in steps, so that neighbours may need the same.
+        below = max((size for size in others if size <= 0.75 * largest), default=others[0])
         slope = (fitted[largest] - fitted[below]) / (largest - below)
-        guess = largest + int((limit_bytes - fitted[largest]) / slope) if slope > 0 else guess
-    if guess >= failed:  # the line has been wrong: a few percent below what failed, and ever less
-        guess = max((largest + failed) // 2, int(failed * (1 - 1.5 * tolerance)))
+        guess = largest + int((limit_bytes - fitted[largest]) / slope) if slope > 0 else 4 * largest
+    guess = min(guess, 4 * largest)
+    if guess >= failed and failures:  # the line was wrong
+        guess = max((largest + failed) // 2, int(failed * (1 - 1.5 * tolerance * 4 ** (failures - 1))))
     return min(max(guess, largest + max(1, int(tolerance * largest))), failed - 1)

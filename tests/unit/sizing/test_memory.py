@@ -1,0 +1,133 @@
+"""The memory model on numbers worked out by hand, and its padding against the bank's own buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.engine.layout import Order
+from crossbow_py.engine.precision import BF16, FP32, Precision
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.sizing.memory import (
+    Activations,
+    HeldBack,
+    LearnerModel,
+    Line,
+    ModelSizes,
+    Trace,
+    activations,
+    breakdown,
+    upper_envelope,
+)
+
+# 64 parameters of 4 bytes: a row is 3 + 1 state = 4 times 256 bytes, z and its company 3 times 256.
+SIZES = ModelSizes((64,), (), 0, num_states=1, master_bytes=4, compute_bytes=4)
+MODEL = LearnerModel(SIZES, Activations((Line(1000, 0), Line(200, 100))), most=1000)
+# Each of the 4 + 3 allocations, and that of the buffers, has room for 64 values to align the first: 256 bytes.
+PADDING = 8 * 256
+FIXED = 3 * 256 + 256 + PADDING  # and the template
+
+
+def test_activations_from_two_probes_are_the_highest_moment_at_every_batch_size() -> None:
+    # Moments 500, 20 + 100 b and 300 + 10 b; the highest of them at 1, 3, 4, 5 and 40 samples:
+    small, large = Trace(2, (500, 220, 320)), Trace(10, (500, 1020, 400))
+    found = activations(small, large)
+    assert [found.at(b) for b in (1, 3, 4, 5, 40)] == [500, 500, 500, 520, 4020]
+    assert found.lines == (Line(500, 0), Line(20, 100))
+    assert found.per_sample == 100
+    assert found.probes == ((2, 500), (10, 1020))
+
+
+def test_activations_of_passes_that_differ_are_the_chord_of_their_peaks() -> None:
+    found = activations(Trace(2, (100, 300)), Trace(10, (100, 1100, 50)))
+    assert found.lines == (Line(100, 100),)
+
+
+def test_activations_that_grow_faster_than_the_batch_are_not_underestimated_between_probes() -> None:
+    held = {b: 7 * b * b + 11 * b for b in range(2, 33)}
+    found = activations(Trace(2, (held[2],)), Trace(32, (held[32],)))
+    assert all(found.at(b) >= size for b, size in held.items())
+
+
+def test_activations_hold_at_every_moment_what_probes_do_not_see() -> None:
+    small, large = Trace(2, (500, 220)), Trace(10, (500, 1020))
+    assert activations(small, large, unseen=7).lines == (Line(507, 0), Line(27, 100))
+
+
+def test_activations_never_fall_below_what_some_other_moment_holds() -> None:
+    assert activations(Trace(2, (10,)), Trace(3, (15,)), also=100).at(2) == 100
+
+
+def test_upper_envelope_drops_lines_that_are_nowhere_the_highest() -> None:
+    below_everywhere, hidden, begins_before_one = Line(0, 1), Line(50, 5), Line(90, 0)
+    kept = [Line(100, 0), Line(0, 50)]  # they cross at 2
+    assert upper_envelope([below_everywhere, hidden, begins_before_one, *kept]) == tuple(kept)
+    assert upper_envelope([Line(100, 0), Line(100, 3)]) == (Line(100, 3),)
+
+
+def test_predicted_bytes_add_rows_passes_and_what_there_is_once() -> None:
+    # Two learners in turn: two rows of 1024 bytes and one pass; 8 samples take 1000, 10 take 200 + 1000.
+    assert MODEL.predicted_bytes(8, 2, at_once=1) == FIXED + 2 * 1024 + 1000
+    assert MODEL.predicted_bytes(10, 2, at_once=2) == FIXED + 2 * 1024 + 2 * 1200
+    waiting = LearnerModel(SIZES, MODEL.activations, waiting_per_sample=5, fixed_bytes=77)
+    assert waiting.predicted_bytes(10, 2, 2) == FIXED + 2 * 1024 + 2 * 1200 + 2 * 10 * 5 + 77
+
+
+def test_largest_batch_size_is_the_last_that_stays_within_the_limit() -> None:
+    needed = FIXED + 1024 + 200 + 100 * 37
+    assert MODEL.largest_batch_size(needed, 1, 1) == 37
+    assert MODEL.largest_batch_size(needed - 1, 1, 1) == 36
+    assert MODEL.largest_batch_size(FIXED + 1024 + 999, 1, 1) == 0
+    assert MODEL.largest_batch_size(10**12, 1, 1) == 1000  # no further than was probed
+
+
+def test_most_learners_counts_passes_only_of_those_that_run_at_once() -> None:
+    limit = FIXED + 3 * 1024 + 3 * 1000  # three learners side by side; in turn each one more costs a row alone
+    assert MODEL.most_learners(limit, 8, max_learners=8, in_turn=False) == 3
+    assert MODEL.most_learners(limit, 8, max_learners=8, in_turn=True) == 4
+    assert MODEL.most_learners(limit, 8, max_learners=2, in_turn=False) == 2
+    assert MODEL.most_learners(FIXED, 8, max_learners=8, in_turn=False) == 0
+
+
+def test_table_ends_where_nothing_fits() -> None:
+    # K learners: 200 + 100 b each beside their rows, so b = (2000 − 200) / 100 for one and (988 − 200) / 100 for two.
+    limit = FIXED + 1024 + 2000
+    assert MODEL.table(limit - 1024 + 1024, 5, in_turn=False) == {1: 18}
+    assert MODEL.table(FIXED + 2 * 1024 + 2 * 1500, 5, in_turn=False) == {1: 38, 2: 13}
+    assert list(MODEL.table(10**9, 5, in_turn=False)) == [1, 2, 3, 4, 5]
+
+
+def test_breakdown_adds_up_and_leaves_out_what_there_is_none_of() -> None:
+    parts = breakdown(MODEL, 10, 3, 3)
+    assert sum(parts.values()) == MODEL.predicted_bytes(10, 3, 3)
+    assert parts["weights"] == 3 * 256
+    assert parts["forward and backward passes"] == 3 * 1200
+    assert "data set" not in parts
+
+
+def test_held_back_leaves_the_rest() -> None:
+    assert HeldBack(100, 0.05, "why").limit(1000) == 850
+
+
+@pytest.mark.parametrize("order", ["blocks", "rows"])
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5, 7))
+    bank = ReplicaBank(
+        model, 3, device=torch.device("cpu"), precision=precision, state_names=("first", "second"), order=order
+    )
+    rows = [bank.weights, bank.gradients, bank.corrections, *bank.state.values(), bank.buffers]
+    rows += [bank.z, bank.z_prev, bank.total, *([bank.shadow] if precision.has_shadow else [])]
+    allocated = sum(one.storage.untyped_storage().nbytes() for one in rows) + bank.counters.nbytes
+    sizes = ModelSizes(
+        parameters=tuple(block.numel for block in bank.layout.blocks),
+        buffers=tuple(block.numel for block in bank.buffer_layout.blocks),
+        counter_bytes=8,
+        num_states=2,
+        master_bytes=4,
+        compute_bytes=precision.compute.itemsize,
+        order=order,
+    )
+    assert sizes.bank_bytes(3) == allocated
+    assert sizes.template_bytes == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
