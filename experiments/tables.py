@@ -21,13 +21,16 @@ from experiments.auto_tuner.report import decisions_list, phases_table
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
 from experiments.common.results import EXPERIMENTS, read_results
+from experiments.estimate import report as estimate_report
 from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
+from experiments.preprocessing import report as preprocessing_report
 from experiments.resnet32_cifar10.report import summary_table
 from experiments.throughput import suite_report
 from experiments.throughput.analysis import analysis_text
 from experiments.throughput.report import result_text, rounds_table, sides_table
 from experiments.update_bandwidth import report as update_report
+from experiments.workers import report as workers_report
 
 Table = Callable[[Mapping[str, Any]], str]
 Results = Mapping[str, Mapping[str, Any]]
@@ -45,14 +48,26 @@ TABLES: dict[str, dict[str, Table]] = {
         "phases": phases_table,
         "machine": _machine,
     },
+    "estimate": {
+        "all": estimate_report.result_text,
+        "errors": estimate_report.errors_table,
+        "notes": estimate_report.notes,
+        "machine": _machine,
+    },
     "loader": {"all": loader_report.result_text, "sides": loader_report.sides_table, "machine": _machine},
     "memory": {"all": memory_report.result_text, "machine": _machine},
+    "preprocessing": {
+        "all": preprocessing_report.result_text,
+        "shares": preprocessing_report.shares_table,
+        "machine": _machine,
+    },
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
     "update_bandwidth": {
         "all": update_report.result_text,
         "bandwidth": update_report.bandwidth_table,
         "machine": _machine,
     },
+    "workers": {"all": workers_report.result_text, "workers": workers_report.workers_table, "machine": _machine},
 }
 # Those of a result that says of itself what kind it is.
 TABLES_OF_KIND: dict[str, dict[str, Table]] = {

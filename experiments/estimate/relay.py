@@ -63,5 +63,9 @@ def run_in_step(bodies: Sequence[Body]) -> None:
     relay.start()
     for thread in threads:
         thread.join()
-    if relay.failure is not None:
-        raise relay.failure
+    failure, relay.failure = relay.failure, None  # no circle of frames and exceptions is to keep tensors
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure

@@ -1,0 +1,170 @@
+"""Does the estimator find the largest batch size that fits, how fast, and the workers that feed it?
+
+    python experiments/estimate/run.py [--json PATH]
+
+README.md says what is compared. Nothing needs a GPU. The picture is drawn beside the results file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from crossbow_py.sizing.memory import LearnerModel
+from experiments.common.arguments import count
+from experiments.common.machine import ROOT, machine, machine_line
+from experiments.common.results import write_result
+from experiments.estimate.estimated import estimate
+from experiments.estimate.report import result_text
+from experiments.estimate.supplied import SECONDS, Supply, compare
+from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
+
+GIB = 2**30
+LIMITS_GIB = (2, 4, 8, 16, 32)
+NUM_LEARNERS = (1, 2, 4)
+HOST_GIB = (1, 2, 4, 8, 16)
+SEARCH_GIB = 16  # the limit of the searches that are timed, and of the workers' batch sizes
+WAYS = ("estimate", "doubling")
+COMMAND = ("-m", "crossbow_py.estimate", "+experiment=resnet50", "memory=16GiB")
+_TIME_SEARCH = Path(__file__).with_name("time_search.py")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare as asked for; prints the tables and returns the exit code."""
+    options = _parser().parse_args(argv)
+    result: dict[str, Any] = {
+        "machine": machine(), "precision": "fp32", "optimizer": "sgd with momentum", "search_gib": SEARCH_GIB,
+        "models": [], "cells": [], "supply": [], "searches": [], "command": None,
+    }  # fmt: skip
+    for model in dict.fromkeys(options.models):
+        compare_model(SUBJECTS[model], sorted(set(options.num_learners)), sorted(set(options.limits)), result)
+    if options.repetitions:
+        result["searches"] = time_searches(list(dict.fromkeys(options.models)), options.repetitions)
+        result["command"] = time_command(options.command_repetitions)
+    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    if options.json:
+        write_result(options.json, result)
+        print(f"written to {options.json}")
+        _draw(options.json)
+    return 0
+
+
+def compare_model(
+    subject: Subject, num_learners: Sequence[int], limits_gib: Sequence[int], result: dict[str, Any]
+) -> None:
+    """Append a model's entry, its cells and, for K = 1 and the largest, what feeds it."""
+    model = estimate(subject)
+    result["models"].append({
+        "model": subject.model,
+        "input_shape": list(subject.input_shape),
+        "num_values": model.sizes.num_values,
+        "activation_bytes_per_sample": model.activations.per_sample,
+    })  # fmt: skip
+    for learners in num_learners:
+        for at_once in sorted({1, learners}):
+            run = TrainingRun(subject, learners, at_once)
+            cells = [compare_cell(model, run, gib) for gib in limits_gib]
+            result["cells"] += cells
+            if at_once == learners and learners in {num_learners[0], num_learners[-1]}:
+                result["supply"] += compare_supply(subject, learners, run.largest_batch_size(SEARCH_GIB * GIB))
+            shown = ", ".join(f"{cell['limit_gib']} GiB {cell['true']}/{cell['estimated']}" for cell in cells)
+            print(f"{subject.model} K={learners}, {at_once} at once, true/estimated: {shown}", flush=True)
+
+
+def compare_cell(model: LearnerModel, run: TrainingRun, limit_gib: int) -> dict[str, Any]:
+    """The largest batch size as it is and as it is estimated; and the bytes of the true one, both ways."""
+    limit = limit_gib * GIB
+    true = run.largest_batch_size(limit)
+    return {
+        "model": run.subject.model,
+        "num_learners": run.num_learners,
+        "at_once": run.at_once,
+        "limit_gib": limit_gib,
+        "true": true,
+        "estimated": model.largest_batch_size(limit, run.num_learners, run.at_once),
+        "true_bytes": run.peak_bytes(true) if true else None,
+        "predicted_bytes": model.predicted_bytes(true, run.num_learners, run.at_once) if true else None,
+    }
+
+
+def compare_supply(subject: Subject, num_learners: int, largest_batch: int) -> list[dict[str, Any]]:
+    """Batch size and workers for every size of the host's memory; nothing where no batch fits on the device."""
+    fetch_s, step_s = SECONDS[subject.model]
+    supply = Supply(subject.sample_bytes, fetch_s, step_s, num_learners)
+    about = {"model": subject.model, "num_learners": num_learners}
+    return [
+        {**about, "host_gib": gib, **compare(supply, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch
+    ]
+
+
+def time_searches(models: Sequence[str], repetitions: int) -> list[dict[str, Any]]:
+    """Both ways to search, by turns, each time in a fresh process."""
+    found: dict[tuple[str, str], dict[str, Any]] = {
+        (model, way): {"model": model, "way": way, "seconds": [], "processor_seconds": []}
+        for model in models
+        for way in WAYS
+    }
+    for _ in range(repetitions):
+        for (model, way), entry in found.items():
+            asked = {"model": model, "num_learners": 1, "limit_bytes": SEARCH_GIB * GIB, "way": way}
+            answer = json.loads(_output_of([str(_TIME_SEARCH), json.dumps(asked)]).splitlines()[-1])
+            entry["seconds"].append(answer.pop("seconds"))
+            entry["processor_seconds"].append(answer.pop("processor_seconds"))
+            entry.update(answer)
+            print(f"{model} {way}: {answer['batch_size']} in {entry['seconds'][-1]:.1f} s", flush=True)
+    return list(found.values())
+
+
+def time_command(repetitions: int) -> dict[str, Any]:
+    """Seconds of the whole command, from the start of Python to its end, by the clock and of processors."""
+    seconds, busy_s = [], []
+    for _ in range(repetitions):
+        begin, busy = time.perf_counter(), _children_s()
+        _output_of(COMMAND)
+        seconds.append(time.perf_counter() - begin)
+        busy_s.append(_children_s() - busy)
+    return {"arguments": list(COMMAND), "seconds": seconds, "processor_seconds": busy_s}
+
+
+def _children_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _output_of(arguments: Sequence[str]) -> str:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def _draw(path: Path) -> None:
+    """The picture, beside the results; matplotlib is an extra."""
+    try:
+        from experiments.estimate.plot import draw_file  # noqa: PLC0415
+    except ImportError as error:
+        print(f"no picture: {error}; pip install '.[plots]', then python experiments/estimate/plot.py {path}")
+        return
+    print(f"drawn to {draw_file(path)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--models", choices=list(SUBJECTS), nargs="+", default=list(SUBJECTS), help="default: all")
+    add("--num-learners", type=count, nargs="+", default=NUM_LEARNERS, help="K (default 1 2 4)")
+    add("--limits", type=count, nargs="+", default=LIMITS_GIB, metavar="GIB", help="default 2 4 8 16 32")
+    add("--repetitions", type=int, default=3, help="of timed searches; 0 times nothing (default %(default)s)")
+    add("--command-repetitions", type=count, default=5, help="of the timed command (default %(default)s)")
+    add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

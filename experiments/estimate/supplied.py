@@ -1,0 +1,68 @@
+"""Batch size and workers by trying every pair, beside what `crossbow_py.sizing` recommends.
+
+The seconds are given, of no machine: on a CPU a step takes so long that one worker always does, and the pairs of
+interest are those where several are needed. Every model is fed by another number of workers then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from crossbow_py.sizing.host import Host
+from crossbow_py.sizing.workers import Loading, recommend
+
+CORES = 16
+BATCHES_A_WORKER = 3  # one being made, two ready
+USABLE_SHARE = 0.5  # of the memory; the rest keeps the files that are read again
+# Seconds of one worker for a sample, and of the device for a sample of any learner.
+SECONDS = {
+    "resnet34": (0.008, 0.002),
+    "resnet50": (0.008, 0.0035),
+    "resnet152": (0.008, 0.009),
+    "densenet121": (0.008, 0.003),
+    "alexnet": (0.008, 0.0006),
+    "resnet3d18": (0.1, 0.008),
+    "vgg16": (0.0002, 0.0005),
+}
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What workers have to do: I bytes and t_fetch a sample, t_step a sample, N learners that take a batch each."""
+
+    sample_bytes: int
+    fetch_s: float
+    step_s: float
+    num_learners: int
+
+
+def best_pair(supply: Supply, largest_batch: int, memory_bytes: int) -> tuple[int, int] | None:
+    """The largest B and, for it, the fewest workers W, of all pairs that keep the rules; None where none does::
+
+    t_fetch(B) ≤ t_round(B) · W / N        a round has N batches
+    W · batches · B · I ≤ usable DRAM
+    """
+    best: tuple[int, int] | None = None
+    for workers in range(CORES, 0, -1):
+        for batch_size in range(1, largest_batch + 1):
+            round_s = supply.num_learners * batch_size * supply.step_s
+            keeps_up = batch_size * supply.fetch_s <= round_s * workers / supply.num_learners * (1 + 1e-9)
+            held = workers * BATCHES_A_WORKER * batch_size * supply.sample_bytes
+            if keeps_up and held <= USABLE_SHARE * memory_bytes and (best is None or batch_size >= best[0]):
+                best = batch_size, workers
+    return best
+
+
+def compare(supply: Supply, largest_batch: int, memory_bytes: int) -> Mapping[str, Any]:
+    """What is recommended and what is best, as (batch size, workers)."""
+    loading = Loading(supply.sample_bytes, fetch_s=supply.fetch_s, step_s=supply.step_s)
+    found = recommend(largest_batch, loading, Host(CORES, memory_bytes, shared_bytes=None))
+    best = best_pair(supply, largest_batch, memory_bytes)
+    return {
+        "largest_batch": largest_batch,
+        "recommended": [found.batch_size, found.num_workers],
+        "limits": list(found.limits),
+        "best": None if best is None else list(best),
+    }
