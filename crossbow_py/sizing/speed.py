@@ -42,10 +42,10 @@ def fetch_seconds(
     data: StreamedData | MapStyleDataset, num_samples: int = 8, clock: Clock = time.perf_counter
 ) -> float:
     """Seconds a sample that one worker takes to load, on this machine; the best of some batches, within seconds."""
-    starts = itertools.count(0, num_samples)
+    order = itertools.count()
 
     def fetch() -> None:
-        ids = [(next(starts) + step) % len(data) for step in range(num_samples)]
+        ids = [next(order) % len(data) for _ in range(num_samples)]
         if isinstance(data, StreamedData):
             data.fetch([Key(0, sample) for sample in ids], seed=0, training=True, on_sample=_tell_nobody)
             return

@@ -1,0 +1,173 @@
+"""`python -m crossbow_py.estimate`: answers, files, and mistakes in one line each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.config import EstimateConfig, compose
+from crossbow_py.estimate import main
+from crossbow_py.estimation import estimate
+
+GIB = 2**30
+
+
+def plain(tmp_path: Path, *overrides: str) -> dict[str, Any]:
+    assert main([*overrides, f"output_dir={tmp_path}"]) == 0
+    found: dict[str, Any] = json.loads((tmp_path / "estimate.json").read_text())
+    return found
+
+
+def custom_data() -> tuple[Any, Any]:
+    """Token sequences, and 5 classes."""
+    return tuple((torch.zeros(n, 12, dtype=torch.int64), torch.arange(n) % 5) for n in (40, 10))
+
+
+class Embeds(nn.Module):
+    """For those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(100, 16), nn.Linear(16, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.linear(self.embedding(tokens).mean(1))
+        return scores
+
+
+def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_path: Path) -> None:
+    found = plain(tmp_path, "+experiment=resnet20", "memory=2GiB", "num_learners=3", "held_back=0", "precision=fp32")
+    assert found["method"] == "counted"
+    assert found["limit_bytes"] == found["memory_bytes"] == 2 * GIB
+    rows = {row["num_learners"]: row for row in found["table"]}
+    assert list(rows) == [1, 2, 3, 4, 6, 8]
+    best = found["recommendation"]
+    assert best["batch_size"] == rows[3]["batch_size"]
+    assert best["num_workers"] == 0
+    model = estimate(
+        compose(["+experiment=resnet20", "memory=2GiB", "held_back=0", "precision=fp32"], EstimateConfig)
+    ).model
+    for k, row in rows.items():
+        assert row["predicted_bytes"] == model.predicted_bytes(row["batch_size"], k, k) <= 2 * GIB
+        assert model.predicted_bytes(row["batch_size"] + 1, k, k) > 2 * GIB
+    assert sum(found["breakdown_bytes"].values()) == found["predicted_bytes"]
+    assert found["config"]["experiment"] == "resnet20"
+
+
+def test_estimate_of_images_that_are_not_there_assumes_imagenet_and_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    overrides = ["model=resnet18", "data=image_folder", "data.size=32", "data.resize=32", f"data.root={tmp_path}"]
+    assert main([*overrides, "memory=4GiB", "num_learners=2"]) == 0
+    said = capsys.readouterr().out
+    assert "1000 classes are assumed" in said
+    assert "With 2 learners: batch_size=" in said
+    assert "training not measured" in said
+
+
+def test_estimate_without_output_dir_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["memory=1GiB"]) == 0
+    assert main(["-m", "memory=1GiB", "batch_size=16,32"]) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_estimate_draws_a_picture_where_it_can(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plain(tmp_path, "memory=1GiB")
+    assert (tmp_path / "estimate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_estimate_without_matplotlib_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    plain(tmp_path, "memory=1GiB")
+    assert "No picture: matplotlib is not there" in capsys.readouterr().out
+    assert not (tmp_path / "estimate.png").exists()
+
+
+def test_estimate_on_this_machine_is_held_against_its_free_memory(tmp_path: Path) -> None:
+    found = plain(tmp_path, "device=cpu", "max_learners=2")
+    assert found["host"]["memory_bytes"] > found["limit_bytes"] > 0
+    assert "workspaces inside operators" in found["held_back"]
+
+
+def test_estimate_of_the_users_own_model_and_data_reads_the_data(tmp_path: Path) -> None:
+    here = f"{__name__}"
+    found = plain(
+        tmp_path, "model=custom", f"model.target={here}.Embeds", "data=custom", f"data.target={here}.custom_data",
+        "memory=1GiB", "held_back=0",
+    )  # fmt: skip
+    assert found["resident"] is True
+    assert found["sample_bytes"] == 12 * 8
+    assert found["recommendation"]["batch_size"] == 40  # all samples
+    assert found["recommendation"]["limits"] == ["samples"]
+
+
+def test_estimate_with_one_learner_at_a_time_counts_one_pass() -> None:
+    at_once, in_turn = (
+        estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=4", *extra], EstimateConfig))
+        for extra in ([], ["executor=serial"])
+    )
+    assert at_once.recommendation is not None and in_turn.recommendation is not None
+    assert in_turn.recommendation.batch_size > 3.9 * at_once.recommendation.batch_size
+
+
+def test_estimate_where_nothing_fits_says_how_much_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=vgg16", "data=cifar10", "memory=100MB", "num_learners=2", "held_back=0"]) == 0
+    assert "Nothing fits: 2 learners need" in capsys.readouterr().out
+
+
+def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model=resnet20", "data=cifar10", "memory=1GiB", "batch_size=20000", "num_learners=1"]) == 0
+    said = capsys.readouterr().out
+    assert "With batch_size=20000 as configured: 0 learners fit" in said
+    assert "does not fit." in said
+
+
+def test_estimate_takes_the_users_speed_of_the_device() -> None:
+    overrides = ["model=resnet18", "data=image_folder", "data.size=32", "data.resize=32", "data.root=/nowhere"]
+    found = estimate(compose([*overrides, "memory=1GiB", "images_per_s=500"], EstimateConfig))
+    assert found.loading.step_s == 1 / 500
+    assert found.loading.fetch_s is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [(["memory=abc"], "memory must be an amount of memory above 0"),
+     (["memory=-1"], "memory must be an amount of memory above 0"),
+     (["memory=8GiB", "held_back=some"], "held_back must be"),
+     (["memory=8GiB", "images_per_s=0"], "images_per_s must be greater than 0"),
+     (["memmory=8GiB"], "did you mean 'memory'"),
+     (["+experiment=resnet33", "memory=8GiB"], "unknown experiment"),
+     (["model=resnet18", "data=digits", "memory=8GiB"], "needs images")],
+)  # fmt: skip
+def test_estimate_with_a_mistake_is_one_line_and_code_2(
+    overrides: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(overrides) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert words in said
+
+
+def test_estimate_into_a_place_that_cannot_be_written_is_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["memory=1GiB", f"output_dir={tmp_path / 'file'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "python -m crossbow_py.estimate +experiment=resnet50 memory=16GiB" in said
+    assert "estimate.json and estimate.png" in said
+    assert "held_back=null" in said
