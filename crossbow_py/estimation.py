@@ -123,14 +123,16 @@ def estimate(config: EstimateConfig, clock: Callable[[], float] = time.monotonic
         make_model, facts.sample, job, waiting_per_sample=waiting, fixed_bytes=facts.fixed_bytes, most=most
     )
     k = config.max_learners if config.num_learners == "auto" else config.num_learners
-    in_turn = config.executor == SerialExecutor.NAME
+    executor: str = config.executor
     memory = free_bytes(device) if device is not None else parse_bytes("memory", config.memory or 0)
     held_back = _held_back(config, device, on_gpu)
     limit, measured = held_back.limit(memory), None
     if device is not None and on_gpu:
-        measured = _measured(config, make_model, facts, model, k, int(limit), device, most)
-        if measured.bytes:  # the model's other answers, in the measure of the one that was confirmed
-            limit *= model.predicted_bytes(measured.batch_size, k, 1 if in_turn else k) / measured.bytes
+        measured, executor = _measured(config, make_model, facts, model, k, int(limit), device, most)
+    in_turn = executor == SerialExecutor.NAME
+    if measured is not None and measured.bytes:  # the model's other answers, in the measure of what was confirmed
+        predicted = model.predicted_bytes(measured.batch_size, k, 1 if in_turn else k)
+        limit *= predicted / (measured.bytes + facts.fixed_bytes)
     largest = measured.batch_size if measured else model.largest_batch_size(limit, k, 1 if in_turn else k)
     loading = _loading(config, facts, make_model, job, here=device is not None and not on_gpu and largest > 1)
     host = read_host()
@@ -243,8 +245,11 @@ def _measured(
     limit_bytes: int,
     device: torch.device,
     most: int,
-) -> Measured:
-    """Search by real rounds. `auto` is `fused`, which takes the most; a model it cannot run is measured by `serial`."""
+) -> tuple[Measured, str]:
+    """Search by real rounds; and by which executor they ran.
+
+    `auto` is `fused`, which takes the most; a model that it cannot run is measured by `serial`.
+    """
     fixed = facts.fixed_bytes
     expected = model.largest_batch_size(limit_bytes, num_learners, num_learners)
 
@@ -259,11 +264,11 @@ def _measured(
             return largest_measured(measure, limit_bytes - fixed, first=max(1, expected // 3), most=most)
 
     if config.executor != "auto":
-        return search(config.executor)
+        return search(config.executor), config.executor
     try:
-        return search(FusedExecutor.NAME)
+        return search(FusedExecutor.NAME), FusedExecutor.NAME
     except UserError:
-        return search(SerialExecutor.NAME)
+        return search(SerialExecutor.NAME), SerialExecutor.NAME
 
 
 def _run_settings(config: EstimateConfig) -> RunSettings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from torch import nn
 
 from crossbow_py.config import EstimateConfig, compose
+from crossbow_py.errors import UserError
 from crossbow_py.estimate import main
 from crossbow_py.estimation import estimate
+from crossbow_py.run_settings import RunSettings
 
 GIB = 2**30
 
@@ -136,6 +140,67 @@ def test_estimate_takes_the_users_speed_of_the_device() -> None:
     found = estimate(compose([*overrides, "memory=1GiB", "images_per_s=500"], EstimateConfig))
     assert found.loading.step_s == 1 / 500
     assert found.loading.fetch_s is None
+
+
+class MadeUpDevice:
+    """Stands in for rounds on a GPU: they take `scale` times what is counted, and an executor may refuse the model."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, scale: float, refused: str = "") -> None:
+        self.scale, self.refused, self.limit = scale, refused, 0
+        self.ran: dict[int, bool] = {}
+        self.executors: set[str] = set()
+        monkeypatch.setattr("crossbow_py.estimation.choose_device", lambda _: torch.device("cuda", 0))
+        monkeypatch.setattr("crossbow_py.estimation.free_bytes", lambda _: 2 * GIB)
+        monkeypatch.setattr("crossbow_py.estimation.within", self.within)
+        monkeypatch.setattr("crossbow_py.estimation.reserved_bytes", self.reserved)
+        plain = compose(["+experiment=resnet20", "memory=2GiB", "precision=fp32"], EstimateConfig)
+        self.model = estimate(plain).model
+
+    @contextmanager
+    def within(self, limit_bytes: int, device: torch.device) -> Iterator[None]:
+        self.limit = limit_bytes
+        yield
+
+    def reserved(self, make_model: Any, shape: Any, classes: Any, settings: RunSettings, *_: Any) -> int | None:
+        self.executors.add(settings.executor)
+        if settings.executor == self.refused:
+            raise UserError("executor=fused cannot run this model: for a reason; set executor=auto.")
+        k = settings.first_learners
+        needed = self.model.predicted_bytes(settings.batch_size, k, 1 if settings.executor == "serial" else k)
+        taken = int(self.scale * (needed - self.model.fixed_bytes))  # samples are made up there
+        self.ran[settings.batch_size] = taken <= self.limit
+        return taken if taken <= self.limit else None
+
+
+@pytest.mark.parametrize("scale", [0.8, 1.3])
+def test_estimate_with_a_gpu_recommends_what_was_run_and_fits_the_table_to_it(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = MadeUpDevice(monkeypatch, scale)
+    found = estimate(compose(["+experiment=resnet20", "num_learners=3", "precision=fp32"], EstimateConfig))
+    assert found.method == "measured" and found.recommendation is not None and found.measured is not None
+    best = found.recommendation.batch_size
+    assert device.ran[best]
+    assert device.executors == {"fused"}
+    assert not device.ran.get(int(1.03 * best) + 1, False)
+    truth = max(
+        b
+        for b in range(1, 4000)
+        if scale * (device.model.predicted_bytes(b, 3, 3) - device.model.fixed_bytes) <= device.limit
+    )
+    assert 0.97 * truth <= best <= truth
+    assert found.table[3] == pytest.approx(best, abs=1)  # the model's own answer, in the measure of what was run
+    assert found.table[1] > 2.9 * best
+
+
+def test_estimate_with_a_gpu_measures_a_model_that_does_not_fuse_one_learner_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = MadeUpDevice(monkeypatch, 1.0, refused="fused")
+    found = estimate(compose(["+experiment=resnet20", "num_learners=3", "precision=fp32"], EstimateConfig))
+    assert device.executors == {"fused", "serial"}
+    assert found.in_turn
+    assert found.table[3] > 0.9 * found.table[1]
 
 
 @pytest.mark.parametrize(

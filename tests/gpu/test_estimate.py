@@ -1,0 +1,55 @@
+"""The estimate by real rounds: what is recommended runs, and memory beyond the limit is never taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.averaging import SMA
+from crossbow_py.config import EstimateConfig, compose
+from crossbow_py.engine.optimizers import SGD
+from crossbow_py.estimation import estimate
+from crossbow_py.measuring import reserved_bytes, within
+from crossbow_py.run_settings import RunSettings
+
+pytestmark = pytest.mark.gpu
+
+GIB = 2**30
+DEVICE = torch.device("cuda", 0)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def reserved(batch_size: int, executor: str = "fused") -> int | None:
+    settings = RunSettings(batch_size, num_learners=2, executor=executor, device="cuda")  # type: ignore[arg-type]
+    return reserved_bytes(network, (3, 32, 32), 10, settings, SGD(), SMA())
+
+
+@pytest.mark.parametrize("executor", ["serial", "fused", "streams"])
+def test_rounds_take_more_with_larger_batches(executor: str) -> None:
+    small, large = reserved(16, executor), reserved(512, executor)
+    assert small is not None and large is not None
+    assert large - small > 2 * 496 * 32 * 32 * 64 * 2  # one activation of bf16 a learner, at least
+
+
+def test_rounds_beyond_the_limit_run_out_of_memory_and_leave_the_device_usable() -> None:
+    with within(GIB // 2, DEVICE):
+        assert reserved(16_384) is None
+        assert reserved(16) is not None
+    assert reserved(64) is not None
+
+
+def test_estimate_of_this_gpu_is_confirmed_by_rounds() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    overrides = ["model=resnet20", "data=cifar10", "num_learners=2", "device=cuda", f"held_back={free - 3 * GIB}"]
+    found = estimate(compose(overrides, EstimateConfig))
+    assert found.measured is not None and found.recommendation is not None
+    points = dict(found.measured.points)
+    taken = points[found.recommendation.batch_size]
+    assert taken is not None and taken <= 3 * GIB
