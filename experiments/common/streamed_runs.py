@@ -1,0 +1,175 @@
+"""Networks in training on photographs that are decoded meanwhile, a window of rounds at a time.
+
+The "device" is one processor core: torch has one thread, worker processes have the other cores. A window is taken by
+what the training loop itself counts: it asks for the number of workers after every round, and who answers here only
+notes the time and what of it was spent waiting for data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from crossbow_py import SGD, Augmentation, Independent, Trainer
+from crossbow_py.data.images.image_data import ImageFolderData
+from crossbow_py.data.images.source import ImageFolder
+from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.errors import UserError
+from crossbow_py.supply import WorkerSupply
+from experiments.common.windows import Mark, Window, window_of
+from experiments.throughput.load import LoadSnapshot, foreign_share
+
+SIZE = 64
+_SAMPLES_AN_EPOCH = 20_000  # so many that no window meets the end of an epoch
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """Training images of a folder, each many times in an epoch; no two crops of one are the same.
+
+    `num_files` is that of the different ones.
+    """
+
+    data: ImageFolderData
+    num_files: int
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Plain values: what is trained, by how many independent models that all take the same batches."""
+
+    width: int
+    batch_size: int
+    num_models: int = 1
+    executor: Literal["serial", "fused"] = "serial"
+
+
+class MarkedRounds(WorkerSupply):
+    """Stands where a run's `num_workers=auto` would: notes every round, and leaves the number of workers alone."""
+
+    def __init__(self) -> None:  # nothing is tuned, so there is no state to set up
+        self.marks: list[Mark] = []
+
+    def after_round(self, elapsed_s: float, waited_s: float, num_batches: int) -> str:
+        """See WorkerSupply; there is never anything to say."""
+        self.marks.append(Mark(elapsed_s, waited_s))
+        return ""
+
+
+class StreamedRun:
+    """A training run that is held after every window and goes on with the next; its weights and place are kept."""
+
+    def __init__(self, setup: Setup, photographs: Photographs) -> None:
+        self.setup = setup
+        classes = len(photographs.data.classes)
+        self._trainer = Trainer(
+            model=lambda: five_layers(setup.width, classes),
+            train_data=photographs.data,
+            num_classes=classes,
+            optimizer=SGD(learning_rate=0.001, momentum=0.9),
+            averaging=Independent(),
+            augmentation=Augmentation(flip=True),
+            mean=photographs.mean,
+            std=photographs.std,
+            batch_size=setup.batch_size,
+            num_learners=setup.num_models,
+            executor=setup.executor,
+            device="cpu",
+            precision="fp32",
+            num_workers=0,
+        )
+        self._rounds = self._trainer.run.supply = MarkedRounds()
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of an image as workers hand it over."""
+        return self._feed.sample_bytes
+
+    @property
+    def _feed(self) -> StreamingFeed:
+        feed = self._trainer.run.parts.train_feed
+        assert isinstance(feed, StreamingFeed), "images in folders are streamed"
+        return feed
+
+    def rounds_window(self, num_workers: int, warm_up: int, rounds: int) -> Window:
+        """`rounds` rounds after `warm_up` others, in which worker processes start."""
+        marks, share = self._fit(num_workers, max_rounds=warm_up + rounds)
+        return replace(window_of(marks, warm_up - 1, self._images), foreign_share=share)
+
+    def timed_window(self, num_workers: int, warm_up_s: float, seconds: float) -> Window:
+        """The rounds of `seconds`, after those of `warm_up_s`.
+
+        Raises:
+            UserError: no whole round falls into it.
+        """
+        begun_s = self._trainer.state.elapsed_s
+        marks, share = self._fit(num_workers, max_time_s=begun_s + warm_up_s + seconds)
+        first = next((place for place, mark in enumerate(marks) if mark.elapsed_s >= begun_s + warm_up_s), len(marks))
+        if first > len(marks) - 2:
+            raise UserError(f"--seconds must be enough for a round, got {seconds:g}; lengthen it.")
+        return replace(window_of(marks, first, self._images), foreign_share=share)
+
+    @property
+    def _images(self) -> int:
+        return self.setup.batch_size * self.setup.num_models
+
+    def _fit(
+        self, num_workers: int, max_rounds: int | None = None, max_time_s: float | None = None
+    ) -> tuple[list[Mark], float | None]:
+        """The marks of a stretch of training, and the share of the cores that others took meanwhile."""
+        self._feed.use_workers(num_workers)
+        self._rounds.marks, before = [], _load()
+        self._trainer.fit(max_rounds=max_rounds, max_time_s=max_time_s)
+        return self._rounds.marks, foreign_share(before, _load())
+
+
+def photographs(folder: str) -> Photographs:
+    """The training images of a folder, decoded for every crop. Raises UserError without them."""
+    source = ImageFolder(folder=folder, size=SIZE, resize=SIZE)
+    data = source.read(progress=False)[0]
+    assert isinstance(data, ImageFolderData), "an ImageFolder reads nothing else"
+    repeated = np.arange(max(_SAMPLES_AN_EPOCH, len(data)), dtype=np.int64) % len(data)
+    return Photographs(data.subset(repeated), len(data), *source.moments())
+
+
+def five_layers(width: int, num_classes: int) -> nn.Module:
+    """AlexNet's beginning and end: three convolutions, two linear layers. `[B, 3, 64, 64]` → `[B, num_classes]`."""
+    return nn.Sequential(
+        nn.Conv2d(3, width, 11, stride=4, padding=2), *_pooled(),
+        nn.Conv2d(width, 2 * width, 5, padding=2), *_pooled(),
+        nn.Conv2d(2 * width, 3 * width, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(3 * width * 3**2, 4 * width), nn.ReLU(inplace=True),
+        nn.Linear(4 * width, num_classes),
+    )  # fmt: skip
+
+
+def _pooled() -> list[nn.Module]:
+    return [nn.MaxPool2d(3, stride=2), nn.ReLU(inplace=True)]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes on one core under it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _load() -> LoadSnapshot:
+    """Now, with the time of worker processes, which have ended, counted as our own."""
+    times = os.times()
+    own_s = times.user + times.system + times.children_user + times.children_system
+    return replace(LoadSnapshot.take(), own_s=own_s)

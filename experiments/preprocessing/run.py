@@ -1,0 +1,50 @@
+"""The share of time spent on preprocessing by 1 to 16 models, with a feed each and on one feed.
+
+    python experiments/preprocessing/run.py [--models 1 2 4 8 16] [--json PATH]
+
+README.md says what is compared and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from crossbow_py.errors import UserError
+from experiments.common.arguments import count
+from experiments.common.machine import machine, machine_line
+from experiments.common.results import write_result
+from experiments.preprocessing.measure import measure_preprocessing
+from experiments.preprocessing.report import result_text
+
+NUM_MODELS = (1, 2, 4, 8, 16)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as asked for; prints the table and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--folder", default="flowers_300", help="the images: a path, or a name in $CROSSBOW_DATA_DIR (%(default)s)")
+    add("--models", type=count, nargs="+", default=NUM_MODELS, metavar="K", help="models on one feed")
+    add("--rounds", type=count, default=24, help="of a window (default %(default)s)")
+    add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
+    add("--json", type=Path, metavar="PATH", help="write the results there")
+    options = parser.parse_args(argv)
+    try:
+        measured = measure_preprocessing(options.folder, options.models, options.rounds, options.repetitions)
+    except UserError as error:
+        parser.error(str(error))
+    result = {"machine": machine(), **measured}
+    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    if options.json:
+        write_result(options.json, result)
+        print(f"written to {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,163 @@
+"""Images/s by number of workers and batch size, beside the number that the sizing rule recommends: windows in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from crossbow_py.data.loader import BATCHES_A_WORKER
+from crossbow_py.data.streamed import Key
+from crossbow_py.sizing.host import Host, read_host
+from crossbow_py.sizing.workers import Loading, recommend
+from experiments.common.streamed_runs import (
+    SIZE,
+    Photographs,
+    Setup,
+    StreamedRun,
+    one_thread,
+    photographs,
+)
+from experiments.common.windows import MAX_FOREIGN_SHARE, Windows
+
+NETWORKS = {"light": 16, "heavy": 96}  # widths: starved of data by one worker, and not
+NEAR_BEST = 0.95
+_WARM_UP_S = 0.3
+_ON_SHELF = 2  # batches that the feed holds beside those of its workers
+_BATCHES_OF_EACH = 6  # of every worker in a window, for their batches come in bunches
+_RETRY_UNTIL_S = 300.0
+
+
+@dataclass
+class Cell:
+    """A network and a batch size, with windows by number of workers; 0 is among them."""
+
+    network: str
+    batch_size: int
+    windows: dict[int, Windows]
+
+    def fetch_s(self) -> float | None:
+        """Seconds of loading a sample, from rounds with nothing beside it."""
+        return self._alone(lambda share: share)
+
+    def step_s(self) -> float | None:
+        """Seconds of training on a sample, from the same rounds."""
+        return self._alone(lambda share: 1 - share)
+
+    def _alone(self, part: Callable[[float], float]) -> float | None:
+        kept = self.windows[0].kept()
+        return median(part(w.wait_share) * w.round_s for w in kept) / self.batch_size if kept else None
+
+
+@dataclass
+class Pace:
+    """How long a window is, for batches that take a while to make."""
+
+    seconds: float
+    fetch_s: float
+    begun_s: float = field(default_factory=time.monotonic)
+
+    def warm_up_s(self, batch_size: int, num_workers: int) -> float:
+        """Workers start, and one core fills all that is made ahead."""
+        return _WARM_UP_S + (BATCHES_A_WORKER * num_workers + _ON_SHELF) * batch_size * self.fetch_s
+
+    def window_s(self, batch_size: int, num_workers: int) -> float:
+        """As asked for, and more where batches of several workers would come in few bunches."""
+        return max(self.seconds, _BATCHES_OF_EACH * num_workers * batch_size * self.fetch_s)
+
+
+def measure_workers(
+    folder: str, batch_sizes: Sequence[int], num_workers: Sequence[int], seconds: float, repetitions: int
+) -> dict[str, Any]:
+    """Images/s by network, batch size and number of workers, as plain values; 0 workers are always measured.
+
+    Raises:
+        UserError: there are no such images, or no round fits into `seconds`.
+    """
+    images, workers = photographs(folder), sorted({0, *num_workers})
+    cells = [
+        Cell(network, size, {number: Windows() for number in workers})
+        for network in NETWORKS
+        for size in sorted(set(batch_sizes))
+    ]
+    with one_thread():
+        pace = Pace(seconds, fetch_seconds(images))
+        runs = [StreamedRun(Setup(NETWORKS[cell.network], cell.batch_size), images) for cell in cells]
+        for run in runs:
+            run.rounds_window(0, 1, 1)
+        for _ in range(repetitions):
+            for cell, run in zip(cells, runs, strict=True):
+                _repetition(cell, run, pace)
+    return {
+        "folder": Path(folder).name,
+        "images": images.num_files,
+        "size": SIZE,
+        "num_workers": workers,
+        "method": {
+            "seconds": seconds,
+            "repetitions": repetitions,
+            "max_foreign_share": MAX_FOREIGN_SHARE,
+            "foreign_load_known": all(each.load_known for cell in cells for each in cell.windows.values()),
+        },
+        "cells": [summary(cell, runs[0].sample_bytes, read_host()) for cell in cells],
+    }
+
+
+def fetch_seconds(images: Photographs) -> float:
+    """Of loading a sample, once all files are in the page cache."""
+    keys = [Key(0, sample) for sample in range(images.num_files)]
+    for _ in range(2):
+        begun_s = time.perf_counter()
+        images.data.fetch(keys, seed=0, training=True, on_sample=_tell_nobody)
+        taken_s = time.perf_counter() - begun_s
+    return taken_s / images.num_files
+
+
+def _tell_nobody(sample: int) -> None:
+    """Nobody watches this process."""
+
+
+def _repetition(cell: Cell, run: StreamedRun, pace: Pace) -> None:
+    """Add a window for every number of workers."""
+    for number, windows in cell.windows.items():
+        warm_up_s, window_s = pace.warm_up_s(cell.batch_size, number), pace.window_s(cell.batch_size, number)
+        take = partial(run.timed_window, number, warm_up_s, window_s)
+        windows.add(take, until_s=pace.begun_s + _RETRY_UNTIL_S)
+
+
+def summary(cell: Cell, sample_bytes: int, host: Host) -> dict[str, Any]:
+    """What was measured of a cell, what the rule makes of it, and how near to the best that comes.
+
+    `at_recommended` is images/s with the recommended number of workers by those with the best, within repetitions; None
+    where one of the two was not measured.
+    """
+    fetch_s, step_s = cell.fetch_s(), cell.step_s()
+    loading = Loading(sample_bytes, fetch_s=fetch_s, step_s=step_s)
+    recommended = None if loading.needed is None else recommend(cell.batch_size, loading, host).num_workers
+    rates = {
+        number: median(window.images_per_s for window in windows.kept())
+        for number, windows in cell.windows.items()
+        if windows.kept()
+    }
+    best = max(rates, key=lambda number: rates[number], default=None)
+    return {
+        "network": cell.network,
+        "batch_size": cell.batch_size,
+        "fetch_ms": None if fetch_s is None else round(1000 * fetch_s, 3),
+        "step_ms": None if step_s is None else round(1000 * step_s, 3),
+        "needed": loading.needed,
+        "recommended": recommended,
+        "best": best,
+        "at_recommended": _ratio(cell, recommended, best),
+        "rows": [{"num_workers": number, **windows.summary()} for number, windows in cell.windows.items()],
+    }
+
+
+def _ratio(cell: Cell, number: int | None, best: int | None) -> dict[str, float] | None:
+    if number is None or best is None or number not in cell.windows:
+        return None
+    return cell.windows[number].ratio(cell.windows[best])

@@ -1,0 +1,66 @@
+"""Draws images_per_s.png: images/s against the number of workers, a line a batch size.
+
+python experiments/workers/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.common.results import EXPERIMENTS, read_results
+from experiments.workers.measure import NETWORKS
+
+EXPERIMENT = "workers"
+PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "images_per_s.png"
+_COLORS = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
+_RING: dict[str, Any] = {"markersize": 13, "markerfacecolor": "none", "markeredgecolor": "black"}
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    results = read_results(EXPERIMENT)
+    if not results:
+        print("error: there are no results yet; run experiments/workers/run.py first.", file=sys.stderr)
+        return 2
+    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
+    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
+    return 0
+
+
+def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """A row of panels a result, a panel a network; a ring is the recommended number of workers."""
+    figure = Figure(figsize=(11, 4 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), len(NETWORKS), squeeze=False)
+    for line, (name, result) in zip(panels, results.items(), strict=True):
+        for axes, network in zip(line, NETWORKS, strict=True):
+            for place, cell in enumerate(cell for cell in result["cells"] if cell["network"] == network):
+                _cell(axes, cell, _COLORS[place % len(_COLORS)])
+            axes.plot([], [], "o", **_RING, label="recommended")
+            axes.set(xlabel="workers", ylabel="images/s", ylim=(0, None), title=f"{name}: {network} network")
+            axes.set_xticks(result["num_workers"])
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="small")
+    return figure
+
+
+def _cell(axes: Axes, cell: Mapping[str, Any], color: str) -> None:
+    """Medians as a line, windows as points, and the ring."""
+    rows = [row for row in cell["rows"] if row["n"]]
+    numbers, rates = [row["num_workers"] for row in rows], [row["images_per_s"] for row in rows]
+    axes.plot(numbers, rates, "-", color=color, label=f"B = {cell['batch_size']}")
+    points = [(row["num_workers"], rate) for row in rows for rate in row["images_per_s_windows"] if rate is not None]
+    axes.plot([number for number, _ in points], [rate for _, rate in points], ".", color=color, markersize=4, alpha=0.6)
+    if cell["recommended"] in numbers:
+        axes.plot(cell["recommended"], rates[numbers.index(cell["recommended"])], "o", **_RING)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""Windows of runs on streamed photographs: figures by hand, windows that are dropped, and a short run for real."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from crossbow_py.errors import UserError
+from experiments.common import windows
+from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, one_thread, photographs
+from experiments.common.windows import Mark, Window, Windows, window_of
+from tests.unit.data.images.pictures import write_part
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder of nine training images."""
+    write_part(tmp_path / "train")
+    write_part(tmp_path / "val", per_class=1)
+    return tmp_path
+
+
+def window(rate: float, share: float = 0.5, foreign: float | None = 0.0) -> Window:
+    return Window(rate, share, 0.1, 4, foreign)
+
+
+def test_window_is_from_the_end_of_one_round_to_the_end_of_the_last() -> None:
+    marks = [Mark(1.0, 0.9), Mark(2.0, 1.0), Mark(3.0, 1.25), Mark(4.0, 1.5)]
+    assert window_of(marks, 1, 8) == Window(images_per_s=8.0, wait_share=0.25, round_s=1.0, rounds=2)
+
+
+def test_window_in_which_others_were_busy_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "_RETRY_AFTER_S", 0.0)
+    shares, side = iter([0.5, 0.1, 0.5, 0.5, 0.5]), Windows()
+    for _ in range(2):
+        side.add(lambda: window(10.0, foreign=next(shares)))
+    assert (side.taken, side.dropped) == ([window(10.0, foreign=0.1), None], 4)
+    assert side.load_known
+
+
+def test_window_is_not_taken_again_when_the_time_is_over() -> None:
+    side = Windows()
+    side.add(lambda: window(10.0, foreign=0.5), until_s=0.0)
+    assert (side.taken, side.dropped) == ([None], 1)
+
+
+def test_window_counts_where_the_load_of_others_is_unknown() -> None:
+    side = Windows()
+    side.add(lambda: window(10.0, foreign=None))
+    assert side.summary()["n"] == 1
+    assert not side.load_known
+
+
+def test_ratio_is_of_repetitions_in_which_both_have_a_window() -> None:
+    own = Windows([window(20.0), None, window(30.0), window(90.0)])
+    base = Windows([window(10.0), window(10.0), window(10.0), None])
+    assert own.ratio(base) == {"median": 2.5, "minimum": 2.0, "maximum": 3.0}
+    assert own.ratio(Windows([None])) is None
+
+
+def test_summary_has_medians_and_every_window() -> None:
+    assert Windows([window(20.0, 0.25), None, window(40.0, 0.75)], dropped=3).summary() == {
+        "images_per_s": 30.0,
+        "wait_share": {"median": 0.5, "minimum": 0.25, "maximum": 0.75},
+        "n": 2,
+        "dropped": 3,
+        "images_per_s_windows": [20.0, None, 40.0],
+        "wait_share_windows": [0.25, None, 0.75],
+    }
+
+
+def test_network_has_five_layers_with_weights() -> None:
+    network = five_layers(4, 3)
+    assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
+    assert sum(1 for parameter in network.parameters() if parameter.ndim > 1) == 5
+
+
+def test_one_thread_gives_the_others_back() -> None:
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_models_on_one_feed_share_every_batch(photos: Path) -> None:
+    images = photographs(str(photos))
+    run = StreamedRun(Setup(width=2, batch_size=3, num_models=2, executor="fused"), images)
+    taken = run.rounds_window(0, warm_up=1, rounds=3)
+    feed = run._feed
+    assert taken.rounds == 3
+    assert 0 < taken.wait_share < 1  # loading happens in the loop
+    assert taken.images_per_s == pytest.approx(6 / taken.round_s)
+    assert feed.loading_times.num_batches == 4  # once for both models
+    assert run.sample_bytes == 3 * 64 * 64
+    assert (images.num_files, len(images.data)) == (9, 20_000)
+
+
+def test_workers_load_while_models_train_and_end_with_the_window(photos: Path) -> None:
+    run = StreamedRun(Setup(width=2, batch_size=3), photographs(str(photos)))
+    assert run.rounds_window(1, warm_up=2, rounds=2).rounds == 2
+    assert run.timed_window(1, warm_up_s=0.1, seconds=0.3).images_per_s > 0
+    assert multiprocessing.active_children() == []
+
+
+def test_window_too_short_for_a_round_is_refused(photos: Path) -> None:
+    run = StreamedRun(Setup(width=2, batch_size=3), photographs(str(photos)))
+    with pytest.raises(UserError, match="--seconds must be enough for a round, got 1e-09; lengthen it"):
+        run.timed_window(0, warm_up_s=0.0, seconds=1e-9)
