@@ -254,12 +254,13 @@ class StreamingFeed(Feed):
         """The batch, its bad samples counted. Raises BadSampleError when they are too many."""
         fetched = fetched_or_raise(loaded)
         for bad in fetched.bad:
-            if bad.sample not in self._bad:
-                self._bad[bad.sample] = bad
-                if len(self._bad) > self._data.max_bad:
-                    raise BadSampleError(f"{bad.name} cannot be read ({bad.reason}); {self._data.remedy}.")
-                count_ = f"{len(self._bad)} of at most {self._data.max_bad}"
-                self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {count_}.")
+            new, most = bad.sample not in self._bad, self._data.max_bad
+            self._bad[bad.sample] = bad
+            if len(self._bad) > most:
+                raise BadSampleError(f"{bad.name} cannot be read ({bad.reason}); {self._data.remedy}.")
+            if new:
+                so_far = f"{len(self._bad)} of at most {most}"
+                self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {so_far}.")
         return fetched
 
     def _evaluation_batch(self, held: Sequence[Fetched]) -> Iterator[Batch]:

@@ -88,12 +88,19 @@ def scan_part(folder: Path) -> ImageFiles:
     )
 
 
-def count_classes(folder: Path) -> int:
-    """The class folders of one part, their images unseen. Raises UserError when it cannot be read or has none."""
-    count = sum(entry.is_dir() for entry in _entries(folder))
-    if count == 0:
+def count(folder: Path, most: int) -> tuple[int, int | None]:
+    """The classes of one part and its images, not looked at; None for more than `most` images, which takes long.
+
+    Raises UserError when it cannot be read or has no class.
+    """
+    classes, images = [entry.path for entry in _entries(folder) if entry.is_dir()], 0
+    if not classes:
         raise UserError(f"{folder} must hold one folder a class, with images in it, got none; fill it.")
-    return count
+    for path in classes:
+        images += len(_entries(Path(path)))
+        if images > most:
+            return len(classes), None
+    return len(classes), images
 
 
 def _images_of(folder: Path) -> list[str]:

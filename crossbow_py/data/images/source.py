@@ -10,7 +10,7 @@ from crossbow_py.data.base import FLIP_HELP, Declared, SourceSettings
 from crossbow_py.data.datasets import Data
 from crossbow_py.data.downloads import data_folders, find
 from crossbow_py.data.images.cache_writing import Opened, open_or_fill
-from crossbow_py.data.images.folder import ImageFiles, count_classes, scan
+from crossbow_py.data.images.folder import ImageFiles, count, scan
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
@@ -18,6 +18,7 @@ from crossbow_py.settings import setting
 # Of ImageNet's training images, as everyone uses them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ASSUMED_CLASSES = 1000
+_MOST_COUNTED = 100_000  # files that are counted only to know how many there are
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,14 @@ class ImageFolder(SourceSettings):
         return len(train.classes)
 
     def declared(self) -> Declared | None:
-        """Crops of `size`; the classes are counted where the folder is there, and else assumed to be ImageNet's."""
+        """Crops of `size`; what is in the folder is counted; where it is not there, ImageNet's classes are assumed."""
         shape = (3, self.size, self.size)
         found = find((str(Path(self.folder).expanduser()),), data_folders(self.root)) if self.folder else None
         if found is None:
             note = f"data.folder={self.folder!r} is not there: {_ASSUMED_CLASSES} classes are assumed, as in ImageNet."
             return Declared(shape, _ASSUMED_CLASSES, None, None, resident=False, note=note)
-        return Declared(shape, count_classes(found / self.train), None, None, resident=False)
+        num_classes, num_train = count(found / self.train, _MOST_COUNTED)
+        return Declared(shape, num_classes, num_train, None, resident=False)
 
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
         """On the cache; what is true of both parts is said once."""

@@ -243,6 +243,20 @@ def test_one_bad_sample_too_many_fails_its_own_round_and_not_an_earlier_one(made
         feed.wait((8,))
 
 
+def test_failure_ahead_of_a_slow_consumer_is_kept_for_its_round(made: Any) -> None:
+    order = ids_at(0, N)
+    feed = made(Images(bad=[order[9]]), 1)
+    rounds(feed, [(0,)])
+    deadline = time.monotonic() + 10
+    while feed._shelf._failure is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    rounds(feed, [(4,)])
+    for _ in range(2):
+        assert not feed.announce((8,))
+        with pytest.raises(BadSampleError, match=f"image {order[9]}"):
+            feed.wait((8,))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_item_that_raises_is_named_with_its_error(made: Any, workers: int) -> None:
     feed = made(Items(failing=ids_at(0, 1)[0]), workers)
