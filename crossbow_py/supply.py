@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from crossbow_py.data.feed import Feed
 from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.sizing.host import Host, read_host
 from crossbow_py.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
@@ -76,3 +77,8 @@ class WorkerSupply:
             return self.state.reason
         said, self._at_limit = self._at_limit, self._at_limit or bool(self.state.reason)
         return "" if said else self.state.reason
+
+
+def worker_supply(asked: int | Literal["auto"], feed: Feed) -> WorkerSupply | None:
+    """What corrects the number of workers of a feed; None where it is fixed, or nothing is loaded."""
+    return WorkerSupply(feed, read_host()) if asked == "auto" and isinstance(feed, StreamingFeed) else None

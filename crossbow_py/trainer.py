@@ -14,8 +14,6 @@ from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.checkpoint import CheckpointSettings, holds_run, load_newest
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
-from crossbow_py.data.streaming import StreamingFeed
-from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
@@ -26,14 +24,13 @@ from crossbow_py.run_settings import RunSettings, choose
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
 from crossbow_py.signals import StopSignal
-from crossbow_py.sizing.host import read_host
 from crossbow_py.stopping import StopConditions
-from crossbow_py.supply import WorkerSupply
+from crossbow_py.supply import worker_supply
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.training_loop import Result, TrainingLoop
-from crossbow_py.tuning import LearnerTuning
+from crossbow_py.tuning import learner_tuning
 
 
 class Trainer:
@@ -104,9 +101,9 @@ class Trainer:
         on_nonfinite: Literal["stop", "reseed"] = "stop",
         num_workers: int | Literal["auto"] = "auto",
     ) -> None:
+        begun = time.monotonic()
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
                                compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
-        begun = time.monotonic()
         _check_groups(optimizer, schedule, averaging, loss)
         _check_policies(settings, optimizer, averaging, max_evaluation_batches)
         self.callbacks = callbacks
@@ -115,17 +112,14 @@ class Trainer:
         choices = choose(settings, saved["choices"] if saved else None)
         parts = build_parts(
             model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
-            init_from=None if init_from is None or saved else str(init_from),
-            max_evaluation_batches=max_evaluation_batches,
-            timeline=_timeline(trace, output_dir), announce=self._announce,
+            init_from=None if init_from is None or saved else str(init_from), announce=self._announce,
+            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir),
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
         self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named, resumed_from)
-        if settings.num_learners == "auto":
-            self.run.tuning = LearnerTuning(AutoTuner(max_learners=parts.most_learners))
-        if settings.num_workers == "auto" and isinstance(parts.train_feed, StreamingFeed):
-            self.run.supply = WorkerSupply(parts.train_feed, read_host())
+        self.run.tuning = learner_tuning(settings.num_learners, parts.most_learners)
+        self.run.supply = worker_supply(settings.num_workers, parts.train_feed)
         if saved:
             self.run.restore(saved)
         self.run.state.wall_s += time.monotonic() - begun

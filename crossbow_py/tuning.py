@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 
@@ -53,3 +53,8 @@ class LearnerTuning:
         """Go on from `to_plain()`, maybe under another limit."""
         former_limit = values.get("max_learners", self.tuner.max_learners)
         self.state = self.tuner.resumed(AutoTunerState.from_plain(dict(values)), former_limit)
+
+
+def learner_tuning(asked: int | Literal["auto"], most_learners: int) -> LearnerTuning | None:
+    """The auto-tuner of a run, None where the number of learners is fixed."""
+    return LearnerTuning(AutoTuner(max_learners=most_learners)) if asked == "auto" else None
