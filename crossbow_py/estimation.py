@@ -134,8 +134,9 @@ def estimate(config: EstimateConfig, clock: Callable[[], float] = time.monotonic
         predicted = model.predicted_bytes(measured.batch_size, k, 1 if in_turn else k)
         limit *= predicted / (measured.bytes + facts.fixed_bytes)
     largest = measured.batch_size if measured else model.largest_batch_size(limit, k, 1 if in_turn else k)
-    loading = _loading(config, facts, make_model, job, here=device is not None and not on_gpu and largest > 1)
     host = read_host()
+    here = device is not None and not on_gpu and largest >= _TIMED_BATCH
+    loading = _loading(config, facts, make_model, job, here, at_once=1 if in_turn else min(k, host.cores))
     return Estimate(
         config=config,
         method="measured" if measured else "counted",
@@ -220,14 +221,17 @@ def _from_declared(config: EstimateConfig, declared: Declared, precision: Precis
 
 
 def _loading(
-    config: EstimateConfig, facts: DataFacts, make_model: Callable[[], nn.Module], job: Job, here: bool
+    config: EstimateConfig, facts: DataFacts, make_model: Callable[[], nn.Module], job: Job, here: bool, at_once: int
 ) -> Loading:
-    """Times are taken on this machine alone (`here`), but for the speed of a device that the user knows."""
+    """Times are taken on this machine alone (`here`), but for the speed of a device that the user knows.
+
+    `at_once` is the number of learners that have a core each.
+    """
     step_s = 1 / config.images_per_s if config.images_per_s else None
     if facts.resident:
         return Loading(facts.sample_bytes, resident=True)
     if step_s is None and here:
-        step_s = step_seconds(make_model, facts.sample, job, _TIMED_BATCH)
+        step_s = step_seconds(make_model, facts.sample, job, _TIMED_BATCH) / at_once
     train = facts.train
     if train is None and step_s is not None and facts.note is None and isinstance(config.data, ImageFolder):
         # With a cache loading is another matter, and filling it none of an estimate.

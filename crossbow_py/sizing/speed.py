@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,8 +26,11 @@ Clock = Callable[[], float]
 def step_seconds(
     make_model: Callable[[], nn.Module], sample: Sample, job: Job, batch_size: int, clock: Clock = time.perf_counter
 ) -> float:
-    """Seconds a sample of a forward and a backward pass on this machine's CPU; the best of some, within seconds."""
-    with kept_generators():
+    """Seconds a sample of a forward and a backward pass on one core of this machine; the best of some, within seconds.
+
+    One, because learners side by side take one each.
+    """
+    with kept_generators(), _one_thread():
         model = cast_module(make_model(), job.precision).train()
         inputs, targets = (tensor.zero_() for tensor in sample.batch(batch_size, job.channels_last))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -54,6 +58,16 @@ def fetch_seconds(
 
     with kept_generators():
         return _best_of(fetch, clock) / num_samples
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _best_of(action: Callable[[], Any], clock: Clock) -> float:

@@ -85,12 +85,13 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
     wanted, cores = loading.needed, host.cores
     workers = min(cores, wanted or cores)
     if wanted is None:
-        sentences.append(f"One worker a usable core ({cores}): how fast loading and training are was not measured.")
+        sentences.append(f"One worker a usable core ({cores}): {_unmeasured(loading)} was not measured.")
     elif wanted > cores:
         limits.append("cores")
         sentences.append(f"{wanted} workers would keep up with the device, and there are {cores} usable cores.")
     else:
-        sentences.append(f"{workers} workers keep up with the device; {cores} cores are usable.")
+        keep = "worker keeps" if workers == 1 else "workers keep"
+        sentences.append(f"{workers} {keep} up with the device; {cores} cores are usable.")
     fewest = workers if wanted is not None else 1
     workers, batch_size, scarce = _fit(largest_batch, workers, fewest, loading.sample_bytes, host)
     if scarce is not None:
@@ -98,6 +99,12 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
         left = f"{workers} workers with {BATCHES_A_WORKER} batches of {batch_size} each"
         sentences.append(f"The {scarce} of this machine holds {left}.")
     return Recommendation(batch_size, workers, tuple(limits), tuple(sentences))
+
+
+def _unmeasured(loading: Loading) -> str:
+    if loading.fetch_s is None and loading.step_s is None:
+        return "how fast loading and training are"
+    return "how fast a worker loads" if loading.fetch_s is None else "how fast training is"
 
 
 _WORDS: dict[Limit, str] = {"device memory": "the device's memory", "samples": "the number of samples"}

@@ -42,10 +42,22 @@ def test_declared_of_custom_data_is_nothing() -> None:
     assert Custom(target="pkg.mod.fn").declared() is None
 
 
-def test_declared_of_a_folder_counts_its_classes(tmp_path: Path) -> None:
+def test_declared_of_a_folder_counts_its_classes_and_images(tmp_path: Path) -> None:
     for name in ("ant", "bee", "cow", ".hidden"):
         (tmp_path / "train" / name).mkdir(parents=True)
-    assert ImageFolder(folder=str(tmp_path), size=64).declared() == Declared((3, 64, 64), 3, None, None, resident=False)
+    for image in ("ant/1.jpg", "ant/2.jpg", "cow/1.png"):
+        (tmp_path / "train" / image).touch()
+    assert ImageFolder(folder=str(tmp_path), size=64).declared() == Declared((3, 64, 64), 3, 3, None, resident=False)
+
+
+def test_declared_of_a_folder_with_many_images_does_not_count_them_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for image in range(4):
+        (tmp_path / "train" / f"{image}").mkdir(parents=True)
+        (tmp_path / "train" / f"{image}" / "1.jpg").touch()
+    monkeypatch.setattr("crossbow_py.data.images.source._MOST_COUNTED", 3)
+    assert ImageFolder(folder=str(tmp_path), size=64).declared() == Declared((3, 64, 64), 4, None, None, resident=False)
 
 
 def test_declared_of_a_folder_without_classes_is_the_users_mistake(tmp_path: Path) -> None:

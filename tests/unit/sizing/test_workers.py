@@ -35,7 +35,9 @@ def test_recommendation_with_too_few_cores_says_so() -> None:
 def test_recommendation_without_times_takes_the_cores() -> None:
     found = recommend(64, Loading(100), AMPLE)
     assert (found.batch_size, found.num_workers) == (64, 16)
-    assert "not measured" in found.sentences[1]
+    assert found.sentences[1] == "One worker a usable core (16): how fast loading and training are was not measured."
+    assert "how fast a worker loads was not" in recommend(64, Loading(100, step_s=0.1), AMPLE).sentences[1]
+    assert "how fast training is was not" in recommend(64, Loading(100, fetch_s=0.1), AMPLE).sentences[1]
 
 
 def test_recommendation_makes_batches_smaller_where_memory_does_not_hold_the_workers_that_are_needed() -> None:
