@@ -34,10 +34,9 @@ from crossbow_py.sizing.workers import Loading, Recommendation, recommend
 
 Method = Literal["counted", "measured"]
 
-# What a streaming feed keeps on the device for a learner beside the batch in use: the next ones, as bytes.
-_BATCHES_WAITING = 4
 _ON_DEVICE = HeldBack(256 * MIB, 0.01, "256 MiB and 1 % for what other processes may still take")
 _TIMED_BATCH = 4
+_TARGET_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,9 @@ def estimate(config: EstimateConfig, clock: Callable[[], float] = time.monotonic
         return module
 
     most = min(LARGEST_BATCH, facts.num_train or LARGEST_BATCH)
-    waiting = 0 if facts.resident else _BATCHES_WAITING * (facts.sample_bytes + 8)
+    staged = 0 if facts.resident else facts.sample_bytes + _TARGET_BYTES
     model = estimate_learner(
-        make_model, facts.sample, job, waiting_per_sample=waiting, fixed_bytes=facts.fixed_bytes, most=most
+        make_model, facts.sample, job, staged_sample_bytes=staged, fixed_bytes=facts.fixed_bytes, most=most
     )
     k = config.max_learners if config.num_learners == "auto" else config.num_learners
     executor: str = config.executor

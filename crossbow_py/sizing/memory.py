@@ -9,7 +9,7 @@ which is convex: with a small batch the peak is among the gradients, with a larg
 for tensors that are constant or linear in b. For tensors that grow faster, such as b × b similarities, the lines are
 chords, above the truth between the two probes; so the larger probe lies above every batch size asked for.
 
-    bytes(b, K) = fixed + bank(K) + K · b · (batches that wait) + at_once · activations(b)
+    bytes(b, K) = fixed + bank(K) + staged_batches(K) · b · staged + at_once · activations(b)
 """
 
 from __future__ import annotations
@@ -164,6 +164,14 @@ class ModelSizes:
         return self.compute_bytes != self.master_bytes
 
 
+def staged_batches(num_learners: int) -> int:
+    """Batches that `StreamingFeed` has on the device at most, for K learners.
+
+    Those of a round, those of the round before, which may still be read, and those ahead: a round's, and at least two.
+    """
+    return 2 * num_learners + max(2, num_learners)
+
+
 def _rows_bytes(blocks: Sequence[int], rows: int, itemsize: int, order: Order) -> int:
     """Of `engine.layout.Rows`: every block padded, once for all rows or in each, and room to align the first."""
     repeat = rows if order == "blocks" else 1
@@ -178,14 +186,15 @@ class LearnerModel:
     Attributes:
         sizes: of the model.
         activations: of a pass over a batch, the batch included.
-        waiting_per_sample: bytes a sample takes on the device beside the pass, such as double buffers do.
+        staged_sample_bytes: of a sample and its target in the batches that a streaming feed keeps on the device; 0 for
+            data that lives there.
         fixed_bytes: what else lies on the device, such as a resident data set.
         most: no batch size beyond is looked at: that of the larger probe, or the number of samples.
     """
 
     sizes: ModelSizes
     activations: Activations
-    waiting_per_sample: int = 0
+    staged_sample_bytes: int = 0
     fixed_bytes: int = 0
     most: int = LARGEST_BATCH
 
@@ -197,9 +206,12 @@ class LearnerModel:
         """Peak of K learners of which `at_once` run at the same moment; see the module's first lines."""
         own = self.learner(batch_size)
         padding = self.sizes.bank_bytes(num_learners) - 3 * own.weights - num_learners * own.row
-        fixed = self.fixed_bytes + self.sizes.template_bytes + padding
-        fixed += num_learners * batch_size * self.waiting_per_sample
+        fixed = self.fixed_bytes + self.sizes.template_bytes + padding + self.staged_bytes(batch_size, num_learners)
         return predicted_bytes(own, num_learners, at_once=at_once, fixed=fixed)
+
+    def staged_bytes(self, batch_size: int, num_learners: int) -> int:
+        """Batches that a streaming feed keeps on the device."""
+        return staged_batches(num_learners) * batch_size * self.staged_sample_bytes
 
     def largest_batch_size(self, limit_bytes: float, num_learners: int, at_once: int) -> int:
         """The largest b, up to `most`, with which K learners stay within the limit; 0 when there is none."""
@@ -266,7 +278,7 @@ def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: 
         "average model (z, z_prev, sum of corrections)": 3 * own.weights,
         "template": model.sizes.template_bytes,
         "data set": model.fixed_bytes,
-        "batches that wait": num_learners * batch_size * model.waiting_per_sample,
+        "batches of the feed": model.staged_bytes(batch_size, num_learners),
         "forward and backward passes": at_once * own.activations,
     }
     rest = model.predicted_bytes(batch_size, num_learners, at_once) - sum(parts.values())

@@ -39,7 +39,7 @@ def estimate_learner(
     sample: Sample,
     job: Job,
     *,
-    waiting_per_sample: int = 0,
+    staged_sample_bytes: int = 0,
     fixed_bytes: int = 0,
     most: int = LARGEST_BATCH,
 ) -> LearnerModel:
@@ -49,7 +49,7 @@ def estimate_learner(
         source: a function that makes the model, called under fake tensors; or a model, whose values are not read.
         sample: what batches are made of.
         job: what is done with them.
-        waiting_per_sample, fixed_bytes: see `LearnerModel`.
+        staged_sample_bytes, fixed_bytes: see `LearnerModel`.
         most: the largest batch size of interest; the model holds up to there.
 
     Raises:
@@ -62,7 +62,7 @@ def estimate_learner(
         learner = _as_learner(model, job)
         small, large = (probe(learner, sample, job, size) for size in (SMALL_BATCH, largest))
         found = activations(small, large, _update_bytes(sizes, job), _unseen_bytes(sizes))
-    return LearnerModel(sizes, found, waiting_per_sample, fixed_bytes, most)
+    return LearnerModel(sizes, found, staged_sample_bytes, fixed_bytes, most)
 
 
 def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trace:

@@ -70,8 +70,10 @@ def test_predicted_bytes_add_rows_passes_and_what_there_is_once() -> None:
     # Two learners in turn: two rows of 1024 bytes and one pass; 8 samples take 1000, 10 take 200 + 1000.
     assert MODEL.predicted_bytes(8, 2, at_once=1) == FIXED + 2 * 1024 + 1000
     assert MODEL.predicted_bytes(10, 2, at_once=2) == FIXED + 2 * 1024 + 2 * 1200
-    waiting = LearnerModel(SIZES, MODEL.activations, waiting_per_sample=5, fixed_bytes=77)
-    assert waiting.predicted_bytes(10, 2, 2) == FIXED + 2 * 1024 + 2 * 1200 + 2 * 10 * 5 + 77
+    # Streamed, of 5 bytes a sample: for two learners there are three rounds of batches, for one four batches.
+    streamed = LearnerModel(SIZES, MODEL.activations, staged_sample_bytes=5, fixed_bytes=77)
+    assert streamed.predicted_bytes(10, 2, 2) == FIXED + 2 * 1024 + 2 * 1200 + 6 * 10 * 5 + 77
+    assert streamed.predicted_bytes(10, 1, 1) == FIXED + 1024 + 1200 + 4 * 10 * 5 + 77
 
 
 def test_largest_batch_size_is_the_last_that_stays_within_the_limit() -> None:
