@@ -7,7 +7,6 @@ from torch import nn
 from crossbow_py.averaging import SMA
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import FP32
-from crossbow_py.estimation import _BATCHES_WAITING
 from crossbow_py.sizing.job import Job, Sample
 from crossbow_py.sizing.memory import LearnerModel
 from crossbow_py.sizing.probes import estimate_learner
@@ -17,5 +16,5 @@ from experiments.estimate.truth import Subject
 def estimate(subject: Subject) -> LearnerModel:
     """What the estimator finds out about a model, by two probes without a device."""
     job = Job(nn.functional.cross_entropy, SGD(learning_rate=0.1, momentum=0.9, weight_decay=1e-4), SMA(), FP32)
-    waiting = _BATCHES_WAITING * (subject.sample_bytes + 8)  # and a target
-    return estimate_learner(subject.make_model, Sample(subject.input_shape), job, waiting_per_sample=waiting)
+    staged = subject.sample_bytes + 8  # a target is an int64
+    return estimate_learner(subject.make_model, Sample(subject.input_shape), job, staged_sample_bytes=staged)
