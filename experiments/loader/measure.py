@@ -1,7 +1,8 @@
-"""Images a second a core of every way to make training crops: epochs in turns, and what they come to."""
+"""Images a second of every way to make training crops: repetitions in turns, and what they come to."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,16 +29,14 @@ from experiments.loader.sides import (
 )
 from experiments.throughput.load import LoadSnapshot, foreign_share
 
-MAX_FOREIGN_SHARE = 0.15
-_ATTEMPTS, _RETRY_AFTER_S = 3, 0.3
-_CACHED_EPOCHS = 10  # of workers; one of a small data set is over too soon
+# Sides that make images faster make more of them, so that every repetition takes a while.
+_CACHED_EPOCHS, _WORKER_EPOCHS, _CACHED_WORKER_EPOCHS = 5, 5, 50
 
 
 def measure_loader(folder: str, size: int, resize: int, seconds: float, cache_dir: Path) -> dict[str, Any]:
-    """Images/s a core by side, in turns for `seconds`, as plain values. Torch's threads are set to 1.
+    """Images a second of processor time by side, in turns for `seconds`, as plain values. Torch gets one thread.
 
-    Ratios are medians of those within repetitions. What has no clean window, since others took too much of the
-    processor all the time, is None.
+    Ratios are medians of those within repetitions.
 
     Raises:
         UserError: the images or a cache of them cannot be had.
@@ -45,26 +44,21 @@ def measure_loader(folder: str, size: int, resize: int, seconds: float, cache_di
     torch.set_num_threads(1)
     decoded, shrunk, cached = _data_sets(ImageFolder(folder=folder, size=size, resize=resize), cache_dir)
     sides = [
-        pillow_side(decoded),
-        fetch_side(DECODED, decoded),
-        fetch_side(SHRUNK, shrunk),
-        fetch_side(CACHED, cached),
-        worker_side(f"{DECODED}, by workers", decoded, 1),
-        worker_side(f"{CACHED}, by workers", cached, _CACHED_EPOCHS),
+        pillow_side(decoded, 1),
+        fetch_side(DECODED, decoded, 1),
+        fetch_side(SHRUNK, shrunk, 1),
+        fetch_side(CACHED, cached, _CACHED_EPOCHS),
+        worker_side(f"{DECODED}, by workers", decoded, _WORKER_EPOCHS),
+        worker_side(f"{CACHED}, by workers", cached, _CACHED_WORKER_EPOCHS),
     ]
     with on_cores(sorted(usable_core_ids())[-1:]):
-        known = _measure(sides, seconds)
+        shares = _measure(sides, seconds)
     return {
         "folder": Path(folder).name,
         "images": len(decoded),
         "size": size,
         "resize": resize,
-        "method": {
-            "seconds": seconds,
-            "batch": BATCH,
-            "max_foreign_share": MAX_FOREIGN_SHARE,
-            "foreign_load_known": known,
-        },
+        "method": {"seconds": seconds, "batch": BATCH, "foreign_share": round(median(shares), 2) if shares else None},
         **summary(sides),
     }
 
@@ -83,39 +77,24 @@ def _data_sets(settings: ImageFolder, cache_dir: Path) -> tuple[ImageFolderData,
     return found[0], found[1], found[2]
 
 
-def _measure(sides: Sequence[Side], seconds: float) -> bool:
-    """Repetitions, an epoch a side, until the time is over. Returns whether others' load is known."""
-    known = True
+def _measure(sides: Sequence[Side], seconds: float) -> list[float]:
+    """Repetitions of all sides until the time is over; the share of the core that others had while the first ran."""
     for side in sides:
         side.run(0)  # files come into the page cache
-    end_s, epoch = time.monotonic() + seconds, 0
-    while not sides[0].windows or time.monotonic() < end_s:
-        epoch += 1
-        for side in sides:
-            known = _repetition(side, epoch, end_s) and known
-    return known
-
-
-def _repetition(side: Side, epoch: int, end_s: float) -> bool:
-    """Add a clean window, tried again while there is time; None when none was. Whether others' load is known."""
-    for attempt in range(_ATTEMPTS):
-        if attempt:
-            if time.monotonic() > end_s:
-                break
-            time.sleep(_RETRY_AFTER_S)
+    end_s, shares = time.monotonic() + seconds, list[float | None]()
+    for epoch in itertools.count(1):
         before = LoadSnapshot.take()
-        taken = side.run(epoch)
-        share = foreign_share(before, LoadSnapshot.take()) if side.watches_load else None
-        if share is None or share <= MAX_FOREIGN_SHARE:
-            side.windows.append(side.images / taken / side.cores)
-            return share is not None or not side.watches_load
-        side.dropped += 1
-    side.windows.append(None)
-    return True
+        sides[0].repeat(epoch)
+        shares.append(foreign_share(before, LoadSnapshot.take()))
+        for side in sides[1:]:
+            side.repeat(epoch)
+        if time.monotonic() > end_s:
+            break
+    return [share for share in shares if share is not None]
 
 
 def summary(sides: Sequence[Side]) -> dict[str, Any]:
-    """The figures of `measure_loader`, and a row for every side."""
+    """The figures of `measure_loader`, and a row for every side; the first is Pillow's, the second decodes."""
     rows = [_row(side, sides[0], sides[1]) for side in sides]
     by_name = {row["name"]: row for row in rows}
     return {
@@ -126,23 +105,17 @@ def summary(sides: Sequence[Side]) -> dict[str, Any]:
 
 
 def _row(side: Side, pillow: Side, decoded: Side) -> dict[str, Any]:
-    kept = side.kept()
     return {
         "name": side.name,
-        "cores": side.cores,
-        "images_per_s": round(median(kept), 1) if kept else None,
+        "images_per_s": round(median(side.rates), 1),
         "to_pillow": _ratio(side, pillow),
         "to_decoded": _ratio(side, decoded),
-        "n": len(kept),
-        "dropped": side.dropped,
-        "images_per_s_windows": [None if window is None else round(window, 1) for window in side.windows],
+        "n": len(side.rates),
+        "images_per_s_repetitions": [round(rate, 1) for rate in side.rates],
     }
 
 
-def _ratio(side: Side, other: Side) -> dict[str, float] | None:
-    """Median, smallest and largest of the ratios within repetitions in which both have a clean window."""
-    pairs = zip(side.windows, other.windows, strict=False)
-    ratios = [own / theirs for own, theirs in pairs if own is not None and theirs is not None]
-    if not ratios:
-        return None
+def _ratio(side: Side, other: Side) -> dict[str, float]:
+    """Median, smallest and largest of the ratios within repetitions."""
+    ratios = [own / theirs for own, theirs in zip(side.rates, other.rates, strict=True)]
     return {"median": round(median(ratios), 3), "minimum": round(min(ratios), 3), "maximum": round(max(ratios), 3)}

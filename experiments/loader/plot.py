@@ -1,4 +1,4 @@
-"""Draws images_per_s.png: images/s a core of every window of every side.
+"""Draws images_per_s.png: images/s a core of every repetition of every side.
 
 python experiments/loader/plot.py
 """
@@ -34,15 +34,15 @@ def main() -> int:
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """A panel a result: a bar up to each median, a point a window, on a logarithmic axis."""
+    """A panel a result: a bar up to each median, a point a repetition, on a logarithmic axis."""
     figure = Figure(figsize=(9, 1 + 2.2 * len(results)), layout="constrained")
     panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
     for axes, (name, result) in zip(panels, results.items(), strict=True):
-        rows = [row for row in result["rows"] if row["n"]]
+        rows = result["rows"]
         for place, row in enumerate(rows):
-            windows = [rate for rate in row["images_per_s_windows"] if rate is not None]
+            rates = row["images_per_s_repetitions"]
             axes.barh(place, row["images_per_s"], color=_PILLOW if row["name"] == PILLOW else _OURS, alpha=0.6)
-            axes.plot(windows, [place] * len(windows), "k.", markersize=3, alpha=0.5)
+            axes.plot(rates, [place] * len(rates), "k.", markersize=3, alpha=0.5)
         axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axes.invert_yaxis()
         axes.set(xlabel="images/s a core", xscale="log", title=f"{name}: crops of {result['size']} x {result['size']}")

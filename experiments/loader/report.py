@@ -12,23 +12,24 @@ Result = Mapping[str, Any]
 
 def headline(result: Result) -> str:
     """What it was, in a line."""
+    share = result["method"]["foreign_share"]
+    busy = "" if share is None else f" Other programs had {share:.0%} of the core meanwhile."
     return (
         f"{result['images']} training images of {result['folder']}, crops of {result['size']} x {result['size']}, "
-        f"cached with a short side of {result['resize']}."
+        f"cached with a short side of {result['resize']}.{busy}"
     )
 
 
 def sides_table(result: Result) -> str:
     """A row a side."""
-    header = ["", "images/s a core", "÷ Pillow", "÷ decoded", "n", "dropped"]
+    header = ["", "images/s a core", "÷ Pillow", "÷ decoded", "n"]
     rows = [
         [
             row["name"],
-            "–" if row["images_per_s"] is None else f"{row['images_per_s']:,.0f}",
+            f"{row['images_per_s']:,.0f}",
             _ratio(row["to_pillow"]),
             _ratio(row["to_decoded"]),
             str(row["n"]),
-            str(row["dropped"]),
         ]
         for row in result["rows"]
     ]
@@ -40,9 +41,7 @@ def result_text(result: Result) -> str:
     return f"{headline(result)}\n\n{sides_table(result)}"
 
 
-def _ratio(ratio: Mapping[str, float] | None) -> str:
-    if ratio is None:
-        return "–"
+def _ratio(ratio: Mapping[str, float]) -> str:
     if ratio["minimum"] == ratio["maximum"] == 1:
         return "1"
     return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"

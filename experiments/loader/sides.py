@@ -1,9 +1,14 @@
-"""The ways to make an epoch of training crops that are compared: from the number of an epoch to the seconds it took."""
+"""The ways to make training crops that are compared: from the number of an epoch to the processor time it took.
+
+Processor time, not time on a clock: a core that another program had for a while is not laid to the side that waited.
+Nothing here waits for anything else, as files are in the page cache.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,38 +27,33 @@ BATCH = 32
 SEED = 0
 PILLOW, DECODED, SHRUNK, CACHED = "Pillow", "decoded", "decoded, shrunk", "cached"
 
-Epoch = Callable[[int], float]
-
 
 @dataclass
 class Side:
-    """A way, with images/s a core of every repetition, None where no window was clean.
-
-    Attributes:
-        watches_load: others' load can be told from its own.
-    """
+    """A way, the images it makes in a repetition, and images a second of processor time of every repetition."""
 
     name: str
-    run: Epoch
+    run: Callable[[int], float]
     images: int
-    cores: int = 1
-    watches_load: bool = True
-    windows: list[float | None] = field(default_factory=list)
-    dropped: int = 0
+    rates: list[float] = field(default_factory=list)
 
-    def kept(self) -> list[float]:
-        """Of the clean windows."""
-        return [window for window in self.windows if window is not None]
+    def repeat(self, epoch: int) -> None:
+        """One repetition more."""
+        self.rates.append(self.images / self.run(epoch))
 
 
-def pillow_side(data: ImageFolderData) -> Side:
+def pillow_side(data: ImageFolderData, epochs: int) -> Side:
     """Plain Pillow: open, convert, resize a box. Boxes are drawn before the clock starts; nothing goes to a batch."""
     sizes = [encoded_size(data.name_of(sample)) or (1, 1) for sample in range(len(data))]
 
     def run(epoch: int) -> float:
-        boxes = [random_resized_box(SEED, epoch, s, *size, data.min_area) for s, size in enumerate(sizes)]
-        begun = time.perf_counter()
-        for sample, box in enumerate(boxes):
+        boxes = [
+            (sample, random_resized_box(SEED, epoch * epochs + number, sample, *size, data.min_area))
+            for number in range(epochs)
+            for sample, size in enumerate(sizes)
+        ]
+        begun = time.thread_time()
+        for sample, box in boxes:
             with Image.open(data.name_of(sample)) as opened:
                 image = opened.convert("RGB")
             image.resize(
@@ -61,56 +61,48 @@ def pillow_side(data: ImageFolderData) -> Side:
                 Image.Resampling.BILINEAR,
                 box=(box.left, box.top, box.left + box.width, box.top + box.height),
             )
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
-    return Side(PILLOW, run, len(data))
+    return Side(PILLOW, run, epochs * len(data))
 
 
-def fetch_side(name: str, data: ImageFolderData) -> Side:
+def fetch_side(name: str, data: ImageFolderData, epochs: int) -> Side:
     """Batches of training crops by `fetch`, in this process."""
 
     def run(epoch: int) -> float:
-        begun = time.perf_counter()
-        for keys in batches_of(epoch, len(data)):
+        begun = time.thread_time()
+        for keys in batches_of(epoch, epochs, len(data)):
             data.fetch(keys, seed=SEED, training=True, on_sample=_tell_nobody)
-        return time.perf_counter() - begun
+        return time.thread_time() - begun
 
-    return Side(name, run, len(data))
+    return Side(name, run, epochs * len(data))
 
 
 def worker_side(name: str, data: ImageFolderData, epochs: int) -> Side:
-    """The same by a worker process a core, as a streaming feed gets them: `epochs` epochs, once all workers are at it.
+    """The same by a worker process a core, as a streaming feed gets them: all that the processes take from their start.
 
-    What was made before the clock started is not counted: it starts when nothing made ahead is left.
+    So what it takes to start them is in it, and to hand batches over, on both sides.
     """
     cores = usable_core_ids()
-    num_batches = epochs * sum(1 for _ in batches_of(0, len(data)))
-    ahead = 4 * len(cores)  # more than workers hold ready
 
     def run(epoch: int) -> float:
-        endless = (keys for number in itertools.count(epoch) for keys in batches_of(number, len(data)))
         with on_cores(cores):
+            begun = _own_and_ended_s()
             loader = Loader(
-                data, itertools.islice(endless, ahead + num_batches + ahead), seed=SEED, training=True,
-                num_workers=len(cores), pins=False,
-            )  # fmt: skip
-            try:
-                for _ in range(ahead):
-                    fetched_or_raise(next(loader))
-                begun = time.perf_counter()
-                for _ in range(num_batches):
-                    fetched_or_raise(next(loader))
-                return time.perf_counter() - begun
-            finally:
-                loader.close()
+                data, batches_of(epoch, epochs, len(data)), seed=SEED, training=True, num_workers=len(cores), pins=False
+            )
+            for loaded in loader:
+                fetched_or_raise(loaded)
+            loader.close()
+            return _own_and_ended_s() - begun
 
-    return Side(name, run, epochs * len(data), cores=len(cores), watches_load=False)
+    return Side(name, run, epochs * len(data))
 
 
-def batches_of(epoch: int, count: int) -> Iterator[list[Key]]:
-    """Keys of an epoch in the order of samples."""
-    for first in range(0, count, BATCH):
-        yield [Key(epoch, sample) for sample in range(first, min(count, first + BATCH))]
+def batches_of(epoch: int, epochs: int, count: int) -> Iterator[list[Key]]:
+    """Keys of the `epochs` epochs of repetition `epoch`, in the order of samples."""
+    for number, first in itertools.product(range(epoch * epochs, (epoch + 1) * epochs), range(0, count, BATCH)):
+        yield [Key(number, sample) for sample in range(first, min(count, first + BATCH))]
 
 
 @contextmanager
@@ -127,5 +119,11 @@ def on_cores(cores: Sequence[int] | set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _tell_nobody(sample: int) -> None:
+def _own_and_ended_s() -> float:
+    """Processor time so far: of this process, and of those it started that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _tell_nobody(_: int) -> None:
     """Nobody watches this process."""

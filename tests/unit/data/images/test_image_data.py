@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from crossbow_py.data.datasets import check_data, input_shape, split_validation, take
+from crossbow_py.data.images import image_data
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
@@ -191,3 +192,19 @@ def test_data_that_shrinks_crops_from_the_smaller_image(files: ImageFiles) -> No
     # The centre comes from the same pixels: the smaller image has the short side that evaluation resizes to.
     centres = [fetch(each, keys_of(6), training=False).inputs for each in (data, data_of(files))]
     assert torch.equal(*centres)
+
+
+def test_batch_made_in_a_worker_process_is_shared_and_the_same(
+    files: ImageFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = data_of(files)
+    for training in (True, False):
+        expected = fetch(data, keys_of(3, 0, 8), training)
+        with monkeypatch.context() as patch:
+            patch.setattr(image_data, "get_worker_info", lambda: "a worker")
+            made = fetch(data, keys_of(3, 0, 8), training)
+            assert len(fetch(data, [], training).inputs) == 0
+        assert made.inputs.is_shared()
+        assert not expected.inputs.is_shared()
+        assert made.inputs.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(made.inputs, expected.inputs)
