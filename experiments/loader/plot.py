@@ -45,7 +45,9 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
             axes.plot(rates, [place] * len(rates), "k.", markersize=3, alpha=0.5)
         axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axes.invert_yaxis()
-        axes.set(xlabel="images/s a core", xlim=(0, None), title=f"{name}: crops of {result['size']} x {result['size']}")
+        axes.set(
+            xlabel="images/s a core", xlim=(0, None), title=f"{name}: crops of {result['size']} x {result['size']}"
+        )
         axes.grid(alpha=0.3, axis="x")
     return figure
 
