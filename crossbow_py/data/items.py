@@ -32,7 +32,15 @@ class ItemData(StreamedData):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def fetch(self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+    def fetch(
+        self,
+        keys: Sequence[Key],
+        *,
+        seed: int,
+        training: bool,
+        on_sample: Callable[[int], None],
+        out: Tensor | None = None,
+    ) -> Fetched:
         """See `StreamedData.fetch`. Raises UserError for items that cannot be stacked into two tensors."""
         items, bad = [], []
         for key in keys:

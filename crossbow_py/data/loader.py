@@ -7,6 +7,7 @@ every worker notes what it is working on, so that its death can be laid to a sam
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from crossbow_py.data.host_randomness import kept_generators
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
-from crossbow_py.data.worker_processes import kept_child_handler, leave_signals_to_the_run, start_method
+from crossbow_py.data.worker_processes import kept_child_handler, leave_signals_to_the_run, shared_images, start_method
 from crossbow_py.errors import DataError, UserError
 
 # Batches a worker may have finished or in hand; a worker's share of host memory is that many.
@@ -29,20 +30,33 @@ _PID, _SAMPLE, _SINCE_NS, _COLUMNS = 0, 1, 2, 3
 
 
 class Loaded(NamedTuple):
-    """A batch, and how long one process worked on it in seconds; or why it cannot be made, in words for the user."""
+    """A batch, and how long one process worked on it in seconds; or why it cannot be made, in words for the user.
+
+    With a `slot` the inputs were left there, `num_inputs` of them, and are not in `fetched`.
+    """
 
     fetched: Fetched | None
     seconds: float
     refusal: str = ""
+    slot: int | None = None
+    num_inputs: int = 0
+
+
+class _Order(NamedTuple):
+    """A batch to be made, and the slot for its inputs."""
+
+    keys: list[Key]
+    slot: int
 
 
 class _Workshop:
-    """What a worker process is given. Items are lists of keys: one for every batch."""
+    """What a worker process is given. Items are orders: one for every batch."""
 
-    def __init__(self, data: StreamedData, seed: int, training: bool, notes: Tensor) -> None:
-        self._data, self._seed, self._training, self._notes = data, seed, training, notes
+    def __init__(self, data: StreamedData, seed: int, training: bool, notes: Tensor, slots: Tensor | None) -> None:
+        self._data, self._seed, self._training = data, seed, training
+        self._notes, self._slots = notes, slots
 
-    def __getitems__(self, keys: list[Key]) -> Loaded:
+    def __getitems__(self, order: _Order) -> Loaded:
         worker = get_worker_info()
         own = self._notes[0 if worker is None else worker.id].numpy()
 
@@ -52,12 +66,18 @@ class _Workshop:
         begun = time.perf_counter()
         own[_PID], own[_SINCE_NS] = os.getpid(), time.monotonic_ns()
         try:
-            fetched = self._data.fetch(keys, seed=self._seed, training=self._training, on_sample=on_sample)
+            out = None if self._slots is None else self._slots[order.slot]
+            fetched = self._data.fetch(
+                order.keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out
+            )
         except UserError as error:
             return Loaded(None, 0.0, str(error))
         finally:
             own[_SINCE_NS] = 0
-        return Loaded(fetched, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        if out is None:
+            return Loaded(fetched, seconds)
+        return Loaded(fetched._replace(inputs=torch.empty(0)), seconds, "", order.slot, len(fetched.inputs))
 
 
 class Loader:
@@ -66,6 +86,7 @@ class Loader:
     Args:
         data: what is loaded.
         batches: the keys of one batch after another; may have no end.
+        batch_size: no batch is larger.
         seed: of everything random.
         training: see `StreamedData.fetch`.
         num_workers: processes; 0 loads in the caller, when asked.
@@ -77,17 +98,23 @@ class Loader:
         data: StreamedData,
         batches: Iterable[list[Key]],
         *,
+        batch_size: int,
         seed: int,
         training: bool,
         num_workers: int,
         pins: bool,
     ) -> None:
-        self._data, self.num_workers = data, num_workers
+        self._data, self.num_workers, self._pins = data, num_workers, pins
+        # What the workers have in hand, and the batch that was given last.
+        num_slots = BATCHES_A_WORKER * num_workers + 2
+        shape = data.image_shape if num_workers else None
+        self._slots = None if shape is None else shared_images(num_slots, batch_size, shape)
+        orders = map(_Order, batches, itertools.cycle(range(num_slots)))
         self._notes = torch.zeros(max(1, num_workers), _COLUMNS, dtype=torch.int64)
         self._notes.share_memory_()  # type: ignore[no-untyped-call]
         loader: DataLoader[Any] = DataLoader(
-            _Workshop(data, seed, training, self._notes),  # type: ignore[arg-type]  # has no use for single items
-            batch_sampler=batches,
+            _Workshop(data, seed, training, self._notes, self._slots),  # type: ignore[arg-type]  # no single items
+            batch_sampler=orders,  # type: ignore[arg-type]  # what it gives is the workshop's affair
             num_workers=num_workers,
             collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes
             pin_memory=pins,
@@ -115,10 +142,20 @@ class Loader:
             with kept_generators():
                 return next(self._batches)
         try:
-            return next(self._batches)
+            return self._taken(next(self._batches))
         except RuntimeError:
             self.check()
             raise
+
+    def _taken(self, loaded: Loaded) -> Loaded:
+        """With the inputs copied out of their slot, which another worker gets next time."""
+        if loaded.slot is None or loaded.fetched is None:
+            return loaded
+        assert self._slots is not None, "a slot is of some"
+        inputs = self._slots[loaded.slot, : loaded.num_inputs]
+        return loaded._replace(
+            fetched=loaded.fetched._replace(inputs=inputs.pin_memory() if self._pins else inputs.clone())
+        )
 
     def check(self) -> None:
         """Raises DataError when a worker is dead or has been longer over one batch than `data.timeout_s`."""

@@ -51,10 +51,12 @@ class StreamedData(ABC):
         max_bad: how many different samples may turn out bad before training stops.
         timeout_s: a worker that is longer over one batch hangs.
         remedy: what the user may do about a bad sample, as the end of a sentence.
+        image_shape: (C, H, W) of inputs that are uint8 images, all of one size; None for other inputs.
     """
 
     max_bad: int = 0
     remedy: str = "mend the data set"
+    image_shape: tuple[int, int, int] | None = None
     timeout_s: float = 120.0
 
     @abstractmethod
@@ -62,7 +64,15 @@ class StreamedData(ABC):
         """N, the number of samples."""
 
     @abstractmethod
-    def fetch(self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+    def fetch(
+        self,
+        keys: Sequence[Key],
+        *,
+        seed: int,
+        training: bool,
+        on_sample: Callable[[int], None],
+        out: Tensor | None = None,
+    ) -> Fetched:
         """The batch of these samples; called in worker processes, or in the caller's when there are none.
 
         Args:
@@ -70,6 +80,8 @@ class StreamedData(ABC):
             seed: of everything random.
             training: augment, and put another sample in a bad one's place, so that there are B of them; otherwise
                 nothing is random and bad samples are left out.
+            out: uint8 [at least B, *image_shape], channels last, to write the inputs into, from the first place on.
+                Never given without an `image_shape`.
             on_sample: told the sample before it is worked on, so that a worker's death can be laid to something.
 
         A sample that cannot be made is no exception: it is listed in `bad`.

@@ -199,10 +199,11 @@ class StreamingFeed(Feed):
         self._shelf.lay(start, self._stage(start, next(loader)))
 
     def _new_loader(self, batches: Iterable[list[Key]], num_workers: int, training: bool) -> Loader:
-        pins = self._copies is not None
+        pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
         return Loader(
-            self._data, batches, seed=self._seed, training=training, num_workers=num_workers, pins=pins
-        )
+            self._data, batches, batch_size=largest, seed=self._seed, training=training, num_workers=num_workers,
+            pins=pins,
+        )  # fmt: skip
 
     def _keys(self, start: int) -> list[Key]:
         runs = segments(start, self.batch_size, self.num_samples)

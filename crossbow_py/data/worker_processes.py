@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Iterator
+
+import torch
+from torch import Tensor
 
 
 def start_method() -> str | None:
@@ -19,6 +23,20 @@ def leave_signals_to_the_run(_: int) -> None:
     """For `worker_init_fn`: Ctrl-C goes to every process of a terminal, and the run ends its workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def shared_images(count: int, batch_size: int, shape: tuple[int, int, int]) -> Tensor | None:
+    """uint8 [count, batch_size, C, H, W], images channels last, which forked processes share; None where none fork.
+
+    It is anonymous memory: /dev/shm, of which containers have little, has no part in it. Pages are faulted in once,
+    where every batch of its own would have new ones (measured: 8 to 13 ms for 4.8 MB, against 0.2 ms in one process).
+    """
+    if start_method() is None:
+        return None
+    channels, height, width = shape
+    memory = mmap.mmap(-1, count * batch_size * channels * height * width)
+    values = torch.frombuffer(memory, dtype=torch.uint8)
+    return values.view(count, batch_size, height, width, channels).permute(0, 1, 4, 2, 3)
 
 
 @contextlib.contextmanager

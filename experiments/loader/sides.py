@@ -89,8 +89,9 @@ def worker_side(name: str, data: ImageFolderData, epochs: int) -> Side:
         with on_cores(cores):
             begun = _own_and_ended_s()
             loader = Loader(
-                data, batches_of(epoch, epochs, len(data)), seed=SEED, training=True, num_workers=len(cores), pins=False
-            )
+                data, batches_of(epoch, epochs, len(data)), batch_size=BATCH, seed=SEED, training=True,
+                num_workers=len(cores), pins=False,
+            )  # fmt: skip
             for loaded in loader:
                 fetched_or_raise(loaded)
             loader.close()

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 from crossbow_py.data.images.cache import ImageCache
 from crossbow_py.data.images.crops import random_resized_box
@@ -74,6 +73,11 @@ class ImageFolderData(StreamedData):
         """Whether there is a cache to read from."""
         return self._cache is not None
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:  # type: ignore[override]
+        """See `StreamedData`."""
+        return 3, self.size, self.size
+
     def __len__(self) -> int:
         return len(self.files) if self._ids is None else len(self._ids)
 
@@ -98,13 +102,21 @@ class ImageFolderData(StreamedData):
         centre_cropped(pixels, self.resize, image)
         return image[0], self._label(sample)
 
-    def fetch(self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+    def fetch(
+        self,
+        keys: Sequence[Key],
+        *,
+        seed: int,
+        training: bool,
+        on_sample: Callable[[int], None],
+        out: Tensor | None = None,
+    ) -> Fetched:
         """See `StreamedData.fetch`.
 
         While training the next image in the order of files that can be read takes a bad one's place, cropped by the bad
         one's numbers. Where more than `max_bad` follow each other, training must end, and the place stays black.
         """
-        inputs, targets = _slots(len(keys), self.size), list[int]()
+        inputs, targets = _slots(len(keys), self.size) if out is None else out, list[int]()
         bad: dict[int, BadSample] = {}
         attempts = self.max_bad + 1 if training else 1
         for key in keys:
@@ -168,10 +180,5 @@ def _tell_nobody(sample: int) -> None:
 
 
 def _slots(count: int, size: int) -> Tensor:
-    """uint8 [count, 3, size, size], channels last; in a worker process in shared memory, to be sent without a copy."""
-    shape, pixels = (count, 3, size, size), size * size
-    if get_worker_info() is None or not count:
-        return torch.empty(shape, dtype=torch.uint8, memory_format=torch.channels_last)
-    # As torch's own collate function does. The pages are new in every batch, so each byte saved is one not faulted in.
-    storage = torch.UntypedStorage._new_shared(3 * count * pixels, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape, (3 * pixels, 1, 3 * size, 3))
+    """uint8 [count, 3, size, size], channels last."""
+    return torch.empty((count, 3, size, size), dtype=torch.uint8, memory_format=torch.channels_last)

@@ -27,7 +27,9 @@ N, SEED = 23, 7
 
 
 class Images(StreamedData):
-    """Image i is filled with i, but for its left column, which holds 100; random draws and wishes on top."""
+    """Image i is filled with i and the epoch, but for its left column, which holds 100 and the epoch."""
+
+    image_shape = (3, 2, 4)
 
     def __init__(self, bad: Sequence[int] = (), max_bad: int = 0, slow: dict[int, float] | None = None) -> None:
         self.bad, self.max_bad, self.slow = set(bad), max_bad, slow or {}
@@ -41,7 +43,15 @@ class Images(StreamedData):
         image[..., 0] = 100
         return image, index
 
-    def fetch(self, keys: Sequence[Key], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+    def fetch(
+        self,
+        keys: Sequence[Key],
+        *,
+        seed: int,
+        training: bool,
+        on_sample: Callable[[int], None],
+        out: torch.Tensor | None = None,
+    ) -> Fetched:
         images, targets, bad = [], [], []
         for key in keys:
             on_sample(key.sample)
@@ -55,11 +65,10 @@ class Images(StreamedData):
             image, target = self[sample]
             images.append(image + (key.epoch if training else 0))
             targets.append(target)
-        return Fetched(
-            torch.stack(images) if images else torch.empty(0, 3, 2, 4, dtype=torch.uint8),
-            torch.tensor(targets),
-            tuple(bad),
-        )
+        inputs = torch.stack(images) if images else torch.empty(0, 3, 2, 4, dtype=torch.uint8)
+        if out is not None:
+            inputs = out[: len(images)].copy_(inputs)
+        return Fetched(inputs, torch.tensor(targets), tuple(bad))
 
     def name_of(self, sample: int) -> str:
         return f"image {sample}"

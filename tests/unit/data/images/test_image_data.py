@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from crossbow_py.data.datasets import check_data, input_shape, split_validation, take
-from crossbow_py.data.images import image_data
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
@@ -194,17 +193,11 @@ def test_data_that_shrinks_crops_from_the_smaller_image(files: ImageFiles) -> No
     assert torch.equal(*centres)
 
 
-def test_batch_made_in_a_worker_process_is_shared_and_the_same(
-    files: ImageFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_is_written_where_it_is_asked_for(files: ImageFiles) -> None:
     data = data_of(files)
     for training in (True, False):
         expected = fetch(data, keys_of(3, 0, 8), training)
-        with monkeypatch.context() as patch:
-            patch.setattr(image_data, "get_worker_info", lambda: "a worker")
-            made = fetch(data, keys_of(3, 0, 8), training)
-            assert len(fetch(data, [], training).inputs) == 0
-        assert made.inputs.is_shared()
-        assert not expected.inputs.is_shared()
-        assert made.inputs.is_contiguous(memory_format=torch.channels_last)
-        assert torch.equal(made.inputs, expected.inputs)
+        out = torch.full((5, *data.image_shape), 7, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+        made = data.fetch(keys_of(3, 0, 8), seed=3, training=training, on_sample=lambda _: None, out=out)
+        assert torch.equal(made.inputs, expected.inputs) and made.inputs.data_ptr() == out.data_ptr()
+        assert (out[3:] == 7).all()
