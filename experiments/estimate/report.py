@@ -12,7 +12,7 @@ Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 _NONE = "–"
-_MIB = 2**20
+_KIB, _MIB = 2**10, 2**20
 
 
 def result_text(result: Result) -> str:
@@ -24,12 +24,12 @@ def result_text(result: Result) -> str:
 def errors_table(result: Result) -> str:
     """A row a model: how far the estimates are from the truth, over all learners and limits."""
     header = ["over all K and limits", "parameters", "a sample, MiB", "cells", "exact", "above", "most above",
-              "most below", "most below, %", "bytes, predicted ÷ true"]  # fmt: skip
+              "most below", "most below, %", "predicted − true, KiB"]  # fmt: skip
     rows = []
     for entry in result["models"]:
         cells = cells_of(result, entry["model"])
         errors = [cell["estimated"] - cell["true"] for cell in cells]
-        ratios = [cell["predicted_bytes"] / cell["true_bytes"] for cell in cells if cell["true_bytes"]]
+        over = [(cell["predicted_bytes"] - cell["true_bytes"]) / _KIB for cell in cells if cell["true_bytes"]]
         rows.append([
             entry["model"],
             f"{entry['num_values']:,}",
@@ -40,7 +40,7 @@ def errors_table(result: Result) -> str:
             f"{max(0, *errors)}",
             f"{max(0, *(-error for error in errors))}",
             f"{100 * max(map(shortfall, cells)):.2f}",
-            f"{min(ratios):.5f} to {max(ratios):.5f}" if ratios else _NONE,
+            f"{min(over):,.1f} to {max(over):,.1f}" if over else _NONE,
         ])  # fmt: skip
     return markdown_table(header, rows)
 
@@ -105,7 +105,8 @@ def notes(result: Result) -> str:
     above = sum(cell["estimated"] > cell["true"] for cell in cells)
     sentences = [
         f"- {len(cells)} largest batch sizes: {sum(cell['estimated'] == cell['true'] for cell in cells)} estimates are "
-        f"exact, {above} are above the truth; the furthest below is {100 * max(map(shortfall, cells)):.2f} %."
+        f"exact, {above} are above the truth; the furthest below is {100 * max(map(shortfall, cells)):.2f} %. In "
+        f"{sum(not cell['true'] for cell in cells)} cases nothing fits."
     ]
     if result["command"]:
         seconds, busy_s = result["command"]["seconds"], median(result["command"]["processor_seconds"])
