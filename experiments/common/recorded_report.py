@@ -1,0 +1,59 @@
+"""Tables of recorded runs, built from a results object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import mean
+from typing import Any
+
+from experiments.common.markdown import markdown_table
+
+_NONE = "–"
+
+Result = Mapping[str, Any]
+
+
+def summary_table(result: Result, target_accuracy: float) -> str:
+    """A row per seed, and their mean when there are several; with what the data cost where workers loaded them."""
+    runs = result["runs"]
+    header = ["seed", "K", "b", "precision", "executor", "epochs", "test accuracy", "best",
+              f"epochs to {target_accuracy}", f"minutes to {target_accuracy}", "minutes of training",
+              "images/s"]  # fmt: skip
+    rows = [_summary_row(run, target_accuracy) for run in runs]
+    if any(run["summary"].get("num_workers") is not None for run in runs):
+        header = [*header, "workers", "waiting for data"]
+        rows = [[*row, *_data_cells(run)] for row, run in zip(rows, runs, strict=True)]
+    if len(rows) > 1:
+        final, best = (mean(run["summary"][key] for run in runs) for key in ("test_accuracy", "best_test_accuracy"))
+        rows.append(["mean", *[""] * 5, f"{final:.4f}", f"{best:.4f}", *[""] * (len(header) - 8)])
+    return markdown_table(header, rows)
+
+
+def _summary_row(run: Mapping[str, Any], target_accuracy: float) -> list[str]:
+    summary, reached = run["summary"], first_at_target(run, target_accuracy)
+    return [
+        str(summary["seed"]),
+        str(summary["num_learners"]),
+        str(summary["batch_size"]),
+        summary["precision"],
+        summary["executor"],
+        f"{summary['epochs']:.4g}",
+        f"{summary['test_accuracy']:.4f}",
+        f"{summary['best_test_accuracy']:.4f}",
+        _NONE if reached is None else str(reached["epoch"]),
+        _NONE if reached is None else f"{reached['elapsed_s'] / 60:.1f}",
+        f"{summary['train_time_s'] / 60:.1f}",
+        f"{summary['images_per_s']:,.0f}",
+    ]
+
+
+def _data_cells(run: Mapping[str, Any]) -> list[str]:
+    """Of a run whose data lived on the device, and of records older than these numbers, nothing is known."""
+    num_workers, wait_share = (run["summary"].get(key) for key in ("num_workers", "data_wait_share"))
+    return [_NONE if num_workers is None else str(num_workers), _NONE if wait_share is None else f"{wait_share:.1%}"]
+
+
+def first_at_target(run: Mapping[str, Any], target_accuracy: float) -> Mapping[str, Any] | None:
+    """The record of the first epoch that reached the target; None when none did."""
+    reached = (record for record in run["epochs"] if (record["test_accuracy"] or 0.0) >= target_accuracy)
+    return next(reached, None)

@@ -1,0 +1,23 @@
+"""Draws curve.png: test accuracy and training loss of every run in results/, against samples seen and epochs.
+
+python experiments/flowers/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.recorded_plot import save_curve
+from experiments.flowers.run import RUNS
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    return save_curve(RUNS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
