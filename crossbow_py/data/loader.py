@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from crossbow_py.data.host_randomness import kept_generators
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
-from crossbow_py.data.worker_processes import kept_child_handler, leave_signals_to_the_run, shared_images, start_method
+from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, shared_images, start_method
 from crossbow_py.errors import DataError, UserError
 
 # Batches a worker may have finished or in hand; a worker's share of host memory is that many.
@@ -112,19 +112,19 @@ class Loader:
         orders = map(_Order, batches, itertools.cycle(range(num_slots)))
         self._notes = torch.zeros(max(1, num_workers), _COLUMNS, dtype=torch.int64)
         self._notes.share_memory_()  # type: ignore[no-untyped-call]
-        loader: DataLoader[Any] = DataLoader(
-            _Workshop(data, seed, training, self._notes, self._slots),  # type: ignore[arg-type]  # no single items
-            batch_sampler=orders,  # type: ignore[arg-type]  # what it gives is the workshop's affair
-            num_workers=num_workers,
-            collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes
-            pin_memory=pins,
-            prefetch_factor=BATCHES_A_WORKER if num_workers else None,
-            multiprocessing_context=start_method() if num_workers else None,
-            worker_init_fn=leave_signals_to_the_run,
-            generator=torch.Generator(),  # or it would draw from torch's own
-        )
         before = set(multiprocessing.active_children())
-        with kept_child_handler():
+        with quiet_start():
+            loader: DataLoader[Any] = DataLoader(
+                _Workshop(data, seed, training, self._notes, self._slots),  # type: ignore[arg-type]  # no single items
+                batch_sampler=orders,  # type: ignore[arg-type]  # what it gives is the workshop's affair
+                num_workers=num_workers,
+                collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes
+                pin_memory=pins,
+                prefetch_factor=BATCHES_A_WORKER if num_workers else None,
+                multiprocessing_context=start_method() if num_workers else None,
+                worker_init_fn=leave_signals_to_the_run,
+                generator=torch.Generator(),  # or it would draw from torch's own
+            )
             self._batches: Iterator[Loaded] = iter(loader)
         self._processes = [child for child in multiprocessing.active_children() if child not in before]
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -40,13 +41,15 @@ def shared_images(count: int, batch_size: int, shape: tuple[int, int, int]) -> T
 
 
 @contextlib.contextmanager
-def kept_child_handler() -> Iterator[None]:
-    """Around the start of a DataLoader, which would have workers' deaths raise out of whatever the main thread does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
+def quiet_start() -> Iterator[None]:
+    """Around the making of a DataLoader: no warnings, and no worker's death raised out of whatever the main thread does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns, twice, of more workers than cores, which was asked for
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGCHLD)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGCHLD, before)

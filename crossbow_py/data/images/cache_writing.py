@@ -26,7 +26,7 @@ from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.worker_processes import kept_child_handler, leave_signals_to_the_run, start_method
+from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, start_method
 from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
 
@@ -168,17 +168,17 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
     chunks = _Chunks(files, short_side)
     workers = min(_usable_cores(), len(chunks))
     workers = workers if workers > 1 else 0
-    loader: DataLoader[Any] = DataLoader(
-        chunks,  # type: ignore[arg-type]  # typed narrower than it works
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        timeout=timeout_s if workers else 0,
-        multiprocessing_context=start_method() if workers else None,
-        worker_init_fn=leave_signals_to_the_run,
-        generator=Generator(),  # or it would draw from torch's own
-    )
-    with kept_child_handler():
+    with quiet_start():
+        loader: DataLoader[Any] = DataLoader(
+            chunks,  # type: ignore[arg-type]  # typed narrower than it works
+            batch_size=None,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            timeout=timeout_s if workers else 0,
+            multiprocessing_context=start_method() if workers else None,
+            worker_init_fn=leave_signals_to_the_run,
+            generator=Generator(),  # or it would draw from torch's own
+        )
         return iter(loader)
 
 
