@@ -42,7 +42,7 @@ def shared_images(count: int, batch_size: int, shape: tuple[int, int, int]) -> T
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Around the making of a DataLoader: no warnings, and no worker's death raised out of whatever the main thread does."""
+    """Around the making of a DataLoader: no warnings, and no worker's death raised out of what the main thread does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns, twice, of more workers than cores, which was asked for
         if threading.current_thread() is not threading.main_thread():
