@@ -22,6 +22,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
 from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.errors import BadSampleError, DataError, UserError
+from crossbow_py.sizing.memory import staged_batches
 
 N, SEED = 23, 7
 
@@ -216,6 +217,7 @@ def test_shelf_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
         time.sleep(0.01)
     time.sleep(0.1)
     assert sorted(feed._shelf.starts()) == [64, 68, 72, 76, 80, 84]
+    assert staged_batches(2) == 6  # what an estimate counts
 
 
 @pytest.mark.parametrize("workers", [0, 2])
