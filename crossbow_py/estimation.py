@@ -20,10 +20,10 @@ from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.precision import BF16, Precision, choose_device, choose_precision
 from crossbow_py.errors import UserError
+from crossbow_py.host import Host, read_host
 from crossbow_py.measuring import reserved_bytes, with_learners, within
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.sizing.bound import free_bytes
-from crossbow_py.sizing.host import Host, read_host
 from crossbow_py.sizing.job import Job, Sample
 from crossbow_py.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, LearnerModel
 from crossbow_py.sizing.probes import estimate_learner

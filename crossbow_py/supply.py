@@ -8,7 +8,7 @@ import torch
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.streaming import StreamingFeed
-from crossbow_py.sizing.host import Host, read_host
+from crossbow_py.host import Host, read_host
 from crossbow_py.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
 
 WINDOW_S = 2.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.sizing.host import read_host
+from crossbow_py.host import read_host
 from crossbow_py.sizing.job import Job, Sample, model_sizes
 from crossbow_py.sizing.memory import Activations, LearnerModel, Line
 from crossbow_py.user_cache import Remembered

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from crossbow_py.sizing.host import Host
+from crossbow_py.host import Host
 
 BATCHES_A_WORKER = 3  # one that is made, and two that are ready: what torch's DataLoader keeps ahead
 _HOST_SHARE = 0.5  # of its free memory: the rest is for the page cache, without which every file is read from disk

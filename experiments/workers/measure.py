@@ -12,7 +12,7 @@ from typing import Any
 
 from crossbow_py.data.loader import BATCHES_A_WORKER
 from crossbow_py.data.streamed import Key
-from crossbow_py.sizing.host import Host, read_host
+from crossbow_py.host import Host, read_host
 from crossbow_py.sizing.workers import Loading, recommend
 from experiments.common.streamed_runs import (
     SIZE,

@@ -27,6 +27,7 @@ from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, start_method
+from crossbow_py.host import read_host
 from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
 
@@ -166,7 +167,7 @@ class _Chunks:
 def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[list[Pixels | None]]:
     """Chunk after chunk, in order, by a worker process a core; NumPy arrays, which need no room in /dev/shm."""
     chunks = _Chunks(files, short_side)
-    workers = min(_usable_cores(), len(chunks))
+    workers = min(read_host().cores, len(chunks))
     workers = workers if workers > 1 else 0
     with quiet_start():
         loader: DataLoader[Any] = DataLoader(
@@ -184,10 +185,6 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
 
 def _as_it_is(chunk: Any) -> Any:
     return chunk
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

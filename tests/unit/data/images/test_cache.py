@@ -23,6 +23,7 @@ from crossbow_py.data.images.decoding import decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles, scan_part
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.streamed import Key
+from crossbow_py.host import Host
 from tests.unit.data.images.pictures import truncate, write_part
 
 SHORT = 36  # some images of 40 x 32, 40 x 40 and 40 x 48 are made smaller, some not
@@ -35,7 +36,7 @@ def files(tmp_path: Path) -> ImageFiles:
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_writing, "_usable_cores", lambda: 1)
+    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(1, 0, None))
 
 
 def fill(files: ImageFiles, folder: Path, short_side: int = SHORT) -> Opened:
@@ -95,7 +96,7 @@ def test_batches_with_and_without_a_cache_are_the_same(files: ImageFiles, tmp_pa
 def test_cache_is_filled_alike_by_worker_processes(
     files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_writing, "_usable_cores", lambda: 2)
+    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(2, 0, None))
     monkeypatch.setattr(cache_writing, "_CHUNK", 2)
     assert same_pixels(filled(files, tmp_path / "caches"), files)
 
@@ -103,7 +104,7 @@ def test_cache_is_filled_alike_by_worker_processes(
 def test_worker_that_dies_is_no_reason_to_stop(
     files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_writing, "_usable_cores", lambda: 2)
+    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(2, 0, None))
     monkeypatch.setattr(cache_writing, "_CHUNK", 2)
     monkeypatch.setattr(cache_writing, "decode", lambda path: os._exit(1))
     opened = fill(files, tmp_path / "caches")
@@ -249,7 +250,7 @@ def test_disk_without_room_is_found_before_anything_is_written(
     assert opened.cache is None
     assert "it would take about 0.0 MiB, and 0.0 MiB are free. Images are decoded" in opened.notes[0]
     monkeypatch.undo()
-    monkeypatch.setattr(cache_writing, "_usable_cores", lambda: 1)
+    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(1, 0, None))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**30, 2**30, needed))
     assert fill(files, tmp_path / "caches").cache is not None
 
