@@ -261,7 +261,7 @@ def _evaluation_feed(
 ) -> Feed | None:
     if source is None:
         return None
-    feed = _feed(source, 1, None, data, settings, choices)
+    feed = _feed(source, 1, None, data, settings, choices, training=False)
     probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what)
     return feed
 
@@ -273,6 +273,7 @@ def _feed(
     data: DataSets,
     settings: RunSettings,
     choices: Choices,
+    training: bool = True,
 ) -> Feed:
     return make_feed(
         source,
@@ -285,7 +286,7 @@ def _feed(
         settings.channels_last,
         choices.precision.compute,
         kernels=choices.device.type == "cuda" and _no_batch_kernels(choices) is None,
-        num_workers=first_workers(settings.num_workers, choices.device),
+        num_workers=first_workers(settings.num_workers, choices.device, training),
     )
 
 

@@ -23,10 +23,14 @@ class DataError(CrossbowError):
     """Batches cannot be made, and the run stops for it: one sentence, with the sample that was being worked on."""
 
 
-class BadSampleError(DataError, UserError):
-    """More samples cannot be read than are allowed to; names one of them."""
+class BadDataError(DataError, UserError):
+    """What the data set gives makes no batch, such as items of different shapes."""
 
     exit_code = 2
+
+
+class BadSampleError(BadDataError):
+    """More samples cannot be read than are allowed to; names one of them."""
 
 
 class NonFiniteError(CrossbowError):

@@ -18,10 +18,12 @@ WINDOW_S = 2.0
 _FIRST_ON_CUDA, _FIRST_ON_CPU = 8, 1
 
 
-def first_workers(asked: int | Literal["auto"], device: torch.device) -> int:
-    """With how many a run begins."""
+def first_workers(asked: int | Literal["auto"], device: torch.device, training: bool = True) -> int:
+    """With how many a run begins; in evaluation no learner needs the cores of a CPU."""
     if asked != "auto":
         return asked
+    if not training:
+        return min(_FIRST_ON_CUDA, read_host().cores)
     return min(_FIRST_ON_CUDA, max(1, read_host().cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
 
 
@@ -45,13 +47,17 @@ class WorkerSupply:
     """
 
     def __init__(self, feed: StreamingFeed, host: Host, window_s: float = WINDOW_S) -> None:
-        loading = Loading(feed.sample_bytes)
+        loading = Loading(feed.sample_bytes, through_shared=feed.through_shared)
         limit = recommend(feed.batch_size, loading, host).num_workers
         self.tuning, self.state = WorkerTuning(limit), WorkerState(min(feed.num_workers, limit))
         self._feed, self._window_s = feed, window_s
         self._begun: _Mark | None = None
         self._at_limit = False
         feed.use_workers(self.state.num_workers)
+
+    def start(self) -> None:
+        """Training begins, or goes on, on a clock of its own."""
+        self._begun = None
 
     def after_round(self, elapsed_s: float, waited_s: float, num_batches: int) -> str:
         """Look when a window is over, and follow the rule. Called between rounds.

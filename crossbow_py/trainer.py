@@ -163,8 +163,10 @@ class Trainer:
 
     def evaluate(self) -> Evaluation:
         """Measure the current model (independent learners: their mean) on the test data. Raises UserError without."""
-        measured = self.run.evaluate("test")
-        self.run.parts.close_feeds()
+        try:
+            measured = self.run.evaluate("test")
+        finally:
+            self.run.parts.close_feeds()
         if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
         return measured[0]

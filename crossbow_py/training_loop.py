@@ -86,28 +86,46 @@ class TrainingLoop:
         for message in messages:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
+        if self.job.supply:
+            self.job.supply.start()
 
     def run(self, signals: StopSignal) -> tuple[str, str]:
         """Train until something says stop. Returns (status, reason)."""
-        state, stops, when = self.state, self.stops, self.job.checkpoints
+        try:
+            return self._train(signals)
+        except DataError:
+            if not signals.status:  # else it went to the processes that make batches too
+                raise
+            return self._stopped_by(signals)
+
+    def _train(self, signals: StopSignal) -> tuple[str, str]:
+        state, stops = self.state, self.stops
         first_round = state.round_index
         if state.last_recorded == state.samples_seen and (reason := self._target_reached()):
             return "target_reached", reason
         while True:
             if reason := self._end_epoch():
                 return "target_reached", reason
+            if state.round_index > first_round and self._checkpoint_is_due():
+                self._write_checkpoint()
             if signals.status:
-                reason = StopSignal.REASONS[signals.status]
-                self.reporter.message(f"{reason}: stopping. Ctrl-C now aborts at once, without another checkpoint.")
-                return signals.status, reason
+                return self._stopped_by(signals)
             seconds = self.meter.elapsed_s
             if reason := stops.after_round(state.samples_seen, self.num_samples, seconds, state.round_index):
                 if self.job.resumed_from and state.round_index == first_round:
                     self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
                 return "finished", reason
             self._run_round(signals)
-            if when.every_s and self.meter.elapsed_s - self._last_checkpoint_s >= when.every_s:
-                self._write_checkpoint()
+
+    def _checkpoint_is_due(self) -> bool:
+        every_s = self.job.checkpoints.every_s
+        return every_s is not None and self.meter.elapsed_s - self._last_checkpoint_s >= every_s
+
+    def _stopped_by(self, signals: StopSignal) -> tuple[str, str]:
+        assert signals.status is not None, "a signal has come"
+        reason = StopSignal.REASONS[signals.status]
+        self.reporter.message(f"{reason}: stopping. Ctrl-C now aborts at once, without another checkpoint.")
+        return signals.status, reason
 
     def _end_epoch(self) -> str | None:
         """Once all its samples are seen: close it, write its checkpoint. Returns why that ends the run, if it does."""
@@ -127,13 +145,15 @@ class TrainingLoop:
         state, schedule = self.state, self.job.schedule
         start = state.samples_seen
         bank = self.parts.bank
+        factor = schedule.factor(start, self.num_samples, self.total_samples)
+        plan = self.parts.plan(state.round_index, start, factor)
+        self._await_batches(plan.starts, signals)
+        if signals.status:
+            return
         restarts = self.parts.rule.restart_on_drop and bank.num_learners > 1
         if restarts and schedule.drops_between(state.last_round_start, start, self.num_samples):
             self._restart()
-        factor = schedule.factor(start, self.num_samples, self.total_samples)
-        plan = self.parts.plan(state.round_index, start, factor)
-        if not self._await_batches(plan.starts, signals):
-            return
+            plan = self.parts.plan(state.round_index, start, factor)  # memory may have taken learners away meanwhile
         if not self._attempt(lambda: self.executor.submit(plan)):
             return
         state.round_index, state.last_round_start = state.round_index + 1, start
@@ -152,24 +172,17 @@ class TrainingLoop:
         if self.job.tuning and (decision := self.job.tuning.after_round(images, self.meter.elapsed_s)):
             self._follow(decision)
 
-    def _await_batches(self, starts: Sequence[int], signals: StopSignal) -> bool:
-        """Block until a round's batches are there. Only time in which nothing is in flight counts as waiting for them.
+    def _await_batches(self, starts: Sequence[int], signals: StopSignal) -> None:
+        """Block until a round's batches are there, or a signal comes.
 
-        False, and there are none, when a signal ended the processes that make them. Raises DataError when they cannot
-        be made for other reasons; the round has not begun then.
+        Only time in which nothing is in flight counts as waiting for them. Raises DataError when they cannot be made;
+        the round has not begun then.
         """
         feed = self.parts.train_feed
-        if feed.announce(starts):
-            return True
-        self.executor.settle()
-        try:
+        if not feed.announce(starts):
+            self.executor.settle()
             with self.meter.waiting():
-                feed.wait(starts)
-        except DataError:
-            if not signals.status:
-                raise
-            return False
-        return True
+                feed.wait(starts, until=lambda: signals.status is not None)
 
     def _tell_notes(self) -> None:
         for note in [*self.executor.notes, *self.parts.feed_notes()]:

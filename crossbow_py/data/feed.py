@@ -7,7 +7,7 @@ and from any thread, and a resumed run needs nothing but the number of samples s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -75,8 +75,11 @@ class Feed(ABC):
         """
         return True
 
-    def wait(self, starts: Sequence[int]) -> None:
-        """Block until the announced batches are there. Raises DataError when they cannot be made."""
+    def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
+        """Block until the announced batches are there, or `until`, asked now and then, says that it is enough.
+
+        Raises DataError when they cannot be made.
+        """
 
     def take_notes(self) -> list[str]:
         """Sentences for the user that came up since the last call."""

@@ -11,7 +11,9 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -22,22 +24,30 @@ from torch.utils.data import DataLoader, get_worker_info
 from crossbow_py.data.host_randomness import kept_generators
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, shared_images, start_method
-from crossbow_py.errors import DataError, UserError
+from crossbow_py.errors import BadDataError, DataError, UserError
+from crossbow_py.targets import one_line
 
 # Batches a worker may have finished or in hand; a worker's share of host memory is that many.
 BATCHES_A_WORKER = 2
+_POLL_S = 0.5  # how often a `next` that waits looks whether workers are well
 _PID, _SAMPLE, _SINCE_NS, _COLUMNS = 0, 1, 2, 3
 
 
 class Loaded(NamedTuple):
-    """A batch, and how long one process worked on it in seconds; or why it cannot be made, in words for the user.
+    """A batch, and how long one process worked on it in seconds; or why it cannot be made.
 
-    With a `slot` the inputs were left there, `num_inputs` of them, and are not in `fetched`.
+    Attributes:
+        fetched: the batch, but for inputs that were left in a slot.
+        seconds: of one process.
+        refusal: why there is none, in words for the user.
+        failure: the traceback of what should not have happened.
+        slot: where the inputs are, `num_inputs` of them.
     """
 
     fetched: Fetched | None
     seconds: float
     refusal: str = ""
+    failure: str = ""
     slot: int | None = None
     num_inputs: int = 0
 
@@ -61,7 +71,7 @@ class _Workshop:
         own = self._notes[0 if worker is None else worker.id].numpy()
 
         def on_sample(sample: int) -> None:
-            own[_SAMPLE] = sample
+            own[_SAMPLE], own[_SINCE_NS] = sample, time.monotonic_ns()
 
         begun = time.perf_counter()
         own[_PID], own[_SINCE_NS] = os.getpid(), time.monotonic_ns()
@@ -72,12 +82,15 @@ class _Workshop:
             )
         except UserError as error:
             return Loaded(None, 0.0, str(error))
+        except Exception:  # all of it by value: what a DataLoader raises is then about its processes alone
+            return Loaded(None, 0.0, failure=traceback.format_exc())
         finally:
             own[_SINCE_NS] = 0
         seconds = time.perf_counter() - begun
         if out is None:
             return Loaded(fetched, seconds)
-        return Loaded(fetched._replace(inputs=torch.empty(0)), seconds, "", order.slot, len(fetched.inputs))
+        left = fetched._replace(inputs=torch.empty(0))
+        return Loaded(left, seconds, slot=order.slot, num_inputs=len(fetched.inputs))
 
 
 class Loader:
@@ -105,6 +118,7 @@ class Loader:
         pins: bool,
     ) -> None:
         self._data, self.num_workers, self._pins = data, num_workers, pins
+        self._stopped = threading.Event()
         # What the workers have in hand, and the batch that was given last.
         num_slots = BATCHES_A_WORKER * num_workers + 2
         shape = data.image_shape if num_workers else None
@@ -120,6 +134,7 @@ class Loader:
                 num_workers=num_workers,
                 collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes
                 pin_memory=pins,
+                timeout=_POLL_S if num_workers else 0,
                 prefetch_factor=BATCHES_A_WORKER if num_workers else None,
                 multiprocessing_context=start_method() if num_workers else None,
                 worker_init_fn=leave_signals_to_the_run,
@@ -141,11 +156,15 @@ class Loader:
         if not self.num_workers:
             with kept_generators():
                 return next(self._batches)
-        try:
-            return self._taken(next(self._batches))
-        except RuntimeError:
-            self.check()
-            raise
+        while not self._stopped.is_set():
+            begun_s = time.monotonic()
+            try:
+                return self._taken(next(self._batches))
+            except (RuntimeError, OSError) as error:
+                self.check()
+                if time.monotonic() - begun_s < _POLL_S:  # else nothing came in that time, and one goes on waiting
+                    raise DataError(f"data workers fail ({one_line(error)}); lower num_workers.") from error
+        raise StopIteration
 
     def _taken(self, loaded: Loaded) -> Loaded:
         """With the inputs copied out of their slot, which another worker gets next time."""
@@ -158,28 +177,32 @@ class Loader:
         )
 
     def check(self) -> None:
-        """Raises DataError when a worker is dead or has been longer over one batch than `data.timeout_s`."""
+        """Raises DataError when a worker is dead or has been longer over one sample than `data.timeout_s`."""
         now_ns = time.monotonic_ns()
-        for pid, sample, since_ns in self._notes.tolist():
-            process = next((one for one in self._processes if one.pid == pid), None)
-            if process is None:
-                continue
+        notes = {pid: (self._data.name_of(sample), since_ns) for pid, sample, since_ns in self._notes.tolist() if pid}
+        for process in self._processes:
+            name, since_ns = notes.get(process.pid or 0, ("no sample yet", 0))
             if not process.is_alive():
                 raise DataError(
-                    f"data worker {pid} died ({_end_of(process.exitcode)}) and was last on "
-                    f"{self._data.name_of(sample)}; look at that sample, or lower num_workers if memory ran out."
+                    f"data worker {process.pid} died ({_end_of(process.exitcode)}) and was last on {name}; look at "
+                    "that sample, or lower num_workers if memory ran out."
                 )
             if since_ns and now_ns - since_ns > self._data.timeout_s * 1e9:
                 raise DataError(
-                    f"data worker {pid} has hung for {self._data.timeout_s:g} s on {self._data.name_of(sample)}; look "
-                    "at that sample and where it is read from, or allow more by data.worker_timeout_s."
+                    f"data worker {process.pid} has hung for {self._data.timeout_s:g} s on {name}; look at that sample "
+                    f"and where it is read from{self._data.patience_remedy}."
                 )
+
+    def stop(self) -> None:
+        """Let `next` end, also one that waits; from any thread."""
+        self._stopped.set()
 
     def kill(self) -> None:
         """End the processes at once, whatever they are at, so that a blocked `next` fails. Does not raise."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 process.kill()
+                process.join(_POLL_S)
 
     def close(self) -> None:
         """End the processes; called where `next` is. Does not raise."""
@@ -197,7 +220,10 @@ def _end_of(exit_code: int | None) -> str:
 
 
 def fetched_or_raise(loaded: Loaded) -> Fetched:
-    """The batch. Raises UserError where it cannot be made."""
+    """The batch. Raises BadDataError where the data set makes none, and DataError for what should not have happened."""
+    if loaded.failure:
+        last = loaded.failure.strip().splitlines()[-1]
+        raise DataError(f"a batch could not be made ({last})") from RuntimeError(loaded.failure)
     if loaded.fetched is None:
-        raise UserError(loaded.refusal)
+        raise BadDataError(loaded.refusal)
     return loaded.fetched

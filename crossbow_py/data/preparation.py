@@ -21,6 +21,7 @@ class Preparation:
     ) -> None:
         self._normalisation, self._device = normalisation, device
         self._channels_last, self._dtype = channels_last, dtype
+        self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
 
     def __call__(self, inputs: Tensor, mirrored: Tensor | None = None) -> Tensor:
@@ -33,12 +34,21 @@ class Preparation:
         if is_image_batch(inputs):
             return self._images(inputs, mirrored)
         if is_clip_batch(inputs):
-            return (self._normalisation or IDENTITY).apply(inputs, self._dtype)
+            return self._normalised(inputs, self._normalisation or IDENTITY)
         if inputs.is_floating_point():
             normalisation = self._normalisation
-            inputs = inputs.to(self._dtype) if normalisation is None else normalisation.apply(inputs, self._dtype)
+            inputs = inputs.to(self._dtype) if normalisation is None else self._normalised(inputs, normalisation)
         last = self._channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+
+    def _normalised(self, inputs: Tensor, normalisation: Normalisation) -> Tensor:
+        """As `Normalisation.apply`, its constants copied to the device once."""
+        kind = inputs.ndim, inputs.dtype
+        if kind not in self._constants:
+            normalisation.check_channels(inputs.shape[1])
+            self._constants[kind] = normalisation.constants(inputs, self._dtype)
+        mean, std = self._constants[kind]
+        return inputs.to(mean.dtype).sub(mean).div_(std).to(self._dtype)
 
     def _images(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
         if mirrored is not None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from crossbow_py.data.loader import Loaded, Loader
-from crossbow_py.errors import DataError
 
 T = TypeVar("T")
 
 _CHECK_EVERY_S = 0.25
-_PATIENCE_S = 5.0  # with workers that are at a batch when they are stopped
+_PATIENCE_S = 2.0  # with workers that are at a batch when they are stopped
 
 
 class Shelf(Generic[T]):
@@ -60,19 +58,17 @@ class Shelf(Generic[T]):
         with self._changed:
             self._failure = None
 
-    def put(self, start: int, batch: T, stopped: threading.Event) -> bool:
-        """Put a batch; blocks while it lies beyond the horizon. False, and nothing is put, once `stopped` is set."""
+    def has_room(self, start: int, stopped: threading.Event) -> bool:
+        """Block while the batch lies beyond the horizon. False once `stopped` is set."""
         with self._changed:
             self._changed.wait_for(lambda: stopped.is_set() or start <= self._horizon)
-            if not stopped.is_set():
-                self._batches[start] = batch
-                self._changed.notify_all()
             return not stopped.is_set()
 
-    def lay(self, start: int, batch: T) -> None:
-        """Put a batch at once, where there is no producer."""
+    def put(self, start: int, batch: T) -> None:
+        """Put a batch there."""
         with self._changed:
             self._batches[start] = batch
+            self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
         """Pass on why there are no more batches."""
@@ -117,37 +113,34 @@ class Producer(Generic[T]):
         away = start - self.position
         return away % self._step == 0 and 0 <= away <= soon * self._step
 
-    def wait_for(self, start: int) -> None:
-        """Block until a batch is there. Raises DataError when a worker process is dead or hangs, or what failed."""
-        while not self._shelf.wait_for(start, _CHECK_EVERY_S):
+    def wait_for(self, start: int, until: Callable[[], bool] = lambda: False) -> None:
+        """Block until a batch is there, or `until` says so.
+
+        Raises DataError when a worker process is dead or hangs, or what the thread failed with.
+        """
+        while not self._shelf.wait_for(start, _CHECK_EVERY_S) and not until():
             self._loader.check()
 
     def stop(self) -> None:
         """End the thread and the processes; processes that do not answer are killed. Does not raise."""
         self._stopped.set()
+        self._loader.stop()
         self._shelf.wake()
-        deadline = time.monotonic() + _PATIENCE_S
-        while self._thread.is_alive():  # it waits for a worker to finish a batch
-            self._thread.join(_CHECK_EVERY_S)
-            if time.monotonic() > deadline or self._troubled():
-                self._loader.kill()
-                self._thread.join()
-
-    def _troubled(self) -> bool:
-        try:
-            self._loader.check()
-        except DataError:
-            return True
-        return False
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():  # a worker that hangs keeps a DataLoader from closing
+            self._loader.kill()
+            self._thread.join()
 
     def _run(self) -> None:
         try:
             for loaded in self._loader:
-                if not self._shelf.put(self.position, self._stage(self.position, loaded), self._stopped):
+                if not self._shelf.has_room(self.position, self._stopped):
                     return
+                self._shelf.put(self.position, self._stage(self.position, loaded))
                 self.position += self._step
         except BaseException as error:
             self._shelf.fail(error)
+            self._loader.kill()  # what keeps the error keeps the loader too, and with it its processes
         finally:
             self._loader.close()
 

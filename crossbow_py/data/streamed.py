@@ -49,7 +49,8 @@ class StreamedData(ABC):
 
     Attributes:
         max_bad: how many different samples may turn out bad before training stops.
-        timeout_s: a worker that is longer over one batch hangs.
+        timeout_s: a worker that is longer over one sample hangs.
+        patience_remedy: how the user sets `timeout_s`, as the end of a sentence; empty where he cannot.
         remedy: what the user may do about a bad sample, as the end of a sentence.
         image_shape: (C, H, W) of inputs that are uint8 images, all of one size; None for other inputs.
     """
@@ -58,6 +59,7 @@ class StreamedData(ABC):
     remedy: str = "mend the data set"
     image_shape: tuple[int, int, int] | None = None
     timeout_s: float = 120.0
+    patience_remedy: str = ""
 
     @abstractmethod
     def __len__(self) -> int:

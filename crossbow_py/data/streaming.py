@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,6 +63,7 @@ class StreamingFeed(Feed):
 
     Attributes:
         sample_bytes: of the inputs of one sample as workers hand it over; 0 before any `first_samples`.
+        through_shared: whether worker processes hand inputs over through /dev/shm.
     """
 
     STREAMS = True
@@ -80,6 +81,7 @@ class StreamingFeed(Feed):
         super().__init__(len(data), batch_size)
         self._data, self._seed, self._device = data, seed, device
         self._prepare, self.num_workers = preparation, num_workers
+        self.through_shared = data.image_shape is None
         self._orders = EpochCache(lambda epoch: epoch_order(seed, epoch, self.num_samples))
         self._mirrored = (
             EpochCache(lambda epoch: torch.from_numpy(augmentation.draw(seed, epoch, self.num_samples)[2] == 1))
@@ -95,6 +97,8 @@ class StreamingFeed(Feed):
         self._bad: dict[int, BadSample] = {}
         self._notes: list[str] = []
         self._num_loaded, self._loading_s = 0, 0.0
+        self._evaluating: Ahead[Fetched] | None = None
+        self._measuring: Feed | None = None
         self.sample_bytes = 0
 
     @property
@@ -119,17 +123,18 @@ class StreamingFeed(Feed):
         there = self._shelf.starts()
         if self.num_workers:
             following = range(last + step, horizon + step + 1, step)
-            self._produce(next(start for start in [*sorted(wanted), *following] if start not in there), horizon)
+            missing = (start for start in [*sorted(wanted), *following] if start not in there)
+            self._produce(next(missing, horizon + step), horizon)
         return wanted <= there
 
-    def wait(self, starts: Sequence[int]) -> None:
+    def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
         """See `Feed.wait`."""
         for start in sorted(set(starts)):
             if self._producer is None:
                 if self._shelf.get(start) is None:
                     self._load_here(start)
                 continue
-            self._producer.wait_for(start)
+            self._producer.wait_for(start, until)
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`."""
@@ -150,12 +155,13 @@ class StreamingFeed(Feed):
         chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
         with contextlib.closing(Ahead(loader, lambda _, loaded: self._accept(loaded))) as fetched:
+            self._evaluating = fetched  # a generator that an error's traceback keeps would not close it
             for parts in chunks:
                 yield from self._evaluation_batch([next(fetched) for _ in parts])
 
     def first_samples(self, count: int) -> Batch:
         """See `Feed.first_samples`; loaded in the caller, bad ones left out. Raises DataError when all are bad."""
-        loader = self._new_loader([[Key(0, sample)] for sample in range(self.num_samples)], 0, training=False)
+        loader = self._new_loader(([Key(0, sample)] for sample in range(self.num_samples)), 0, training=False)
         good: list[Fetched] = []
         while len(good) < min(count, self.num_samples) and (loaded := next(loader, None)) is not None:
             good += [fetched for fetched in [self._accept(loaded)] if len(fetched.targets)]
@@ -166,8 +172,10 @@ class StreamingFeed(Feed):
 
     def for_measuring(self) -> Feed:
         """See `Feed.for_measuring`: the first sample over and over."""
-        sample = self.first_samples(1)
-        return _SameBatchFeed(self.num_samples, Batch(*(each.repeat_interleave(self.batch_size, 0) for each in sample)))
+        if self._measuring is None:
+            batch = Batch(*(each.repeat_interleave(self.batch_size, 0) for each in self.first_samples(1)))
+            self._measuring = _SameBatchFeed(self.num_samples, batch)
+        return self._measuring
 
     def take_notes(self) -> list[str]:
         """See `Feed.take_notes`: the samples that were skipped."""
@@ -177,12 +185,18 @@ class StreamingFeed(Feed):
     def close(self) -> None:
         """See `Feed.close`."""
         self._stop()
+        if self._evaluating is not None:
+            self._evaluating.close()
+            self._evaluating = None
         self._shelf = Shelf()
         self._last_round = self._round = frozenset()
 
     def _produce(self, start: int, horizon: int) -> None:
         """Let the producer be on its way to `start`, the next batch that is missing, and go as far as `horizon`."""
-        if self._producer is None or not self._producer.reaches(start, soon=4 * len(self._round)):
+        producer = self._producer
+        # It may have put the batch since one looked.
+        on_its_way = producer is not None and producer.reaches(start, soon=4 * len(self._round))
+        if not on_its_way and (producer is None or self._shelf.get(start) is None):
             self._stop()
             batches = map(self._keys, itertools.count(start, self.batch_size))
             loader = self._new_loader(batches, self.num_workers, training=True)
@@ -196,7 +210,7 @@ class StreamingFeed(Feed):
 
     def _load_here(self, start: int) -> None:
         loader = self._new_loader([self._keys(start)], 0, training=True)
-        self._shelf.lay(start, self._stage(start, next(loader)))
+        self._shelf.put(start, self._stage(start, next(loader)))
 
     def _new_loader(self, batches: Iterable[list[Key]], num_workers: int, training: bool) -> Loader:
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
@@ -228,7 +242,11 @@ class StreamingFeed(Feed):
         """Which images of a batch are flipped, bool [B] on the host, drawn by sample."""
         if self._mirrored is None:
             return None
-        return torch.stack([self._mirrored(key.epoch)[key.sample] for key in self._keys(start)])
+        parts = []
+        for epoch, first, last in segments(start, self.batch_size, self.num_samples):
+            ids = torch.from_numpy(self._orders(epoch)[first:last])
+            parts.append(self._mirrored(epoch).index_select(0, ids))
+        return torch.cat(parts)
 
     def _take(self, starts: Sequence[int]) -> list[_Staged]:
         """From the shelf, made first where they were not announced. On CUDA the current stream waits for the copies."""

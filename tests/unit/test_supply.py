@@ -15,11 +15,12 @@ from crossbow_py.supply import WorkerSupply, first_workers
 HOST = Host(cores=4, memory_bytes=2**34, shared_bytes=2**30)
 
 
-def feed(num_workers: int = 1, sample_bytes: int = 1000, batch_size: int = 10) -> Any:
+def feed(num_workers: int = 1, through_shared: bool = True) -> Any:
     """What a supply sees of a streaming feed; the test says what was loaded."""
     made = SimpleNamespace(
-        batch_size=batch_size, num_workers=num_workers, sample_bytes=sample_bytes, loading_times=LoadingTimes(0, 0.0)
-    )
+        batch_size=10, num_workers=num_workers, sample_bytes=1000, through_shared=through_shared,
+        loading_times=LoadingTimes(0, 0.0),
+    )  # fmt: skip
     made.use_workers = lambda number: setattr(made, "num_workers", number)
     return made
 
@@ -94,3 +95,8 @@ def test_limit_follows_from_cores_and_memory():
     assert begun(feed(num_workers=8)).state.num_workers == 4
     small = Host(cores=16, memory_bytes=2**34, shared_bytes=100_000)
     assert begun(feed(num_workers=8), small).state.num_workers == 3  # 0.9 · 100,000 / (3 · 10 · 1000)
+
+
+def test_shared_memory_is_no_limit_for_samples_that_do_not_go_through_it():
+    small = Host(cores=16, memory_bytes=2**34, shared_bytes=100_000)
+    assert begun(feed(num_workers=8, through_shared=False), small).state.num_workers == 8

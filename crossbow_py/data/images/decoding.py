@@ -6,6 +6,7 @@ part of an image where it lies, and writes straight into its place in a batch.
 
 from __future__ import annotations
 
+import errno
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,9 @@ from crossbow_py.targets import one_line
 FORMATS = ("JPEG", "PNG", "WEBP")
 _PAPER = (255, 255, 255)
 _WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+
+# Files that may well be read another time.
+_OF_THE_MACHINE = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
 
 
 class UnreadableImage(Exception):  # noqa: N818 - a state of the file; what it means is decided by who asked
@@ -41,6 +45,7 @@ def decode(path: str | Path) -> Tensor:
     transparent is laid over white, as pictures with transparent parts are made for light pages.
 
     Raises:
+        OSError, MemoryError: the machine or its file system fails, not the image.
         UnreadableImage: missing, truncated, damaged, or in another format, whatever its name says.
     """
     try:
@@ -54,7 +59,11 @@ def decode(path: str | Path) -> Tensor:
                 return _rgb(image)
     except UnidentifiedImageError as error:
         raise UnreadableImage(str(path), "no JPEG, PNG or WebP image") from error
+    except MemoryError:
+        raise
     except OSError as error:
+        if error.errno in _OF_THE_MACHINE:
+            raise
         raise UnreadableImage(str(path), error.strerror or str(error) or type(error).__name__) from error
     except Exception as error:  # a damaged file can make the decoders raise nearly anything
         raise UnreadableImage(str(path), one_line(error)) from error

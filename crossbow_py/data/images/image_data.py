@@ -42,6 +42,7 @@ class ImageFolderData(StreamedData):
         notes: sentences for the user on how this was loaded.
     """
 
+    patience_remedy = ", or allow more by data.worker_timeout_s"
     remedy = "replace the file, or allow more of them by data.max_bad_images"
 
     def __init__(

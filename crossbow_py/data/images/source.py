@@ -39,7 +39,7 @@ class ImageFolder(SourceSettings):
     mean: tuple[float, ...] = setting(_MEAN, "of the pixels in [0, 1], one number a colour")
     std: tuple[float, ...] = setting(_STD, "standard deviation of the same", above=0)
     max_bad_images: int = setting(0, "images that cannot be read and are passed over before training stops", minimum=0)
-    worker_timeout_s: float = setting(120.0, "a data worker that is longer over one batch hangs", above=0)
+    worker_timeout_s: float = setting(120.0, "a data worker that is longer over one image hangs", above=0)
     cache: bool = setting(False, "crop from images resized to `resize`, decoded once and kept in a file")
     cache_dir: str | None = setting(None, "folder of that file; null is images in the user's cache folder")
 
