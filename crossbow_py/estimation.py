@@ -41,9 +41,14 @@ _TARGET_BYTES = 8
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Of the data set. Bytes of a sample are those on the host; `fixed_bytes` what lies on the device for good."""
+    """Of the data set.
+
+    Bytes of a sample are those on the host, where its inputs are `stored` values; `fixed_bytes` lie on the device for
+    good. `through_shared` is as of `Loading`.
+    """
 
     sample: Sample
+    stored: torch.dtype
     num_classes: int
     num_train: int | None
     resident: bool
@@ -51,6 +56,7 @@ class DataFacts:
     fixed_bytes: int
     train: Data | None
     note: str | None
+    through_shared: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def estimate(config: EstimateConfig, clock: Callable[[], float] = time.monotonic
     memory = free_bytes(device) if device is not None else parse_bytes("memory", config.memory or 0)
     held_back = _held_back(config, device, on_gpu)
     limit, measured = held_back.limit(memory), None
-    if device is not None and on_gpu:
+    if device is not None and on_gpu and limit - facts.fixed_bytes >= 1:
         measured, executor = _measured(config, make_model, facts, model, k, int(limit), device, most)
     in_turn = executor == SerialExecutor.NAME
     if measured is not None and measured.bytes:  # the model's other answers, in the measure of what was confirmed
@@ -194,8 +200,9 @@ def _data_facts(config: EstimateConfig, precision: Precision) -> DataFacts:
     count = num_samples(source.train)
     fixed = 0 if pair is None else (count + num_samples(source.test)) * (inputs.nbytes + targets.nbytes)
     return DataFacts(
-        sample, source.num_classes or 0, count, pair is not None, inputs.nbytes, fixed, source.train, note=None
-    )
+        sample, inputs.dtype, source.num_classes or 0, count, pair is not None, inputs.nbytes, fixed, source.train,
+        note=None,
+    )  # fmt: skip
 
 
 def _from_declared(config: EstimateConfig, declared: Declared, precision: Precision) -> DataFacts:
@@ -209,6 +216,7 @@ def _from_declared(config: EstimateConfig, declared: Declared, precision: Precis
         fixed = train * (torch.Size([channels, *padded]).numel() + 8 + picks) + test * (size + 8)
     return DataFacts(
         sample=Sample(declared.input_shape, precision.compute),
+        stored=torch.uint8,
         num_classes=declared.num_classes,
         num_train=declared.num_train,
         resident=declared.resident,
@@ -216,6 +224,7 @@ def _from_declared(config: EstimateConfig, declared: Declared, precision: Precis
         fixed_bytes=fixed,
         train=None,
         note=declared.note,
+        through_shared=not isinstance(config.data, ImageFolder),
     )
 
 
@@ -236,7 +245,7 @@ def _loading(
         # With a cache loading is another matter, and filling it none of an estimate.
         train = None if config.data.cache else dataclasses.replace(config.data).read(progress=False)[0]
     fetch_s = fetch_seconds(train) if train is not None and step_s is not None and as_pair(train) is None else None
-    return Loading(facts.sample_bytes, fetch_s=fetch_s, step_s=step_s)
+    return Loading(facts.sample_bytes, fetch_s=fetch_s, step_s=step_s, through_shared=facts.through_shared)
 
 
 def _measured(
@@ -259,9 +268,8 @@ def _measured(
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
             settings: RunSettings = with_learners(_run_settings(config), num_learners, batch_size, executor)
-            return reserved_bytes(
-                make_model, facts.sample.input_shape, facts.num_classes, settings, config.optimizer, config.averaging
-            )
+            stored = dataclasses.replace(facts.sample, input_dtype=facts.stored)
+            return reserved_bytes(make_model, stored, facts.num_classes, settings, config.optimizer, config.averaging)
 
         with within(limit_bytes - fixed, device):
             return largest_measured(measure, limit_bytes - fixed, first=max(1, expected // 3), most=most)

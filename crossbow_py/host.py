@@ -21,7 +21,7 @@ class Host:
     Attributes:
         cores: whole ones, at least one.
         memory_bytes: that can be taken without swapping or being killed.
-        shared_bytes: free in /dev/shm, through which workers hand batches over; None where there is none.
+        shared_bytes: free in /dev/shm, through which workers hand over what is no image; None where there is none.
     """
 
     cores: int

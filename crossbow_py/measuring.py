@@ -17,6 +17,7 @@ from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.errors import CrossbowError
 from crossbow_py.run_settings import RunSettings, choose
+from crossbow_py.sizing.job import Sample
 
 _ROUNDS = WARM_UP_ROUNDS + 3  # eager rounds, the one that is captured, and replays
 _BATCHES_THERE = 4  # a learner: what a streaming feed keeps on the device
@@ -24,7 +25,7 @@ _BATCHES_THERE = 4  # a learner: what a streaming feed keeps on the device
 
 def reserved_bytes(
     make_model: Callable[[], nn.Module],
-    input_shape: tuple[int, ...],
+    sample: Sample,
     num_classes: int,
     settings: RunSettings,
     optimizer: Optimizer,
@@ -33,7 +34,7 @@ def reserved_bytes(
     """The most that torch's allocator reserved of the device in some rounds of a run; None where memory ran out.
 
     Bank, shadow rows, graphs and their pools, workspaces and fragmentation count; the context of CUDA does not, and of
-    the data a few batches a learner.
+    the data a few batches a learner. `sample` is one as the data set stores it, such as an image in bytes.
 
     Raises:
         CrossbowError: the rounds fail for another reason, such as an executor that cannot run the model.
@@ -43,7 +44,7 @@ def reserved_bytes(
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        _train(make_model, _made_up(input_shape, num_classes, settings), settings, optimizer, rule)
+        _train(make_model, _made_up(sample, num_classes, settings), settings, optimizer, rule)
     except (CrossbowError, RuntimeError, MemoryError) as error:
         if any(is_out_of_memory(cause) for cause in _causes(error)):
             return None
@@ -65,10 +66,14 @@ def within(limit_bytes: int, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def _made_up(input_shape: tuple[int, ...], num_classes: int, settings: RunSettings) -> DataSets:
+def _made_up(sample: Sample, num_classes: int, settings: RunSettings) -> DataSets:
+    """Zeros; but targets that are classes, which go round. No classes (0) are a regression."""
     count = _BATCHES_THERE * settings.batch_size * settings.first_learners
-    images = torch.zeros(count, *input_shape, dtype=torch.uint8)
-    return DataSets((images, torch.arange(count) % num_classes), num_classes=num_classes)
+    inputs = torch.zeros(count, *sample.input_shape, dtype=sample.input_dtype)
+    targets = torch.zeros(count, *sample.target_shape, dtype=sample.target_dtype)
+    if num_classes and targets.ndim == 1:
+        targets = (torch.arange(count) % num_classes).to(targets.dtype)
+    return DataSets((inputs, targets), num_classes=num_classes or None)
 
 
 def _train(

@@ -4,7 +4,7 @@ The rule is the thesis': with W workers, N learners that take a batch each a rou
 B for which
 
     t_fetch ≤ t_step · W / N          the workers keep up: a batch takes t_fetch of one of them
-    W · batches · B · I < DRAM        what they hold fits into the host's memory, and into its shared memory
+    W · batches · B · I < DRAM        what they hold fits into the host's memory, and into /dev/shm where it goes there
     W ≤ cores,  B ≤ B_max             B_max is what fits on the device
 
 Both times grow with B alike, so the first line says how many workers are needed, and the second how large B may be.
@@ -19,7 +19,7 @@ from typing import Literal
 
 from crossbow_py.host import Host
 
-BATCHES_A_WORKER = 3  # one that is made, and two that are ready: what torch's DataLoader keeps ahead
+BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, and one more for the slots that are being copied
 _HOST_SHARE = 0.5  # of its free memory: the rest is for the page cache, without which every file is read from disk
 _SHARED_SHARE = 0.9
 
@@ -35,12 +35,14 @@ class Loading:
         resident: whether the data set lies on the device, so that nothing is loaded.
         fetch_s: seconds a worker takes for a sample; None where that was not measured.
         step_s: seconds the device takes for a sample, all learners together; None likewise.
+        through_shared: whether workers hand samples over through /dev/shm; images go through memory of their own.
     """
 
     sample_bytes: int
     resident: bool = False
     fetch_s: float | None = None
     step_s: float | None = None
+    through_shared: bool = True
 
     @property
     def needed(self) -> int | None:
@@ -93,10 +95,10 @@ def recommend(largest_batch: int, loading: Loading, host: Host, most: int | None
         keep = "worker keeps" if workers == 1 else "workers keep"
         sentences.append(f"{workers} {keep} up with the device; {cores} cores are usable.")
     fewest = workers if wanted is not None else 1
-    workers, batch_size, scarce = _fit(largest_batch, workers, fewest, loading.sample_bytes, host)
+    workers, batch_size, scarce = _fit(largest_batch, workers, fewest, loading, host)
     if scarce is not None:
         limits.append(scarce)
-        left = f"{workers} workers with {BATCHES_A_WORKER} batches of {batch_size} each"
+        left = f"{workers} workers with {BATCHES_HELD_A_WORKER} batches of {batch_size} each"
         sentences.append(f"The {scarce} of this machine holds {left}.")
     return Recommendation(batch_size, workers, tuple(limits), tuple(sentences))
 
@@ -110,13 +112,14 @@ def _unmeasured(loading: Loading) -> str:
 _WORDS: dict[Limit, str] = {"device memory": "the device's memory", "samples": "the number of samples"}
 
 
-def _fit(largest: int, workers: int, fewest: int, sample_bytes: int, host: Host) -> tuple[int, int, Limit | None]:
+def _fit(largest: int, workers: int, fewest: int, loading: Loading, host: Host) -> tuple[int, int, Limit | None]:
     """Fewer workers, down to `fewest`, before smaller batches; and which memory asked for it."""
     room: float = _HOST_SHARE * host.memory_bytes
     scarce: Limit = "host memory"
-    if host.shared_bytes is not None and _SHARED_SHARE * host.shared_bytes < room:
-        room, scarce = _SHARED_SHARE * host.shared_bytes, "shared memory"
-    samples = int(room / (BATCHES_A_WORKER * max(1, sample_bytes)))  # that all workers together may have
+    shared = host.shared_bytes if loading.through_shared else None
+    if shared is not None and _SHARED_SHARE * shared < room:
+        room, scarce = _SHARED_SHARE * shared, "shared memory"
+    samples = int(room / (BATCHES_HELD_A_WORKER * max(1, loading.sample_bytes)))  # that all workers together may have
     if workers * largest <= samples:
         return workers, largest, None
     workers = max(fewest, min(workers, samples // max(1, largest)))

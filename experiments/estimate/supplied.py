@@ -14,7 +14,7 @@ from crossbow_py.host import Host
 from crossbow_py.sizing.workers import Loading, recommend
 
 CORES = 16
-BATCHES_A_WORKER = 3  # one being made, two ready
+BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, one being copied
 USABLE_SHARE = 0.5  # of the memory; the rest keeps the files that are read again
 # Seconds of one worker for a sample, and of the device for a sample of any learner.
 SECONDS = {
@@ -49,7 +49,7 @@ def best_pair(supply: Supply, largest_batch: int, memory_bytes: int) -> tuple[in
         for batch_size in range(1, largest_batch + 1):
             round_s = supply.num_learners * batch_size * supply.step_s
             keeps_up = batch_size * supply.fetch_s <= round_s * workers / supply.num_learners * (1 + 1e-9)
-            held = workers * BATCHES_A_WORKER * batch_size * supply.sample_bytes
+            held = workers * BATCHES_HELD_A_WORKER * batch_size * supply.sample_bytes
             if keeps_up and held <= USABLE_SHARE * memory_bytes and (best is None or batch_size >= best[0]):
                 best = batch_size, workers
     return best
@@ -57,7 +57,7 @@ def best_pair(supply: Supply, largest_batch: int, memory_bytes: int) -> tuple[in
 
 def compare(supply: Supply, largest_batch: int, memory_bytes: int) -> Mapping[str, Any]:
     """What is recommended and what is best, as (batch size, workers)."""
-    loading = Loading(supply.sample_bytes, fetch_s=supply.fetch_s, step_s=supply.step_s)
+    loading = Loading(supply.sample_bytes, fetch_s=supply.fetch_s, step_s=supply.step_s, through_shared=True)
     found = recommend(largest_batch, loading, Host(CORES, memory_bytes, shared_bytes=None))
     best = best_pair(supply, largest_batch, memory_bytes)
     return {

@@ -136,7 +136,7 @@ def summary(cell: Cell, sample_bytes: int, host: Host) -> dict[str, Any]:
     where one of the two was not measured.
     """
     fetch_s, step_s = cell.fetch_s(), cell.step_s()
-    loading = Loading(sample_bytes, fetch_s=fetch_s, step_s=step_s)
+    loading = Loading(sample_bytes, fetch_s=fetch_s, step_s=step_s, through_shared=True)
     recommended = None if loading.needed is None else recommend(cell.batch_size, loading, host).num_workers
     rates = {
         number: median(window.images_per_s for window in windows.kept())

@@ -16,7 +16,9 @@ from crossbow_py.config import EstimateConfig, compose
 from crossbow_py.errors import UserError
 from crossbow_py.estimate import main
 from crossbow_py.estimation import estimate
+from crossbow_py.estimation_report import as_text
 from crossbow_py.run_settings import RunSettings
+from crossbow_py.sizing.job import Sample
 
 GIB = 2**30
 
@@ -139,6 +141,7 @@ def test_estimate_takes_the_users_speed_of_the_device() -> None:
     overrides = ["model=resnet18", "data=image_folder", "data.size=32", "data.resize=32", "data.root=/nowhere"]
     found = estimate(compose([*overrides, "memory=1GiB", "images_per_s=500"], EstimateConfig))
     assert found.loading.step_s == 1 / 500
+    assert not found.loading.through_shared  # images have memory of their own
     assert found.loading.fetch_s is None
 
 
@@ -161,7 +164,8 @@ class MadeUpDevice:
         self.limit = limit_bytes
         yield
 
-    def reserved(self, make_model: Any, shape: Any, classes: Any, settings: RunSettings, *_: Any) -> int | None:
+    def reserved(self, make_model: Any, sample: Sample, classes: Any, settings: RunSettings, *_: Any) -> int | None:
+        assert sample.input_dtype == torch.uint8  # CIFAR's images
         self.executors.add(settings.executor)
         if settings.executor == self.refused:
             raise UserError("executor=fused cannot run this model: for a reason; set executor=auto.")
@@ -191,6 +195,14 @@ def test_estimate_with_a_gpu_recommends_what_was_run_and_fits_the_table_to_it(
     assert 0.97 * truth <= best <= truth
     assert found.table[3] == pytest.approx(best, abs=1)  # the model's own answer, in the measure of what was run
     assert found.table[1] > 2.9 * best
+
+
+def test_estimate_with_a_gpu_that_the_data_set_fills_says_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = MadeUpDevice(monkeypatch, 1.0)
+    monkeypatch.setattr("crossbow_py.estimation.free_bytes", lambda _: 300 * 2**20)  # CIFAR-10 with padding: 269 MB
+    found = estimate(compose(["+experiment=resnet20", "num_learners=3", "precision=fp32"], EstimateConfig))
+    assert found.recommendation is None and device.ran == {} and device.limit == 0
+    assert "Nothing fits: 3 learners need" in as_text(found)
 
 
 def test_estimate_with_a_gpu_measures_a_model_that_does_not_fuse_one_learner_at_a_time(

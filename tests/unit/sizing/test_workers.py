@@ -60,6 +60,12 @@ def test_recommendation_with_little_shared_memory_names_it() -> None:
     assert (found.batch_size, found.num_workers, found.limits) == (1000, 3, ("device memory", "shared memory"))
 
 
+def test_recommendation_for_samples_that_do_not_go_through_shared_memory_is_not_limited_by_it() -> None:
+    host = Host(16, 1000 * MB, 10 * MB)
+    found = recommend(1000, Loading(1000, through_shared=False), host)
+    assert (found.batch_size, found.num_workers, found.limits) == (1000, 16, ("device memory",))
+
+
 def test_recommendation_is_no_larger_than_the_data_set() -> None:
     found = recommend(5000, Loading(1, resident=True), AMPLE, most=1797)
     assert (found.batch_size, found.limits) == (1797, ("samples",))
