@@ -14,6 +14,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.sizing.bound import free_bytes, learners_that_fit
 from crossbow_py.sizing.job import Job
+from crossbow_py.targets import one_line
 
 
 def learner_bound(
@@ -39,8 +40,9 @@ def learner_bound(
             batch_size=settings.batch_size, max_learners=settings.max_learners,
             in_turn=choices.executor == SerialExecutor.NAME, limit_bytes=free_bytes(choices.device),
         )  # fmt: skip
-    except UserError as error:
-        return settings.max_learners, [f"How many learners memory holds is not known: {error}"]
+    except Exception as error:  # of the model, or of a torch that counts otherwise: no reason to end a training run
+        reason = str(error) if isinstance(error, UserError) else one_line(error)
+        return settings.max_learners, [f"How many learners memory holds is not known: {reason}"]
     if fitting == settings.max_learners:
         return fitting, []
     return fitting, [f"Memory holds about {fitting} of at most {settings.max_learners} learners; no more are tried."]

@@ -60,7 +60,8 @@ def learners_that_fit(
         known: where activations of earlier probes are remembered; default the user's cache.
 
     Raises:
-        UserError: the model does not run under fake tensors, and a crude guess says that memory is not ample.
+        UserError: memory is not ample by a crude guess, and the model does not run under fake tensors, or this torch
+            does not count.
     """
     limit = _SHARE * limit_bytes
     saved = saved_bytes(template, inputs, job.precision)

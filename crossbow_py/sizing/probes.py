@@ -11,12 +11,11 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from crossbow_py.engine.device_tasks import correct_predictions
 from crossbow_py.engine.dropout import replace_dropout
@@ -27,6 +26,9 @@ from crossbow_py.errors import UserError
 from crossbow_py.sizing.job import Job, Sample, model_sizes
 from crossbow_py.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
 from crossbow_py.targets import one_line
+
+if TYPE_CHECKING:
+    from crossbow_py.sizing.tracker import Tracker
 
 SMALL_BATCH = 2  # BatchNorm on single values trains with two samples and not with one
 
@@ -53,8 +55,9 @@ def estimate_learner(
         most: the largest batch size of interest; the model holds up to there.
 
     Raises:
-        UserError: the model cannot be made or run without real values.
+        UserError: the model cannot be made or run without real values, or this torch does not count.
     """
+    _tracker()  # imported before tensors are fake: what torch makes then is to be real
     largest = max(most, SMALL_BATCH + 1)
     with _shapes_alone():
         model = _made(source)
@@ -68,7 +71,7 @@ def estimate_learner(
 def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trace:
     """What a learning task holds beside the learner's rows, operator by operator; call it under fake tensors."""
     trained = [parameter for parameter in learner.parameters() if parameter.requires_grad]
-    tracker = _Tracker(learner)
+    tracker = _tracker(learner)
     with tracker:
         try:
             _learn(learner, trained, sample, job, batch_size)
@@ -79,37 +82,16 @@ def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trac
     return Trace(batch_size, tuple(tracker.held))
 
 
-class _Tracker(MemTracker):
-    """Of `MemTracker` the counting alone: it also keeps books on every module, which takes most of its time.
+def _tracker(*known: nn.Module | Tensor) -> Tracker:
+    try:
+        from crossbow_py.sizing.tracker import Tracker  # noqa: PLC0415  torch's own books, which it may change
 
-    Attributes:
-        held: after every operator, the bytes held beyond those of `known`.
-    """
-
-    def __init__(self, *known: nn.Module | Tensor) -> None:
-        super().__init__()
-        self.track_external(*known)
-        self.held: list[int] = []
-        self._before = self._now()
-
-    def _now(self) -> int:
-        return sum(of_device["Total"] for of_device in self._curr_mem_snap.values())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # asked now and then, as a cache inside fake tensors has it
-            return func(*args)
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-
-    def _update_peak_stats(self, peak_state: Any) -> None:
-        self.held.append(self._now() - self._before)
-
-    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
-
-    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None: ...
-
-    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None: ...
-
-    def _post_bw_hook(self, module: nn.Module, args: Any) -> None: ...
+        return Tracker(*known)
+    except Exception as error:
+        raise UserError(
+            f"memory cannot be counted with torch {torch.__version__} ({one_line(error)[:300]}); install another "
+            "version of torch, such as 2.13."
+        ) from error
 
 
 @contextmanager
@@ -177,7 +159,7 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
     state = {name: rows() for name in job.optimizer.STATE}
     row = TrainedRow(weights, gradients, corrections, state, z, None, num_decayed=1)
     update, averaging = TorchUpdate(job.optimizer, job.rule), job.rule.linear_round(0, 2)
-    tracker = _Tracker(*weights, *gradients, *corrections, *z, *z_prev, *(v for own in state.values() for v in own))
+    tracker = _tracker(*weights, *gradients, *corrections, *z, *z_prev, *(v for own in state.values() for v in own))
     with tracker:
         update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=1))
         if averaging is not None:

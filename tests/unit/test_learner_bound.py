@@ -77,3 +77,15 @@ def test_model_that_cannot_be_probed_is_not_bounded(trainer):
     assert most_of(unbounded) == 8
     unbounded.fit(max_epochs=1)
     assert any("How many learners memory holds is not known" in message for message in recorder.of("message"))
+
+
+def test_probe_that_fails_in_any_way_bounds_nothing_and_ends_no_run(trainer, monkeypatch):
+    def fail(*_: Any) -> int:
+        raise AttributeError("no such\nbook")
+
+    monkeypatch.setattr("crossbow_py.sizing.bound._probed", fail)
+    recorder = Recorder()
+    unbounded = trainer(1e3, callbacks=[recorder])
+    assert most_of(unbounded) == 8
+    unbounded.fit(max_epochs=1)
+    assert "How many learners memory holds is not known: AttributeError: no such book" in recorder.of("message")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -188,3 +189,10 @@ def test_probes_of_a_registered_model_run_the_same_operators_at_both_sizes(name:
     found = estimate_learner(lambda: MODELS[name]().build(shape, 10), Sample(shape), job()).activations
     # Whole bytes a sample: lines of single moments, not chords of peaks that differ.
     assert all(line.per_sample == int(line.per_sample) and line.fixed >= 0 for line in found.lines)
+
+
+def test_probe_with_a_torch_that_counts_otherwise_says_which_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "crossbow_py.sizing.tracker", None)  # as where torch has no such module
+    job = Job(nn.functional.cross_entropy, SGD(), SMA(), FP32)
+    with pytest.raises(UserError, match=r"memory cannot be counted with torch .*; install another version of torch"):
+        estimate_learner(lambda: nn.Linear(4, 3), Sample((4,)), job, most=8)
