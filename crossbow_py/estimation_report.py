@@ -54,7 +54,7 @@ def _answer(found: Estimate) -> list[str]:
     if recommended is None:
         needed = in_words(found.model.predicted_bytes(1, k, found.at_once))
         return [f"Nothing fits: {learners} need {needed} even with batch_size=1. Take fewer learners or more memory."]
-    b, most = config.batch_size, len(found.table) and max(found.table)
+    b, most = config.batch_size, max(k, config.max_learners)
     needed = in_words(found.model.predicted_bytes(b, k, found.at_once))
     fits = found.fitting_learners
     many = f"at least {fits}" if fits >= most else f"{fits}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,6 +136,13 @@ def test_estimate_where_the_configured_batch_does_not_fit_says_so(capsys: pytest
     said = capsys.readouterr().out
     assert "With batch_size=20000 as configured: 0 learners fit" in said
     assert "does not fit." in said
+
+
+def test_answer_says_at_least_only_where_all_learners_that_were_asked_about_fit() -> None:
+    found = estimate(compose(["+experiment=resnet20", "memory=1GiB", "num_learners=3"], EstimateConfig))
+    table = dict.fromkeys((1, 2, 3, 4, 6), 10)  # 8 are asked about, and do not fit
+    assert "configured: 6 learners fit" in as_text(dataclasses.replace(found, table=table, fitting_learners=6))
+    assert "configured: at least 8 learners fit" in as_text(dataclasses.replace(found, fitting_learners=8))
 
 
 def test_estimate_takes_the_users_speed_of_the_device() -> None:
