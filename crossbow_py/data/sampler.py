@@ -7,7 +7,7 @@ batch is any run of positions: it may cross an epoch's end and is never partial.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -33,14 +33,6 @@ def segments(start: int, count: int, num_samples: int) -> list[tuple[int, int, i
         runs.append((epoch, first, last))
         position += last - first
     return runs
-
-
-def stream_ids(
-    order_of: Callable[[int], npt.NDArray[np.int64]], start: int, count: int, num_samples: int
-) -> npt.NDArray[np.int64]:
-    """Sample ids [count >= 1] at stream positions [start, start + count), where `order_of(epoch)` is the order [N]."""
-    runs = segments(start, count, num_samples)
-    return np.concatenate([order_of(epoch)[first:last] for epoch, first, last in runs])
 
 
 def cut_up(items: Sequence[T], at_most: int) -> list[list[T]]:

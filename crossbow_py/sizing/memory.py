@@ -250,7 +250,6 @@ class HeldBack:
 
 
 # Where every tensor is counted, what is left to chance is what no operator shows as a tensor.
-COUNTED = HeldBack(0, 0.0, "nothing: every tensor is counted, and nothing else")
 ELSEWHERE = HeldBack(
     512 * MIB,
     0.05,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossbow_py.data.sampler import epoch_order, segments, stream_ids
+from crossbow_py.data.sampler import epoch_order, segments
 
 
 @pytest.mark.parametrize(
@@ -27,14 +27,18 @@ def test_segments_of_ten_samples_cross_epochs_where_they_end(
     assert segments(start, count, 10) == expected
 
 
-def test_stream_ids_over_an_epochs_end_join_its_tail_and_the_next_head() -> None:
-    orders = {0: np.array([2, 0, 1]), 1: np.array([1, 2, 0])}
-    assert stream_ids(orders.__getitem__, 2, 3, 3).tolist() == [1, 1, 2]
+def test_segments_over_an_epochs_end_join_its_tail_and_the_next_head() -> None:
+    orders = {0: [2, 0, 1], 1: [1, 2, 0]}
+    runs = segments(2, 3, 3)
+    assert [sample for epoch, first, last in runs for sample in orders[epoch][first:last]] == [1, 1, 2]
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
-def test_stream_ids_of_any_batch_size_visit_every_sample_once_an_epoch(n: int, batch: int, seed: int) -> None:
-    batches = [stream_ids(lambda e: epoch_order(seed, e, n), start, batch, n) for start in range(0, 3 * n, batch)]
+def test_segments_of_any_batch_size_visit_every_sample_once_an_epoch(n: int, batch: int, seed: int) -> None:
+    batches = [
+        np.concatenate([epoch_order(seed, epoch, n)[first:last] for epoch, first, last in segments(start, batch, n)])
+        for start in range(0, 3 * n, batch)
+    ]
     assert all(len(ids) == batch for ids in batches)
     ids = np.concatenate(batches)
     for epoch in range(3):
