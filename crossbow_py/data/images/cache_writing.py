@@ -8,10 +8,13 @@ without a lock is what a killed process left: the next one removes it.
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -31,6 +34,7 @@ from crossbow_py.host import read_host
 from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
 
+_POLL_S = 0.5  # how often one looks whether workers are well
 _CHUNK = 32  # files a worker takes at a time
 _PROBED = 200  # files whose size tells how much room is needed
 _MIB, _GIB = 2**20, 2**30
@@ -132,6 +136,8 @@ def _write(files: ImageFiles, short_side: int, folder: Path, timeout_s: float, a
                     begin += pixels.nbytes
                 place += 1
             advance(len(chunk))
+        if place != len(files):
+            raise RuntimeError(f"{place} of {len(files)} images came from the workers")
         _flush(out)
     with (folder / INDEX).open("wb") as out:
         np.save(out, index)
@@ -169,18 +175,41 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
     chunks = _Chunks(files, short_side)
     workers = min(read_host().cores, len(chunks))
     workers = workers if workers > 1 else 0
+    before = set(multiprocessing.active_children())
     with quiet_start():
         loader: DataLoader[Any] = DataLoader(
             chunks,  # type: ignore[arg-type]  # typed narrower than it works
             batch_size=None,
             num_workers=workers,
             collate_fn=_as_it_is,
-            timeout=timeout_s if workers else 0,
+            timeout=min(_POLL_S, timeout_s) if workers else 0,
             multiprocessing_context=start_method() if workers else None,
             worker_init_fn=leave_signals_to_the_run,
             generator=Generator(),  # or it would draw from torch's own
         )
-        return iter(loader)
+        batches = iter(loader)
+    return _watched(batches, [child for child in multiprocessing.active_children() if child not in before], timeout_s)
+
+
+def _watched(
+    batches: Iterator[list[Pixels | None]], workers: Sequence[BaseProcess], timeout_s: float
+) -> Iterator[list[Pixels | None]]:
+    """The same; a DataLoader that times out is asked again: its workers may be dead, or have `timeout_s` to go."""
+    asked_s = came_s = time.monotonic()
+    while True:
+        try:
+            asked_s = time.monotonic()
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError:
+            now_s = time.monotonic()
+            alive = all(worker.is_alive() for worker in workers)
+            if not alive or now_s - asked_s < _POLL_S or now_s - came_s > timeout_s:
+                raise
+            continue
+        came_s = time.monotonic()
+        yield batch
 
 
 def _as_it_is(chunk: Any) -> Any:

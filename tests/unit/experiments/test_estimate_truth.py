@@ -134,7 +134,15 @@ class Blank(StreamedData):
     def __len__(self) -> int:
         return 64
 
-    def fetch(self, keys: Sequence[object], *, seed: int, training: bool, on_sample: Callable[[int], None]) -> Fetched:
+    def fetch(
+        self,
+        keys: Sequence[object],
+        *,
+        seed: int,
+        training: bool,
+        on_sample: Callable[[int], None],
+        out: torch.Tensor | None = None,
+    ) -> Fetched:
         return Fetched(torch.zeros(len(keys), 3, 8, 8, dtype=torch.uint8), torch.zeros(len(keys), dtype=torch.int64))
 
     def name_of(self, sample: int) -> str:
