@@ -6,11 +6,10 @@ there, and a resume may change stops, logging and paths, nothing else.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.checkpoint import checkpoints, differences, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.file_locks import is_locked, locked
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
 
 RUNS = Path("runs")
@@ -117,7 +117,7 @@ def _newest_unfinished(experiment: str, plain: Mapping[str, Any]) -> Path | None
     """The experiment's newest run that can go on as it was configured and that no other process is writing."""
     runs = [path for path in (RUNS / experiment).glob("*") if checkpoints(path) and (path / CONFIG_FILE).is_file()]
     for run in sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
-        if read_summary(run).get("status") in DONE or _is_locked(run):
+        if read_summary(run).get("status") in DONE or is_locked(run / LOCK_FILE):
             continue
         if not changes(read_yaml(run / CONFIG_FILE), plain):
             return run
@@ -185,23 +185,14 @@ def _write_config(path: Path, plain: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the folder's lock. The kernel drops it with the process, so a killed run leaves none behind."""
-    try:
-        file = (path / LOCK_FILE).open("a")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    with file:
+    """Hold the folder's lock."""
+
+    def busy() -> None:
+        raise UserError(f"{path} is being written by another process; wait for it or set output_dir.")
+
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{path} is being written by another process; wait for it or set output_dir.") from error
+            stack.enter_context(locked(path / LOCK_FILE, busy))
+        except OSError as error:
+            raise _unwritable(path, error) from error
         yield
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with (path / LOCK_FILE).open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    return False

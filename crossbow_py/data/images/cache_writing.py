@@ -7,7 +7,6 @@ without a lock is what a killed process left: the next one removes it.
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -30,6 +29,7 @@ from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, start_method
+from crossbow_py.file_locks import locked
 from crossbow_py.host import read_host
 from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
@@ -219,16 +219,15 @@ def _as_it_is(chunk: Any) -> Any:
 @contextmanager
 def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
     """Hold the lock; gives whether it had to be waited for."""
-    with path.open("a") as file:
-        waits = False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waits = True
-            say("another run is filling the image cache")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    waits: list[bool] = []
+
+    def busy() -> None:
+        waits.append(True)
+        say("another run is filling the image cache")
+
+    with locked(path, busy):
         say("filling the image cache")
-        yield waits
+        yield bool(waits)
 
 
 @contextmanager

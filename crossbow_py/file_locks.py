@@ -1,0 +1,58 @@
+"""Files as locks between processes, which the kernel drops with the process that holds one, also when it is killed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+_held: set[TextIO] = set()
+
+
+@contextmanager
+def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock `path`, a file that is made where there is none.
+
+    Processes that are forked meanwhile do not hold it: data workers outlive a killed run by seconds, and it is to be
+    taken up again at once.
+
+    Args:
+        path: the file.
+        busy: called when another process holds it; the lock is then waited for, unless this raises.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        _held.add(file)
+        try:
+            yield
+        finally:
+            _held.discard(file)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds it, or it cannot be written."""
+    try:
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def _let_go() -> None:
+    for file in _held:
+        file.close()  # not an unlocking, which would be the parent's too
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)
