@@ -27,7 +27,7 @@ def test_lock_is_held_inside_and_free_afterwards(tmp_path: Path) -> None:
 
 def test_lock_that_cannot_be_written_counts_as_held(tmp_path: Path) -> None:
     assert is_locked(tmp_path / "nowhere" / ".lock")
-    with pytest.raises(OSError), locked(tmp_path / "nowhere" / ".lock", refuse):
+    with pytest.raises(FileNotFoundError), locked(tmp_path / "nowhere" / ".lock", refuse):
         pass
 
 
