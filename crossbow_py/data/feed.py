@@ -57,8 +57,12 @@ class Feed(ABC):
         return Batch(torch.stack([batch.inputs for batch in each]), torch.stack([batch.targets for batch in each]))
 
     @abstractmethod
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """All samples once, in the data set's order and not augmented by the feed; the last batch may be partial."""
+    def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
+        """All samples once, in the data set's order and not augmented by the feed; the last batch may be partial.
+
+        Of these batches only those numbered `first`, `first + step`, ... are made: rank r of R takes the share (r, R),
+        which is empty when there are no more than r batches.
+        """
 
     def first_samples(self, count: int) -> Batch:
         """The first `count` samples, not augmented: to try a model on."""

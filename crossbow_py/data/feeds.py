@@ -32,6 +32,7 @@ def make_feed(
     dtype: torch.dtype = torch.float32,
     kernels: bool = False,
     num_workers: int = 0,
+    num_ranks: int = 1,
 ) -> Feed:
     """The feed for `data`: resident for a pair of tensors, streaming for every other data set.
 
@@ -49,8 +50,9 @@ def make_feed(
         std: likewise.
         channels_last: memory format of 4-D inputs.
         dtype: of floating inputs.
-        num_workers: processes that load streamed data; 0 loads in the caller.
         kernels: let Triton make batches of channels-last images in `Feed.take`; it must run on the device.
+        num_workers: processes that load streamed data; 0 loads in the caller.
+        num_ranks: ranks that take batches of the stream in turn; 1 where learners share every batch.
 
     Raises:
         UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised so.
@@ -63,7 +65,7 @@ def make_feed(
         streamed = data if isinstance(data, StreamedData) else ItemData(data)
         _check_streamed(data, augmentation)
         preparation = Preparation(normalisation, device, channels_last, dtype)
-        return StreamingFeed(streamed, batch_size, seed, device, augmentation, preparation, num_workers)
+        return StreamingFeed(streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks)
     if augmentation.active and not is_image_batch(pair[0]):
         raise UserError(_needs_images(augmentation, "set data.crop_padding=0 data.flip=false"))
     inputs: ResidentInputs

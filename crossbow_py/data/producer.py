@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from crossbow_py.data.loader import Loaded, Loader
+from crossbow_py.data.positions import Positions, joins
 
 T = TypeVar("T")
 
@@ -42,10 +44,10 @@ class Shelf(Generic[T]):
                 raise self._failure
             return start in self._batches
 
-    def keep(self, starts: Collection[int], after: int, horizon: int) -> None:
-        """Forget all batches but these and those beyond `after` up to `horizon`."""
+    def keep(self, starts: Collection[int]) -> None:
+        """Forget all batches but these."""
         with self._changed:
-            self._batches = {s: batch for s, batch in self._batches.items() if s in starts or after < s <= horizon}
+            self._batches = {start: batch for start, batch in self._batches.items() if start in starts}
 
     def allow(self, horizon: int) -> None:
         """Let batches up to the position `horizon` be put."""
@@ -83,14 +85,14 @@ class Shelf(Generic[T]):
 
 
 class Producer(Generic[T]):
-    """Fills a shelf from position `start` on, batch after batch, until it is stopped or fails.
+    """Fills a shelf, batch after batch, until it is stopped or fails.
 
     Args:
         shelf: where batches go, and the failure.
         loader: of the batches, used and closed by the thread.
         stage: what lies on the shelf of the loaded batch of a position; called in the thread, may raise.
-        start: position of the first.
-        step: from one position to the next.
+        positions: where the batches stand in the stream; at least as many as the loader has.
+        index: number of the loader's first among them.
     """
 
     def __init__(
@@ -98,20 +100,19 @@ class Producer(Generic[T]):
         shelf: Shelf[T],
         loader: Loader,
         stage: Callable[[int, Loaded], T],
-        start: int = 0,
-        step: int = 1,
+        positions: Positions,
+        index: int = 0,
     ) -> None:
-        self._shelf, self._loader, self._stage, self._step = shelf, loader, stage, step
-        self.position = start
+        self._shelf, self._loader, self._stage = shelf, loader, stage
+        self._positions, self._index = positions, index  # the index is the thread's; others only read it
         self._stopped = threading.Event()
         shelf.begin()
         self._thread = threading.Thread(target=self._run, name="crossbow data", daemon=True)
         self._thread.start()
 
-    def reaches(self, start: int, soon: int) -> bool:
-        """Whether it puts the batch at `start`, or fails before, and no more than `soon` others come first."""
-        away = start - self.position
-        return away % self._step == 0 and 0 <= away <= soon * self._step
+    def reaches(self, positions: Positions, index: int, soon: int) -> bool:
+        """Whether it puts the batches from `positions[index]` on, or fails before; no more than `soon` come first."""
+        return joins(self._positions, self._index, positions, index, soon)
 
     def wait_for(self, start: int, until: Callable[[], bool] = lambda: False) -> None:
         """Block until a batch is there, or `until` says so.
@@ -134,10 +135,11 @@ class Producer(Generic[T]):
     def _run(self) -> None:
         try:
             for loaded in self._loader:
-                if not self._shelf.has_room(self.position, self._stopped):
+                start = self._positions[self._index]
+                if not self._shelf.has_room(start, self._stopped):
                     return
-                self._shelf.put(self.position, self._stage(self.position, loaded))
-                self.position += self._step
+                self._shelf.put(start, self._stage(start, loaded))
+                self._index += 1
         except BaseException as error:
             self._shelf.fail(error)
             self._loader.kill()  # what keeps the error keeps the loader too, and with it its processes
@@ -151,11 +153,11 @@ class Ahead(Generic[T]):
     def __init__(self, loader: Loader, stage: Callable[[int, Loaded], T]) -> None:
         self._shelf: Shelf[T] = Shelf()
         self._few, self._next = 2 * max(1, loader.num_workers), 0
-        self._producer = Producer(self._shelf, loader, stage)
+        self._producer = Producer(self._shelf, loader, stage, range(sys.maxsize))
 
     def __next__(self) -> T:
         """The next one, of which there must be one. Raises as `Producer.wait_for`."""
-        self._shelf.keep((), self._next - 1, self._next + self._few)
+        self._shelf.keep(range(self._next, self._next + self._few + 1))
         self._shelf.allow(self._next + self._few)
         self._producer.wait_for(self._next)
         found = self._shelf.get(self._next)

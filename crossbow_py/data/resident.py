@@ -67,10 +67,10 @@ class ResidentFeed(PickedFeed):
                 table.record_stream(torch.cuda.current_stream())
         return [tables[epoch][:, first:last] for epoch, first, last in runs]
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+    def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`."""
-        for first in range(0, self.num_samples, batch_size):
-            ids = np.arange(first, min(first + batch_size, self.num_samples), dtype=np.int64)
+        for begin in range(first * batch_size, self.num_samples, step * batch_size):
+            ids = np.arange(begin, min(begin + batch_size, self.num_samples), dtype=np.int64)
             yield self._take(self._upload(self._inputs.plain_picks(ids)))
 
     def _take(self, picks: Tensor) -> Batch:

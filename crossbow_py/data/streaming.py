@@ -3,8 +3,8 @@
     worker processes ──Fetched──► producer thread ──copy stream──► shelf ──► flip, normalise, cast ──► learners
 
 The producer thread keeps the shelf filled: a round's batches and the next round's (double buffers), uint8 on the
-device. One feed serves all learners, also when they share every batch. What a batch holds follows from its position in
-the stream alone, so that the number of workers may change at any time.
+device. One feed serves all learners of a rank, also when they share every batch, and makes no other rank's batches.
+What a batch holds follows from its position in the stream alone, so that the number of workers may change at any time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.loader import Loaded, Loader, fetched_or_raise
+from crossbow_py.data.positions import Positions, RankPositions
 from crossbow_py.data.preparation import Preparation
 from crossbow_py.data.producer import Ahead, Producer, Shelf
 from crossbow_py.data.sampler import cut_up, epoch_order, segments
@@ -60,6 +61,7 @@ class StreamingFeed(Feed):
         augmentation: flips are done here.
         preparation: what else is done on the device.
         num_workers: worker processes; 0 loads in the thread that waits.
+        num_ranks: ranks that take batches of the stream in turn, each as many as this one; what is made ahead follows.
 
     Attributes:
         sample_bytes: of the inputs of one sample as workers hand it over; 0 before any `first_samples`.
@@ -77,10 +79,11 @@ class StreamingFeed(Feed):
         augmentation: Augmentation,
         preparation: Preparation,
         num_workers: int,
+        num_ranks: int = 1,
     ) -> None:
         super().__init__(len(data), batch_size)
         self._data, self._seed, self._device = data, seed, device
-        self._prepare, self.num_workers = preparation, num_workers
+        self._prepare, self.num_workers, self._num_ranks = preparation, num_workers, num_ranks
         self.through_shared = data.image_shape is None
         self._orders = EpochCache(lambda epoch: epoch_order(seed, epoch, self.num_samples))
         self._mirrored = (
@@ -114,17 +117,18 @@ class StreamingFeed(Feed):
 
     def announce(self, starts: Sequence[int]) -> bool:
         """See `Feed.announce`. Without worker processes nothing is made ahead."""
-        wanted, last = frozenset(starts), max(starts)
+        wanted = frozenset(starts)
         if wanted != self._round:
             self._last_round, self._round = self._round, wanted
-        step = self.batch_size
-        horizon = last + max(2, len(wanted)) * step if self.num_workers else last
-        self._shelf.keep(wanted | self._last_round, last, horizon)
+        positions = RankPositions(tuple(sorted(wanted)), self.batch_size, self._num_ranks)
+        num_ahead = max(2, len(wanted)) if self.num_workers else 0
+        held = [positions[index] for index in range(len(wanted) + num_ahead)]
+        self._shelf.keep(self._last_round.union(held))
         there = self._shelf.starts()
         if self.num_workers:
-            following = range(last + step, horizon + step + 1, step)
-            missing = (start for start in [*sorted(wanted), *following] if start not in there)
-            self._produce(next(missing, horizon + step), horizon)
+            missing = (index for index, start in enumerate(held) if start not in there)
+            self._produce(positions, next(missing, len(held)))
+            self._shelf.allow(held[-1])
         return wanted <= there
 
     def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
@@ -148,10 +152,13 @@ class StreamingFeed(Feed):
         inputs = self._prepare(torch.cat([one.inputs for one in staged]), torch.cat(mirrored) if mirrored else None)
         return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in staged]))
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
+    def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`. Bad samples are left out. Processes of their own, as long as it takes."""
         samples = [Key(0, sample) for sample in range(self.num_samples)]
-        batches = [samples[first : first + batch_size] for first in range(0, len(samples), batch_size)]
+        begins = range(first * batch_size, self.num_samples, step * batch_size)
+        batches = [samples[begin : begin + batch_size] for begin in begins]
+        if not batches:  # no processes for nothing
+            return
         chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
         with contextlib.closing(Ahead(loader, lambda _, loaded: self._accept(loaded))) as fetched:
@@ -191,17 +198,17 @@ class StreamingFeed(Feed):
         self._shelf = Shelf()
         self._last_round = self._round = frozenset()
 
-    def _produce(self, start: int, horizon: int) -> None:
-        """Let the producer be on its way to `start`, the next batch that is missing, and go as far as `horizon`."""
-        producer = self._producer
-        # It may have put the batch since one looked.
-        on_its_way = producer is not None and producer.reaches(start, soon=4 * len(self._round))
-        if not on_its_way and (producer is None or self._shelf.get(start) is None):
-            self._stop()
-            batches = map(self._keys, itertools.count(start, self.batch_size))
-            loader = self._new_loader(batches, self.num_workers, training=True)
-            self._producer = Producer(self._shelf, loader, self._stage, start, self.batch_size)
-        self._shelf.allow(horizon)
+    def _produce(self, positions: Positions, index: int) -> None:
+        """Let the producer be on its way to `positions[index]`, the first batch that is missing, and on from there."""
+        producer, soon = self._producer, 4 * len(self._round)
+        while producer is None or not producer.reaches(positions, index, soon):
+            if self._shelf.get(positions[index]) is None:
+                self._stop()
+                batches = (self._keys(positions[number]) for number in itertools.count(index))
+                loader = self._new_loader(batches, self.num_workers, training=True)
+                self._producer = Producer(self._shelf, loader, self._stage, positions, index)
+                return
+            index += 1  # it was put since one looked
 
     def _stop(self) -> None:
         if self._producer is not None:
@@ -303,5 +310,6 @@ class _SameBatchFeed(Feed):
     def batch(self, start: int) -> Batch:
         return self._batch
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[Batch]:
-        yield Batch(*(each[:batch_size] for each in self._batch))
+    def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
+        if first == 0:  # there is but one
+            yield Batch(*(each[:batch_size] for each in self._batch))

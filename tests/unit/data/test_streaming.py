@@ -199,7 +199,7 @@ def test_stream_goes_on_unchanged_when_the_number_of_workers_changes(made: Any) 
 
 
 def test_stream_goes_back_and_forth_where_it_is_asked_to(made: Any) -> None:
-    starts = [(0, 4), (8, 12), (400,), (404,), (0,), (4,), (12, 16, 20)]
+    starts = [(0, 4), (8, 12), (400,), (404,), (0,), (4,), (12, 16, 20), (40, 3, 93), (97, 101, 105)]
     assert same(rounds(made(Items(), 1), starts), rounds(made(Items(), 0), starts))
 
 
