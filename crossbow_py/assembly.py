@@ -11,7 +11,6 @@ from torch import nn
 
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.checkpoint import load_weights
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Batch, Feed
@@ -33,6 +32,7 @@ from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.supply import first_workers
 from crossbow_py.targets import one_line
 from crossbow_py.telemetry.timeline import Timeline
+from crossbow_py.weights_file import load_weights
 
 MakeModel = Callable[[], nn.Module]
 

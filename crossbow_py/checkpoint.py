@@ -1,35 +1,36 @@
 """Checkpoints that are whole or not there: a folder with one file a rank and a manifest of hashes.
 
     checkpoints/samples-000000320000/rank-0.pt        tensors and plain types only
-    checkpoints/samples-000000320000/manifest.json    format version, samples seen, sha256 of every file
+    checkpoints/samples-000000320000/rank-1.pt
+    checkpoints/samples-000000320000/manifest.json    format version, samples seen, ranks, sha256 of every file
 
-A checkpoint is written into a hidden folder, fsynced and renamed, so a crash at any moment leaves the previous one.
+This room finds, verifies and reads them; `checkpoint_writer` writes them. Nothing in a checkpoint is trusted before its
+hash was seen, no code in it is run, and what is wrong with one is a single sentence.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
+import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_model
-from torch import Tensor, nn
 
 from crossbow_py.errors import CheckpointError
 from crossbow_py.settings import check, setting
 from crossbow_py.targets import one_line
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FOLDER = "checkpoints"
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+_MOST_MANIFEST_BYTES = 2**24  # of 100,000 ranks and more
+_SHA256 = re.compile(f"[{string.hexdigits}]{{64}}")
 
 
 @dataclass(frozen=True)
@@ -46,61 +47,188 @@ class CheckpointSettings:
         check(self)
 
 
-def save(run_folder: Path, state: Mapping[str, Any], samples_seen: int, keep: int) -> Path:
-    """Write a checkpoint of rank 0, then drop what it replaces. Returns its folder.
+class SavedCheckpoint:
+    """One checkpoint folder, of which the manifest was read. Made by `open_checkpoint`.
 
-    Dropped are the oldest beyond `keep`, and those of more samples: they are of a future this run has not had, because
-    it went back to an older checkpoint or started afresh in this folder.
-
-    Raises OSError when the disk refuses; what was there before is untouched.
+    Attributes:
+        folder: where it is.
+        samples_seen: where in the run it was written.
+        num_ranks: how many ranks wrote it, a file each.
     """
-    parent = run_folder / FOLDER
-    parent.mkdir(parents=True, exist_ok=True)
-    _drop_hidden(parent)
-    final = parent / f"samples-{samples_seen:012d}"
-    partial = parent / f".{final.name}.partial"
-    try:
-        _write(partial, state, samples_seen)
-    except OSError:
-        _drop_hidden(parent)  # a full disk needs the room
-        raise
-    if final.exists():  # of another run, or corrupted: `save` is not asked twice for one state
-        final.rename(parent / f".{final.name}.replaced")
-    partial.rename(final)
-    _sync_folder(parent)
-    _drop_hidden(parent)
-    older = [path for path in checkpoints(run_folder) if path.name < final.name]
-    for path in checkpoints(run_folder):
-        if path != final and path not in older[: keep - 1]:
-            shutil.rmtree(path, ignore_errors=True)
-    return final
 
+    def __init__(self, folder: Path, samples_seen: int, hashes: list[str]) -> None:
+        self.folder, self.samples_seen, self.num_ranks = folder, samples_seen, len(hashes)
+        self._hashes = hashes
+        self._verified: set[int] = set()
 
-def _write(folder: Path, state: Mapping[str, Any], samples_seen: int) -> None:
-    folder.mkdir()
-    with open(folder / "rank-0.pt", "wb") as file:
+    def part(self, rank: int) -> dict[str, Any]:
+        """What one rank wrote. Its file is hashed the first time.
+
+        Its tensors are mapped, and read from the disk as they are looked at: copy what is to outlive the file.
+
+        Raises:
+            CheckpointError: the file is corrupted, or holds something else than tensors and plain types.
+        """
+        self._verify(rank)
         try:
-            torch.save(dict(state), file)
-        except RuntimeError as error:  # how torch says that the file could not be written
-            raise OSError(str(error)) from error
-        file.flush()
-        _sync(file.fileno())
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "samples_seen": samples_seen,
-        "sha256": {"rank-0.pt": _sha256(folder / "rank-0.pt")},
-    }
-    with open(folder / _MANIFEST, "w", encoding="utf-8") as text:
-        json.dump(manifest, text, indent=2)
-        text.flush()
-        _sync(text.fileno())
-    _sync_folder(folder)
+            state = torch.load(self.folder / part_name(rank), map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # torch.load answers bad bytes with many kinds of exception
+            raise self._unreadable(error) from error
+        if not isinstance(state, dict):
+            raise self._unreadable(TypeError(f"{part_name(rank)} holds a {type(state).__name__}"))
+        return state
+
+    def verify(self) -> None:
+        """Hash every file that was not yet hashed. Raises CheckpointError naming the first that differs."""
+        for rank in range(self.num_ranks):
+            self._verify(rank)
+
+    def _verify(self, rank: int) -> None:
+        if rank in self._verified:
+            return
+        try:
+            with open(self.folder / part_name(rank), "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if found != self._hashes[rank]:
+            raise CheckpointError(
+                f"checkpoint {self.folder} is corrupted: the hash of {part_name(rank)} differs; use another one."
+            )
+        self._verified.add(rank)
+
+    def _unreadable(self, error: Exception) -> CheckpointError:
+        return CheckpointError(f"checkpoint {self.folder} cannot be read ({one_line(error)}); use another one.")
 
 
-def _drop_hidden(parent: Path) -> None:
-    """What a crash or a replacement left behind."""
-    for path in parent.glob(".samples-*"):
-        shutil.rmtree(path, ignore_errors=True)
+def part_name(rank: int) -> str:
+    """The file one rank writes."""
+    return f"rank-{rank}.pt"
+
+
+def open_checkpoint(folder: Path) -> SavedCheckpoint:
+    """Read a checkpoint's manifest and look whether its files are there; they are hashed when they are read.
+
+    Raises:
+        CheckpointError: there is no readable manifest, it is of a later version, or a file it lists is missing, is no
+            file of a rank, or lies outside the folder.
+    """
+    manifest = _manifest(folder)
+    try:
+        version = _whole_number(manifest, "format_version", 1)
+        if version > FORMAT_VERSION:
+            raise CheckpointError(
+                f"checkpoint {folder} has format {version}, and this version reads up to {FORMAT_VERSION}; "
+                "update crossbow_py."
+            )
+        samples_seen = _whole_number(manifest, "samples_seen", 0)
+        num_ranks = 1 if version == 1 else _whole_number(manifest, "num_ranks", 1)
+        hashes = _hashes(manifest, num_ranks)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _bad_manifest(folder, error) from error
+    for rank in range(num_ranks):
+        _check_there(folder, part_name(rank))
+    return SavedCheckpoint(folder, samples_seen, hashes)
+
+
+def _manifest(folder: Path) -> Mapping[str, Any]:
+    path = folder / MANIFEST
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is not a file")  # reading a pipe may take for ever
+        with open(path, "rb") as file:
+            text = file.read(_MOST_MANIFEST_BYTES + 1)
+        if len(text) > _MOST_MANIFEST_BYTES:
+            raise ValueError(f"it has more than {_MOST_MANIFEST_BYTES} bytes")
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict):
+            raise TypeError(f"it holds a {type(manifest).__name__}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise _bad_manifest(folder, error) from error
+    return manifest
+
+
+def _bad_manifest(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint {folder} has no readable {MANIFEST} ({one_line(error)}); use another one.")
+
+
+def _whole_number(manifest: Mapping[str, Any], key: str, minimum: int) -> int:
+    value = manifest[key]
+    if type(value) is not int or value < minimum:
+        raise ValueError(f"{key} is {_short(value)}")
+    return value
+
+
+def _hashes(manifest: Mapping[str, Any], num_ranks: int) -> list[str]:
+    """By rank. Names are compared with those they must be, so that none leads to another place."""
+    hashes = manifest["sha256"]
+    if not isinstance(hashes, dict) or len(hashes) != num_ranks:
+        raise ValueError(f"sha256 is not of {num_ranks} files")
+    for name, value in hashes.items():
+        if not isinstance(value, str) or not _SHA256.fullmatch(value):
+            raise ValueError(f"the sha256 of {_short(name)} is {_short(value)}")
+    names = [part_name(rank) for rank in range(num_ranks)]
+    if set(names) != hashes.keys():
+        raise ValueError(f"{_short(min(hashes.keys() - set(names)))} is not the file of a rank below {num_ranks}")
+    return [hashes[name].lower() for name in names]
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _check_there(folder: Path, name: str) -> None:
+    path = folder / name
+    try:
+        inside = path.resolve().parent == folder.resolve()
+        problem = "" if inside and path.is_file() else f"{name} is {'no file' if inside else 'outside of it'}"
+        path.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        problem = one_line(error)
+    if problem:
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({problem}); use another one.")
+
+
+def find_newest(path: Path) -> tuple[SavedCheckpoint, list[str]]:
+    """The newest whole checkpoint of a run folder, a `checkpoints` folder, or one checkpoint folder; all files hashed.
+
+    Returns it, and a sentence for every newer one that had to be passed over.
+    Raises CheckpointError when none is left.
+    """
+    if (path / MANIFEST).exists() or path.name.startswith("samples-"):
+        return _whole(path), []
+    candidates = checkpoints(path.parent if path.name == FOLDER else path)
+    if not candidates:
+        raise CheckpointError(f"no checkpoint in {path}; give resume= a run folder that has one, or drop resume.")
+    problems: list[str] = []
+    for candidate in candidates:
+        try:
+            return _whole(candidate), problems
+        except CheckpointError as error:
+            problems.append(f"{str(error).partition(';')[0]}; falling back to the one before.")
+    raise CheckpointError(
+        f"none of the {len(candidates)} checkpoints in {path} can be used ({problems[0].partition(';')[0]}); "
+        "start afresh in another output_dir."
+    )
+
+
+def _whole(folder: Path) -> SavedCheckpoint:
+    saved = open_checkpoint(folder)
+    for rank in range(saved.num_ranks):
+        saved.part(rank)  # of mapped tensors, which costs nothing beside the hashing
+    return saved
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The first rank's part of a checkpoint. Raises CheckpointError saying what is wrong with it."""
+    return _whole(folder).part(0)
+
+
+def load_newest(path: Path) -> tuple[dict[str, Any], Path, list[str]]:
+    """The first rank's part of what `find_newest` finds, its folder, and what was passed over."""
+    saved, problems = find_newest(path)
+    return saved.part(0), saved.folder, problems
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -116,55 +244,6 @@ def holds_run(folder: Path) -> bool:
     return recorded or (folder / SUMMARY_FILE).exists() or bool(checkpoints(folder))
 
 
-def load(folder: Path) -> dict[str, Any]:
-    """Read and verify one checkpoint folder. Raises CheckpointError saying what is wrong with it."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-        version, hashes = int(manifest["format_version"]), dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {folder} has no readable {_MANIFEST} ({one_line(error)}); use another one."
-        ) from error
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"checkpoint {folder} has format {version}, and this version reads up to {FORMAT_VERSION}; "
-            "update crossbow_py."
-        )
-    try:
-        for name, expected in {"rank-0.pt": None, **hashes}.items():
-            if _sha256(folder / name) != expected:
-                raise CheckpointError(f"checkpoint {folder} is corrupted: the hash of {name} differs; use another one.")
-        state: dict[str, Any] = torch.load(folder / "rank-0.pt", map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # torch.load answers bad bytes with many kinds of exception
-        raise CheckpointError(f"checkpoint {folder} cannot be read ({one_line(error)}); use another one.") from error
-    return state
-
-
-def load_newest(path: Path) -> tuple[dict[str, Any], Path, list[str]]:
-    """The newest valid checkpoint of a run folder, a `checkpoints` folder, or one checkpoint folder.
-
-    Returns the state, its folder, and a sentence for every newer one that had to be passed over.
-    Raises CheckpointError when none is left.
-    """
-    if (path / _MANIFEST).exists() or path.name.startswith("samples-"):
-        return load(path), path, []
-    candidates = checkpoints(path.parent if path.name == FOLDER else path)
-    if not candidates:
-        raise CheckpointError(f"no checkpoint in {path}; give resume= a run folder that has one, or drop resume.")
-    problems: list[str] = []
-    for candidate in candidates:
-        try:
-            return load(candidate), candidate, problems
-        except CheckpointError as error:
-            problems.append(f"{str(error).partition(';')[0]}; falling back to the one before.")
-    raise CheckpointError(
-        f"none of the {len(candidates)} checkpoints in {path} can be used ({problems[0].partition(';')[0]}); "
-        "start afresh in another output_dir."
-    )
-
-
 def differences(saved: Any, current: Any, path: str = "") -> list[str]:
     """`key: saved → current` for every leaf at which two plain nested values differ.
 
@@ -176,65 +255,3 @@ def differences(saved: Any, current: Any, path: str = "") -> list[str]:
         nested = (differences(saved.get(k), current.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
         return [line for lines in nested for line in lines]
     return [] if saved == current else [f"{path}: {saved} → {current}"]
-
-
-def save_weights(module: nn.Module, path: Path) -> None:
-    """Write a model as safetensors, atomically; tied parameters are stored once. Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.touch()
-    mode = partial.stat().st_mode  # as the umask says; safetensors would leave a file only its owner can read
-    try:
-        save_model(module, str(partial))
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    partial.chmod(mode)
-    with open(partial, "rb+") as file:
-        _sync(file.fileno())
-    partial.rename(path)
-    _sync_folder(path.parent)
-
-
-def load_weights(module: nn.Module, path: str | Path) -> None:
-    """Fill a module from safetensors (fine-tuning). Raises CheckpointError naming what does not fit."""
-    try:
-        values = load_file(str(path))
-    except Exception as error:
-        raise CheckpointError(
-            f"init_from={path} cannot be read as safetensors ({error}); give a .safetensors file."
-        ) from error
-    own = module.state_dict(keep_vars=True)
-    wrong = _unfitting(own, values)
-    if wrong:
-        raise CheckpointError(f"init_from={path} does not fit this model: {wrong}; choose the model it was saved from.")
-    with torch.no_grad():
-        for name, value in values.items():
-            own[name].copy_(value)
-
-
-def _unfitting(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> str:
-    # Tied tensors are one object under several names, of which the file has any one.
-    filled = {id(own[name]) for name in values if name in own}
-    for name in sorted(own.keys() | values.keys()):
-        if name not in own or id(own[name]) not in filled:
-            return f"{name} is only in the {'model' if name in own else 'file'}"
-    for name, value in values.items():
-        if own[name].shape != value.shape:
-            return f"{name} is {list(value.shape)} in the file and {list(own[name].shape)} in the model"
-    return ""
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

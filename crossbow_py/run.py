@@ -21,6 +21,7 @@ from crossbow_py.schedules import Schedule
 from crossbow_py.settings import to_mapping
 from crossbow_py.supply import WorkerSupply
 from crossbow_py.tuning import LearnerTuning
+from crossbow_py.weights_file import save_weights
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
 _CHANGEABLE = ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers")
@@ -76,7 +77,7 @@ class Run:
         names = ["model.safetensors"] if single else [f"model_{j}.safetensors" for j in range(len(models))]
         for name, module in zip(names, models, strict=True):
             try:
-                checkpoint.save_weights(module, self.output_dir / name)
+                save_weights(module, self.output_dir / name)
             except OSError as error:
                 raise UserError(
                     f"cannot write {self.output_dir / name} ({error}); make room there and resume the run."

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import nn
 
-from crossbow_py import checkpoint
+from crossbow_py import checkpoint_writer
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import RoundOutcome
@@ -312,7 +312,7 @@ class TrainingLoop:
         state.elapsed_s, state.wall_s = self.meter.elapsed_s, self.reporter.wall_s
         self._last_checkpoint_s = state.elapsed_s
         try:
-            path = checkpoint.save(
+            path = checkpoint_writer.save(
                 self.job.output_dir, self.job.state_dict(), state.samples_seen, self.job.checkpoints.keep
             )
             self._last_checkpoint_samples = state.samples_seen

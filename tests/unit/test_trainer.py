@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
-from crossbow_py.checkpoint import save_weights
 from crossbow_py.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.weights_file import save_weights
 from tests.support import linear_model
 from tests.trainers import Recorder, blobs, equal_states, image_model, images, make_trainer
 

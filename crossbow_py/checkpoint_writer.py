@@ -1,0 +1,322 @@
+"""Writes checkpoints beside the training: one thread a rank, and a checkpoint that appears when all parts are there.
+
+    checkpoints/.samples-000000320000.TOKEN-1.partial/rank-0.pt       being written: hidden, never read
+    checkpoints/.samples-000000320000.TOKEN-1.partial/rank-0.sha256   of a part that is whole on disk
+
+Every rank writes its part into the hidden folder and fsyncs it. Once all have, the first writes the manifest and
+renames the folder, so that a crash at any moment leaves what was there before. See `checkpoint` for what is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch
+
+from crossbow_py.checkpoint import FOLDER, FORMAT_VERSION, MANIFEST, checkpoints, part_name
+from crossbow_py.targets import one_line
+
+Status = Literal["idle", "writing", "written", "failed"]
+# A piece is hashed and written while a cache still holds it. Both let go of the interpreter's lock; larger pieces would
+# save nothing, smaller ones would ask for the lock more often, which a training thread may hold.
+_PIECE = 2**20
+_HASH = ".sha256"
+_HERE, _RENAME_EXCHANGE = -100, 2  # as Linux has them in fcntl.h and fs.h
+
+
+class CheckpointWriter:
+    """Writes one rank's parts, and on the first rank what makes them a checkpoint, in one background thread.
+
+    The ranks call `begin`, `conclude` and `discard` in the same order; between them each looks at its own `status`, and
+    they decide together. Called from one thread a rank, but for `status`, `error` and `newest`, which any may read.
+
+    Args:
+        run_folder: shared by all ranks.
+        keep: how many of the newest checkpoints to keep.
+        rank, num_ranks: whose parts these are, and of how many.
+        token: equal on all ranks that were started together and different for every start, so that the parts of a
+            killed start are never taken for those of this one.
+    """
+
+    def __init__(self, run_folder: Path, keep: int, rank: int = 0, num_ranks: int = 1, token: str = "alone") -> None:
+        self._parent = run_folder / FOLDER
+        self._run_folder, self._keep = run_folder, keep
+        self._rank, self._num_ranks, self._token = rank, num_ranks, token
+        self._samples_seen, self._number = 0, 0  # of what was begun last
+        self._status: Status = "idle"
+        self._error: OSError | None = None
+        self._newest: Path | None = None
+        self._changed = threading.Condition()
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Status] | None] = queue.SimpleQueue()
+
+    @property
+    def status(self) -> Status:
+        """`writing` while the thread has something to do, `written` or `failed` after a part, else `idle`."""
+        return self._status
+
+    @property
+    def error(self) -> OSError | None:
+        """Why the status is `failed`."""
+        return self._error
+
+    @property
+    def newest(self) -> Path | None:
+        """The last checkpoint this writer has concluded; always None but on the first rank."""
+        return self._newest
+
+    def begin(self, state: Mapping[str, Any], samples_seen: int) -> None:
+        """Write this rank's part, in the background: `written` or `failed` comes out.
+
+        The tensors of `state` belong to the writer from now on, and are let go when they are on disk.
+        """
+        self.wait()
+        assert self._status == "idle", f"a part was {self._status} and neither concluded nor discarded"
+        self._samples_seen, self._number = samples_seen, self._number + 1
+        self._given_up = threading.Event()
+        folder, given_up = self._partial, self._given_up
+        self._do(lambda: self._write_part(folder, state, given_up), "written")
+
+    def conclude(self) -> None:
+        """Make the parts a checkpoint, once all ranks have `written` theirs.
+
+        The first rank does so in the background, and drops what the new one replaces: the oldest beyond `keep`, and
+        those of more samples, which are of a future this run has not had, because it went back to an older checkpoint
+        or started afresh in this folder. `idle` or `failed` comes out. On other ranks it is `idle` at once.
+        """
+        assert self._status == "written", f"the part is {self._status}"
+        if self._rank == 0:
+            folder, samples_seen = self._partial, self._samples_seen
+            self._do(lambda: self._conclude(folder, samples_seen), "idle")
+        else:
+            self._status = "idle"
+
+    def discard(self) -> None:
+        """Give up what was begun last, because some rank has failed; in the background, `idle` comes out."""
+        self._given_up.set()
+        if self._number:
+            folder = self._partial
+            self._do(lambda: self._remove_part(folder), "idle")
+
+    def wait(self) -> None:
+        """Block until the status is not `writing`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._status != "writing")
+
+    def close(self) -> None:
+        """End the thread, and with it a part that is being written; a conclusion is brought to its end."""
+        self._given_up.set()
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def _partial(self) -> Path:
+        """The number tells an attempt from one that was discarded before, at the same samples."""
+        return self._parent / f".{folder_name(self._samples_seen)}.{self._token}-{self._number}.partial"
+
+    def _do(self, task: Callable[[], None], then: Status) -> None:
+        with self._changed:
+            self._status, self._error = "writing", None
+            self._tasks.put((task, then))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="checkpoint writer", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while (asked := self._tasks.get()) is not None:
+            task, status = asked
+            error: OSError | None = None
+            try:
+                task()
+            except Exception as failure:  # whatever it is, the training loop has to hear of it
+                error, status = _plain(failure), "failed"
+            del asked, task  # and with them the state, before anyone is told that it is written
+            with self._changed:
+                if self._tasks.empty():
+                    self._status, self._error = status, error
+                    self._changed.notify_all()
+
+    def _write_part(self, folder: Path, state: Mapping[str, Any], given_up: threading.Event) -> None:
+        if self._rank == 0:
+            self._drop_leftovers()
+        folder.mkdir(parents=True, exist_ok=True)
+        final = folder / part_name(self._rank)
+        partial = final.with_suffix(".partial")
+        try:
+            with open(partial, "wb") as file:
+                digest = _save(state, file, given_up)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(final)
+            final.with_suffix(_HASH).write_text(digest, encoding="utf-8")
+        except Exception:
+            with suppress(OSError):
+                partial.unlink()  # a full disk needs the room
+            raise
+
+    def _drop_leftovers(self) -> None:
+        """What a crash left behind. Other ranks of this start may have begun, and theirs is not touched."""
+        for path in self._parent.glob(".samples-*"):
+            if self._num_ranks == 1 or f".{self._token}-" not in path.name:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _conclude(self, folder: Path, samples_seen: int) -> None:
+        parts = [folder / part_name(rank) for rank in range(self._num_ranks)]
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "samples_seen": samples_seen,
+            "num_ranks": self._num_ranks,
+            "sha256": {part.name: part.with_suffix(_HASH).read_text(encoding="utf-8") for part in parts},
+        }
+        for part in parts:
+            part.stat()
+            part.with_suffix(_HASH).unlink()
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        sync(folder / MANIFEST)
+        sync(folder)
+        final = self._parent / folder_name(samples_seen)
+        _put(folder, final)
+        self._newest = final
+        self._drop_replaced(final)
+
+    def _drop_replaced(self, final: Path) -> None:
+        found = checkpoints(self._run_folder)
+        older = [path for path in found if path.name < final.name]
+        for path in found:
+            if path != final and path not in older[: self._keep - 1]:
+                # Hidden first, so that a crash leaves no half of one.
+                _remove(_hide(path, self._parent / f".{path.name}.{self._token}-{self._number}.dropped"))
+
+    def _remove_part(self, folder: Path) -> None:
+        with suppress(OSError):
+            for path in folder.glob(f"rank-{self._rank}.*"):
+                path.unlink()
+        if self._rank == 0:
+            _remove(folder)
+        with suppress(OSError):  # others' files are in it, or it is gone
+            folder.rmdir()
+
+
+def save(run_folder: Path, state: Mapping[str, Any], samples_seen: int, keep: int) -> Path:
+    """Write a checkpoint of one rank and wait for it. Returns its folder; for what it replaces see `conclude`.
+
+    Raises OSError when the disk refuses; what was there before is untouched.
+    """
+    writer = CheckpointWriter(run_folder, keep)
+    try:
+        writer.begin(state, samples_seen)
+        writer.wait()
+        if writer.status == "written":
+            writer.conclude()
+            writer.wait()
+        if error := writer.error:
+            writer.discard()
+            writer.wait()
+            raise error
+    finally:
+        writer.close()
+    assert writer.newest is not None, "a conclusion without an error has a folder"
+    return writer.newest
+
+
+def folder_name(samples_seen: int) -> str:
+    """Names sort as the samples do."""
+    return f"samples-{samples_seen:012d}"
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _HashingFile:
+    """What torch.save writes to, from the first byte to the last: takes the hash of what goes by."""
+
+    def __init__(self, file: IO[bytes], given_up: threading.Event) -> None:
+        self.sha256 = hashlib.sha256()
+        self.refusal: OSError | None = None
+        self._file, self._given_up = file, given_up
+
+    def write(self, data: bytes | memoryview) -> int:
+        whole = memoryview(data)
+        try:
+            for begin in range(0, len(whole), _PIECE):
+                if self._given_up.is_set():
+                    raise OSError("given up")
+                piece = whole[begin : begin + _PIECE]
+                self.sha256.update(piece)
+                self._file.write(piece)
+        except OSError as error:
+            self.refusal = error  # torch raises something else, which does not say why
+            raise
+        return len(whole)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(state: Mapping[str, Any], file: IO[bytes], given_up: threading.Event) -> str:
+    """Returns the sha256 of what is in the file then."""
+    hashing = _HashingFile(file, given_up)
+    try:
+        torch.save(dict(state), hashing)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise hashing.refusal or OSError(one_line(error)) from error
+    return hashing.sha256.hexdigest()
+
+
+def _plain(error: Exception) -> OSError:
+    """The error without its traceback, which would keep the state in memory."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename)
+    return OSError(str(error) if isinstance(error, OSError) else one_line(error))
+
+
+def _put(folder: Path, final: Path) -> None:
+    """Give a checkpoint its name; another one that has it is dropped."""
+    replaced: Path | None = None
+    if not final.exists():
+        folder.rename(final)
+    elif _exchange(folder, final):
+        replaced = folder
+    else:
+        replaced = _hide(final, folder.with_suffix(".replaced"))
+        folder.rename(final)
+    sync(final.parent)
+    if replaced:
+        _remove(replaced)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Let two folders have each other's name in one step. False where the system has no such step."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (os.fsencode(path) for path in (first, second))
+    return rename is not None and rename(_HERE, next(names), _HERE, next(names), _RENAME_EXCHANGE) == 0
+
+
+def _hide(path: Path, hidden: Path) -> Path:
+    """Rename a folder that is to go. Returns where it is now."""
+    with suppress(OSError):
+        return path.rename(hidden)
+    return path
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
