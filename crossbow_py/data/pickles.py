@@ -2,15 +2,17 @@
 
 An ordinary unpickler calls whatever function the file names, so a pickle from the network is a program. This one knows
 a few names, and behind each stands a function of this file. Not even NumPy's own types are handed out: the state of a
-pickled dtype can mark numbers as pointers, which NumPy would follow.
+pickled dtype can mark numbers as pointers, which NumPy would follow. It takes no more memory and time than the length
+of the file accounts for.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
-from typing import Any
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -108,9 +110,83 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _ArrayUnpickler(pickle.Unpickler):
+# What writers of plain values and arrays use. Left out are persistent ids, extensions, sets and objects of classes.
+_OPERATIONS = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.LONG, pickle.BININT, pickle.BININT1,
+    pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.FLOAT, pickle.BINFLOAT,
+    pickle.STRING, pickle.BINSTRING, pickle.SHORT_BINSTRING, pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8,
+    pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8,
+    pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3,
+    pickle.EMPTY_LIST, pickle.LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT,
+    pickle.GET, pickle.BINGET, pickle.LONG_BINGET, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+    pickle.STACK_GLOBAL, pickle.REDUCE,
+)  # fmt: skip
+
+
+_PYTHONS: dict[int, Callable[[Any], None]] = {**pickle._Unpickler.dispatch}
+
+
+class _ArrayUnpickler(pickle._Unpickler):
+    """Python's own unpickler and not the one in C, which allocates as many memo entries as a damaged number says.
+
+    Its operations are methods that work on `stack`: what has been read since the last mark.
+    """
+
+    stack: list[Any]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+    readline: Callable[[], bytes]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {code[0]: _PYTHONS[code[0]] for code in _OPERATIONS}
+
     def find_class(self, module: str, name: str) -> Any:
         """Only what `_ALLOWED` lists."""
         if (module, name) not in _ALLOWED:
             raise _RefusedError(f"{module}.{name}")
         return _ALLOWED[module, name]
+
+    def _global(self) -> None:
+        """Two lines; what the end of the file cuts off is no name."""
+        module, name = self.readline(), self.readline()
+        if not name.endswith(b"\n"):
+            raise EOFError
+        self.append(self.find_class(module[:-1].decode(), name[:-1].decode()))
+
+    def _build(self) -> None:
+        """The state of an array or of its type; that of a function would stay when the file is read."""
+        if not isinstance(self.stack[-2], _Array | _Dtype):
+            raise _RefusedError("a change of what is no array")
+        _PYTHONS[pickle.BUILD[0]](self)
+
+    def _bytearray(self) -> None:
+        """Read before room is made: the length may be anything."""
+        (length,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(length)))
+
+    def _dict(self) -> None:
+        _check_keys(self.stack[::2])
+        _PYTHONS[pickle.DICT[0]](self)
+
+    def _set_item(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        _PYTHONS[pickle.SETITEM[0]](self)
+
+    def _set_items(self) -> None:
+        _check_keys(self.stack[::2])
+        _PYTHONS[pickle.SETITEMS[0]](self)
+
+    dispatch |= {
+        pickle.BUILD[0]: _build,
+        pickle.BYTEARRAY8[0]: _bytearray,
+        pickle.DICT[0]: _dict,
+        pickle.GLOBAL[0]: _global,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+    }
+
+
+def _check_keys(keys: Iterable[object]) -> None:
+    """Text only: the hash of a tuple of tuples of tuples may take years."""
+    for key in keys:
+        if not isinstance(key, str | bytes):
+            raise _RefusedError(f"a {type(key).__name__} as a key")
