@@ -5,11 +5,9 @@ Read from the folder of pickles or straight from the published archive, which is
 
 from __future__ import annotations
 
-import gzip
 import io
 import math
 import tarfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeGuard
@@ -20,7 +18,16 @@ import torch
 
 from crossbow_py.data.base import CROP_HELP, FLIP_HELP, DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
-from crossbow_py.data.downloads import REPLACE, PublishedFile, check_published, data_folders, download, find, read_file
+from crossbow_py.data.downloads import (
+    REPLACE,
+    PublishedFile,
+    check_published,
+    data_folders,
+    download,
+    find,
+    read_file,
+    unpacked,
+)
 from crossbow_py.data.pickles import read_pickle
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
@@ -141,17 +148,20 @@ class _Archive:
 
     def __init__(self, path: Path, folder: str) -> None:
         self._path, self._folder = path, folder
+        content = io.BytesIO(unpacked(read_file(path), path))
         try:
-            self._tar = tarfile.open(fileobj=io.BytesIO(gzip.decompress(read_file(path))), mode="r:")  # noqa: SIM115
+            self._tar = tarfile.open(fileobj=content, mode="r:")  # noqa: SIM115
             self._members = {member.name.removeprefix("./"): member for member in self._tar.getmembers()}
-        except (gzip.BadGzipFile, EOFError, zlib.error, tarfile.TarError) as error:
+        except Exception as error:  # damaged headers make it raise nearly anything
             raise UserError(f"data file {path} is truncated or damaged ({type(error).__name__}); {REPLACE}.") from error
 
     def read(self, name: str) -> tuple[str, bytes]:
         """(path for messages, content)."""
         inside = f"{self._folder}/{name}"
         member = self._members.get(inside)
-        file = None if member is None else self._tar.extractfile(member)
+        # A link may lead to itself, and a sparse file may claim any size.
+        ordinary = member is not None and member.isreg() and not member.issparse()
+        file = self._tar.extractfile(member) if member is not None and ordinary else None
         if file is None:
             raise UserError(f"data file {inside} is missing in {self._path}; {REPLACE}.")
         return f"{self._path}:{inside}", file.read()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import os
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,10 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from crossbow_py.errors import UserError
+from crossbow_py.targets import one_line
 
 # The remedy for every file that is there but cannot be used.
 REPLACE = "restore the published file, or remove what is there and let data.download=true fetch it anew"
 
+_MOST_UNPACKED = 2**31  # bytes; of the published files none comes to a tenth of it
 _RETRIES = 2
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
 
@@ -39,11 +44,16 @@ def data_folders(root: str | None) -> tuple[Path, ...]:
     """
     cache = Path.home() / ".cache" / "crossbow_py"
     chosen = root or os.environ.get("CROSSBOW_DATA_DIR")
-    first = Path(chosen).expanduser() if chosen else cache
+    first = expanded(chosen) if chosen else cache
     if chosen and os.path.isfile(first):  # noqa: PTH113 - Path.is_file would raise where a folder must not be entered
         name = "data.root" if root else "$CROSSBOW_DATA_DIR"
         raise UserError(f"{name} must be the folder that holds the data sets, got the file {first}.")
     return (first,) if first == cache else (first, cache)
+
+
+def expanded(path: str) -> Path:
+    """With `~` replaced by the home folder, where there is such a user: Path.expanduser would raise where not."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
@@ -69,7 +79,7 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     if target is None:
         raise UserError(f"{wanted.path} is not in {looked}, and neither can be written to for a download; {remedy}.")
     failures = []
-    before = {path for path in (target / wanted.path).parents if path.exists()}
+    before = {path for path in (target / wanted.path).parents if os.path.exists(path)}  # noqa: PTH110 - as in `find`
     for url in wanted.urls:
         try:
             return _download_from(url, wanted, target, progress)
@@ -91,10 +101,24 @@ def _described(folder: Path) -> str:
 def read_file(path: Path) -> bytes:
     """The bytes of a data file. Raises UserError when it cannot be read."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading it might never end
+            raise UserError(f"data file {path} must be a file, got a device or a pipe; {REPLACE}.")
         return path.read_bytes()
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UserError(f"data file {path} cannot be read ({reason}); {REPLACE}.") from error
+
+
+def unpacked(content: bytes, path: Path) -> bytes:
+    """What gzip packed. Raises UserError when it is damaged, or so much that it cannot be a data set."""
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            values = file.read(_MOST_UNPACKED + 1)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"data file {path} is truncated or damaged ({one_line(error)}); {REPLACE}.") from error
+    if len(values) > _MOST_UNPACKED:
+        raise UserError(f"data file {path} must unpack to at most {_MOST_UNPACKED >> 30} GiB, got more; {REPLACE}.")
+    return values
 
 
 def check_published(content: bytes, length: int, md5: str, path: Path | str) -> None:
@@ -175,5 +199,6 @@ def _drop_empty(folders: Iterable[Path], before: Collection[Path]) -> None:
 
 def _writable(folder: Path) -> bool:
     """Whether `folder` can be written to, or be created: its nearest existing ancestor is a writable folder."""
-    existing = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    above = (folder, *folder.absolute().parents)
+    existing = next((path for path in above if os.path.exists(path)), Path("/"))  # noqa: PTH110 - as in `find`
     return existing.is_dir() and os.access(existing, os.W_OK)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
+import math
 import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +14,7 @@ import torch
 
 from crossbow_py.data.base import FLIP_HELP, DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
-from crossbow_py.data.downloads import REPLACE, PublishedFile, data_folders, download, find, read_file
+from crossbow_py.data.downloads import REPLACE, PublishedFile, data_folders, download, find, read_file, unpacked
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
 from crossbow_py.targets import one_line
@@ -106,14 +105,14 @@ def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
         UserError: not such a file, or not as long as its header says.
     """
     content = read_file(path)
+    content = unpacked(content, path) if path.suffix == ".gz" else content
     try:
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
         lengths = struct.unpack_from(f">{ndim}I", content, 4)
-    except (gzip.BadGzipFile, EOFError, zlib.error, struct.error) as error:
+    except struct.error as error:
         raise UserError(f"data file {path} is truncated or damaged ({one_line(error)}); {REPLACE}.") from error
     if content[:4] != bytes((0, 0, _UNSIGNED_BYTE, ndim)):
         raise UserError(f"data file {path} must be an IDX file of bytes with {ndim} axes, but is not; {REPLACE}.")
     values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * ndim)
-    if len(values) != int(np.prod(lengths, dtype=np.int64)):
+    if len(values) != math.prod(lengths):
         raise UserError(f"data file {path} must hold {lengths} values, got {len(values)} in all; {REPLACE}.")
     return values.reshape(lengths).copy()

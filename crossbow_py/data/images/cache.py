@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.data.images.folder import ImageFiles
+from crossbow_py.targets import one_line
 
 IMAGES, INDEX = "images.bin", "index.npy"
 _FORMAT_VERSION = 1
@@ -55,7 +56,7 @@ class ImageCache:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self._count = folder, count
-        self._index: npt.NDArray[np.int64] = np.load(folder / INDEX, allow_pickle=False)
+        self._index = _read_index(folder / INDEX)
         _check_index(self._index, count, (folder / IMAGES).stat().st_size)
         self._values = _mapped(folder / IMAGES)
 
@@ -76,6 +77,18 @@ class ImageCache:
         self.__init__(state["folder"], state["count"])  # type: ignore[misc]
 
 
+def _read_index(path: Path) -> npt.NDArray[np.int64]:
+    """Raises OSError, and ValueError for a file that holds no array."""
+    try:
+        # Mapped first: `np.load` makes room for as much as the header says.
+        index: npt.NDArray[np.int64] = np.array(np.lib.format.open_memmap(path, mode="r"))
+    except OSError:
+        raise
+    except Exception as error:  # a damaged header can make its reader raise nearly anything
+        raise ValueError(f"{path} holds no index ({one_line(error)})") from error
+    return index
+
+
 def _mapped(path: Path) -> Tensor:
     """The bytes of a file; none cannot be mapped."""
     if path.stat().st_size == 0:
@@ -91,7 +104,11 @@ def _check_index(index: npt.NDArray[np.int64], count: int, num_bytes: int) -> No
     """Raise ValueError unless the images lie one after the other and fill the file."""
     if index.shape != (count, 3) or index.dtype != np.int64 or (index < 0).any():
         raise ValueError(f"the index must be int64 [{count}, 3], got {index.dtype} {list(index.shape)}")
-    sizes = 3 * index[:, 1] * index[:, 2]
+    heights, widths = index[:, 1], index[:, 2]
+    # Larger numbers could overflow below, and fit by chance.
+    if ((heights == 0) != (widths == 0)).any() or (widths > num_bytes // 3 // np.maximum(heights, 1)).any():
+        raise ValueError(f"the index has images that do not fit a file of {num_bytes} bytes")
+    sizes = 3 * heights * widths
     ends = np.cumsum(sizes)
     if (index[sizes > 0, 0] != (ends - sizes)[sizes > 0]).any() or (ends[-1] if count else 0) != num_bytes:
         raise ValueError(f"the index does not fit a file of {num_bytes} bytes")

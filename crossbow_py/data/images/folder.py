@@ -109,6 +109,8 @@ def _images_of(folder: Path) -> list[str]:
     for entry in entries:
         if entry.is_dir():
             raise UserError(f"class folder {folder} must hold images and no folders, got {entry.path}; remove it.")
+        if not entry.is_file() and os.path.exists(entry):  # noqa: PTH110 - as in `downloads.find`
+            raise UserError(f"class folder {folder} must hold files, got a device or a pipe: {entry.path}; remove it.")
         if not entry.name.lower().endswith(SUFFIXES):
             raise UserError(f"class folder {folder} must hold {_KNOWN}, got {entry.path}; convert or remove it.")
     if not entries:

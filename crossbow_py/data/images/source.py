@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from crossbow_py.data.base import FLIP_HELP, Declared, SourceSettings
 from crossbow_py.data.datasets import Data
-from crossbow_py.data.downloads import data_folders, find
+from crossbow_py.data.downloads import data_folders, expanded, find
 from crossbow_py.data.images.cache_writing import Opened, open_or_fill
 from crossbow_py.data.images.folder import ImageFiles, count, scan
 from crossbow_py.data.images.image_data import ImageFolderData
@@ -74,7 +74,7 @@ class ImageFolder(SourceSettings):
     def declared(self) -> Declared | None:
         """Crops of `size`; what is in the folder is counted; where it is not there, ImageNet's classes are assumed."""
         shape = (3, self.size, self.size)
-        found = find((str(Path(self.folder).expanduser()),), data_folders(self.root)) if self.folder else None
+        found = find((str(expanded(self.folder)),), data_folders(self.root)) if self.folder else None
         if found is None:
             note = f"data.folder={self.folder!r} is not there: {_ASSUMED_CLASSES} classes are assumed, as in ImageNet."
             return Declared(shape, _ASSUMED_CLASSES, None, None, resident=False, note=note)
@@ -94,7 +94,7 @@ class ImageFolder(SourceSettings):
                 "data.folder=PATH."
             )
         folders = data_folders(self.root)
-        found = find((str(Path(self.folder).expanduser()),), folders)
+        found = find((str(expanded(self.folder)),), folders)
         if found is None:
             looked = "" if Path(self.folder).is_absolute() else f" in {' or '.join(map(str, folders))}"
             raise UserError(
@@ -106,7 +106,7 @@ class ImageFolder(SourceSettings):
     def _data(self, files: ImageFiles, progress: bool) -> ImageFolderData:
         opened = Opened(None)
         if self.cache:
-            folder = Path(self.cache_dir).expanduser() if self.cache_dir else None
+            folder = expanded(self.cache_dir) if self.cache_dir else None
             opened = open_or_fill(files, self.resize, folder, timeout_s=self.worker_timeout_s, progress=progress)
         return ImageFolderData(
             files,
