@@ -25,6 +25,7 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "maximum": ("at most", operator.le),
     "below": ("less than", operator.lt),
 }
+_LONGEST_SHOWN = 200
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
 
@@ -56,7 +57,8 @@ def check(settings: Any) -> None:
         value = _convert(getattr(settings, field.name), hints[field.name])
         object.__setattr__(settings, field.name, value)
         if not _fits(value, hints[field.name]):
-            raise UserError(f"{path} must be {_describe(hints[field.name])}, got {value!r}.")
+            raise UserError(f"{path} must be {_describe(hints[field.name])}, got {_shown(value)}.")
+        _check_texts(path, value)
         for number in value if isinstance(value, tuple) else (value,):
             _check_limits(path, number, field.metadata)
 
@@ -104,7 +106,10 @@ def _convert(value: Any, hint: Any) -> Any:
         item = next((typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple), None)
         return tuple(_convert(entry, item) if item else entry for entry in value)
     if isinstance(value, int) and not isinstance(value, bool) and float in options and int not in options:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf  # which no field takes
     return value
 
 
@@ -149,12 +154,37 @@ def _describe(hint: Any) -> str:
     return " or ".join(words)
 
 
+def _shown(value: Any) -> str:
+    """For a message: one that fits on a screen."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = "a very large number"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _check_texts(path: str, value: Any) -> None:
+    """Refuse text that is no file name and cannot be written to one, in whatever nesting."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check_texts(path, item)
+    elif isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        raise UserError(f"{path} must be text in UTF-8 without NUL characters, got {_shown(value)}; leave them out.")
+
+
+def _is_unicode(text: str) -> bool:
+    """Bytes on the command line that are not UTF-8 come as halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path} must be a finite number, got {value}.")
     for name, (words, holds) in _LIMITS.items():
         limit = metadata.get(name)
         if limit is not None and not holds(value, limit):
-            raise UserError(f"{path} must be {words} {limit}, got {value}.")
+            raise UserError(f"{path} must be {words} {limit}, got {_shown(value)}.")

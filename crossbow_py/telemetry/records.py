@@ -34,9 +34,7 @@ _LEADING_SUMMARY = (
 )  # fmt: skip
 
 
-def file_listeners(
-    output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = ()
-) -> list[Listener]:
+def file_listeners(output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = ()) -> list[Listener]:
     """Listeners that write the run's files under `output_dir`, which exists.
 
     Args:
@@ -46,7 +44,7 @@ def file_listeners(
         device_uuids: the run's CUDA devices, to be watched; see `SystemMonitor`.
     """
     config = output_dir / CONFIG_FILE
-    text = config.read_text() if config.exists() else None
+    text = config.read_text(encoding="utf-8") if config.exists() else None
     return [
         RunRecords(output_dir, resumed_samples),
         TensorBoardScalars(
@@ -100,10 +98,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """All lines. One torn by a crash is left out."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("samples_seen"), int):
             lines.append(line)
@@ -113,8 +111,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 def read_summary(output_dir: Path) -> dict[str, Any]:
     """A run's summary.json; empty when there is none, or none that can be read."""
     try:
-        values = json.loads((output_dir / SUMMARY_FILE).read_text())
-    except (OSError, ValueError):
+        values = json.loads((output_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 
@@ -122,7 +120,7 @@ def read_summary(output_dir: Path) -> dict[str, Any]:
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing in between."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
