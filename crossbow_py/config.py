@@ -9,19 +9,22 @@ spells out, because the settings dataclasses know every key and answer a misspel
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import hydra
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from crossbow_py.averaging import RULES
 from crossbow_py.data.sources import SOURCES
@@ -42,7 +45,11 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "averaging": RULES,
 }
 APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
-_COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, OSError)
+# Numbers of thousands of digits and brackets nested a thousand deep end in the last two.
+_PARSING_ERRORS = (HydraException, ValueError, RecursionError)
+_COMPOSITION_ERRORS = (*_PARSING_ERRORS, OmegaConfBaseException, yaml.YAMLError, OSError)
+_MOST_JOBS = 10_000
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as Linux and its file systems have it
 
 
 def _group(help: str) -> Any:
@@ -76,6 +83,8 @@ class TrainConfig(RunSettings, StopConditions):
 
     def __post_init__(self) -> None:
         StopConditions.__post_init__(self)  # checks every field, and that the run has an end
+        for key in ("resume", "init_from", "output_dir"):
+            _check_path(key, getattr(self, key))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +156,14 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
-    """Every combination of comma lists and ranges: the overrides of each job, and its swept part as a folder name."""
-    jobs = itertools.product(*map(_sweep, overrides))
+    """Every combination of comma lists and ranges: the overrides of each job, and its swept part as a folder name.
+
+    Raises UserError for what cannot be swept, and for more than ten thousand combinations.
+    """
+    swept = [_sweep(override) for override in overrides]
+    if math.prod(map(len, swept)) > _MOST_JOBS:
+        raise UserError(f"a sweep runs at most {_MOST_JOBS} jobs, got more; list fewer values.")
+    jobs = itertools.product(*swept)
     return [([text for text, _ in job], ",".join(name for _, name in job if name)) for job in jobs]
 
 
@@ -166,17 +181,40 @@ def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
 
 
 def write_yaml(plain: Mapping[str, Any]) -> str:
-    """Plain values as YAML, keys in their order."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+    """Plain values as YAML, keys in their order. Raises UserError for a text with half an interpolation."""
+    try:
+        return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+    except OmegaConfBaseException as error:
+        raise UserError(f"the configuration cannot be written ({_one_line(error)}); leave '${{' out.") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
+        plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except _COMPOSITION_ERRORS as error:
         raise UserError(f"cannot read {path}: {_one_line(error)}; restore or delete that file.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _check_path(key: str, path: str | None) -> None:
+    """What would fail wherever the path is used, and not as a file that is missing."""
+    if path is None:
+        return
+    given = f"{path[:40]}..." if len(path) > 40 else path
+    try:
+        Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{key}={given} is in the home folder of an unknown user; write the whole path.") from error
+    names = [os.fsencode(path), *map(os.fsencode, Path(path).parts)]
+    if len(names[0]) > _LONGEST_PATH or max(map(len, names[1:]), default=0) > _LONGEST_NAME:
+        raise UserError(
+            f"{key} must have names of at most {_LONGEST_NAME} bytes and {_LONGEST_PATH} in all, got {given!r}; "
+            "choose a shorter one."
+        )
 
 
 def _with_groups(plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +236,7 @@ def _choose(group: str, values: Any) -> Any:
 def _parse(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
-    except HydraException as error:
+    except _PARSING_ERRORS as error:
         raise UserError(
             f"cannot read {text!r}; write key=value, and put special characters in quotes: key='\"a=b\"'."
         ) from error
@@ -210,8 +248,9 @@ def _sweep(text: str) -> list[tuple[str, str]]:
     if not override.is_sweep_override():
         return [(text, "")]
     try:
-        values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-    except HydraException as error:
+        found = itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1)
+        values = [f"{override.get_key_element()}={value}" for value in found]
+    except _PARSING_ERRORS as error:
         raise UserError(f"cannot sweep {text!r}; list the values, as in seed=1,2,3 or seed=range(1,4).") from error
     return [(value, value.lstrip("+").replace("/", "_")) for value in values]
 
