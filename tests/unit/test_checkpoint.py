@@ -1,30 +1,27 @@
-"""Checkpoints: whole or not there, verified on load, the last k kept; and models as safetensors."""
+"""Checkpoints as they are found and read: verified, of several ranks, passed over when they are not whole."""
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from crossbow_py import checkpoint
 from crossbow_py.checkpoint import (
     CheckpointSettings,
     checkpoints,
     differences,
+    find_newest,
     load,
     load_newest,
-    load_weights,
-    save,
-    save_weights,
+    open_checkpoint,
 )
+from crossbow_py.checkpoint_writer import save
 from crossbow_py.errors import CheckpointError, UserError
-from tests.support import linear_model, norm_model
 
 
 def state(mark: float = 1.0):
@@ -39,35 +36,84 @@ def mark_of(saved) -> float:
     return saved["bank"]["weights"]["0.weight"][0, 0].item()
 
 
+def by_hand(run_folder: Path, samples: int, marks: list[float]) -> Path:
+    """A checkpoint of format 2 as the page says it is, a mark a rank."""
+    folder = run_folder / "checkpoints" / f"samples-{samples:012d}"
+    folder.mkdir(parents=True)
+    for rank, mark in enumerate(marks):
+        torch.save(state(mark), folder / f"rank-{rank}.pt")
+    files = [folder / f"rank-{rank}.pt" for rank in range(len(marks))]
+    manifest = {
+        "format_version": 2,
+        "samples_seen": samples,
+        "num_ranks": len(marks),
+        "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def edit(folder: Path, change) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def rename_rank_1(folder: Path, name: str) -> None:
+    edit(folder, lambda manifest: manifest["sha256"].update({name: manifest["sha256"].pop("rank-1.pt")}))
+
+
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
 
 
-class Crash(BaseException):
-    """The process ends here."""
+def pipe_as_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
 
 
-def test_save_and_load_return_the_same_tensors_and_plain_values(tmp_path):
-    written = {**state(), "half": torch.randn(3).bfloat16(), "count": torch.tensor(3)}
-    folder = save(tmp_path, written, samples_seen=320, keep=2)
-    assert folder == tmp_path / "checkpoints" / "samples-000000000320"
-    read = load(folder)
-    assert torch.equal(read["half"], written["half"])
-    assert (read["half"].dtype, read["count"].dtype) == (torch.bfloat16, torch.int64)
-    assert mark_of(read) == 1.0
-    assert (read["state"], read["choices"]) == (written["state"], written["choices"])
+def link_outside(folder: Path) -> None:
+    (folder / "rank-1.pt").rename(folder.parent / "elsewhere.pt")
+    (folder / "rank-1.pt").symlink_to(folder.parent / "elsewhere.pt")
 
 
-def test_manifest_holds_the_format_the_samples_and_the_hash_of_the_file(tmp_path):
-    folder = save(tmp_path, state(), samples_seen=320, keep=2)
-    assert json.loads((folder / "manifest.json").read_text()) == {
-        "format_version": 1,
-        "samples_seen": 320,
-        "sha256": {"rank-0.pt": hashlib.sha256((folder / "rank-0.pt").read_bytes()).hexdigest()},
-    }
-    torch.load(folder / "rank-0.pt", weights_only=True)
+def link_to_itself(folder: Path) -> None:
+    (folder / "rank-1.pt").unlink()
+    (folder / "rank-1.pt").symlink_to("rank-1.pt")
+
+
+def test_parts_of_three_ranks_are_read_each_by_its_number(tmp_path):
+    saved = open_checkpoint(by_hand(tmp_path, 320, [1.0, 2.0, 3.0]))
+    assert (saved.folder.name, saved.samples_seen, saved.num_ranks) == ("samples-000000000320", 320, 3)
+    assert [mark_of(saved.part(rank)) for rank in (2, 0, 1)] == [3.0, 1.0, 2.0]
+
+
+def test_part_is_verified_alone_and_verify_looks_at_all(tmp_path):
+    folder = by_hand(tmp_path, 320, [1.0, 2.0])
+    flip_a_bit(folder / "rank-1.pt")
+    saved = open_checkpoint(folder)
+    assert mark_of(saved.part(0)) == 1.0
+    for read in (lambda: saved.part(1), saved.verify):
+        with pytest.raises(CheckpointError, match="is corrupted: the hash of rank-1.pt differs"):
+            read()
+
+
+def test_file_is_hashed_once(tmp_path):
+    folder = by_hand(tmp_path, 320, [1.0])
+    saved = open_checkpoint(folder)
+    saved.verify()
+    torch.save(state(mark=5.0), folder / "rank-0.pt")  # would not be accepted again
+    assert mark_of(saved.part(0)) == 5.0
+
+
+def test_part_outlives_its_file(tmp_path):
+    folder = by_hand(tmp_path, 320, [1.0])
+    part = open_checkpoint(folder).part(0)
+    (folder / "rank-0.pt").unlink()
+    assert mark_of(part) == 1.0
 
 
 def test_load_newest_takes_a_run_folder_its_checkpoints_folder_or_one_checkpoint(tmp_path):
@@ -80,139 +126,121 @@ def test_load_newest_takes_a_run_folder_its_checkpoints_folder_or_one_checkpoint
     ]:
         saved, found, problems = load_newest(path)
         assert (mark_of(saved), found, problems) == (mark, folder, [])
-
-
-@pytest.mark.parametrize(("keep", "left"), [(1, [400]), (2, [400, 300]), (9, [400, 300, 200, 100])])
-def test_save_keeps_the_last_k(tmp_path, keep, left):
-    for samples in (100, 200, 300, 400):
-        save(tmp_path, state(), samples, keep)
-    assert [int(path.name.split("-")[1]) for path in checkpoints(tmp_path)] == left
-
-
-@pytest.mark.parametrize("keep", [1, 2])
-def test_save_after_going_back_drops_the_checkpoints_of_the_other_future(tmp_path, keep):
-    for samples in (100, 200, 300):
-        save(tmp_path, state(mark=1.0), samples, keep=3)
-    save(tmp_path, state(mark=2.0), 250, keep)  # resumed from 200, or started afresh
-    saved, folder, _ = load_newest(tmp_path)
-    assert (mark_of(saved), folder.name) == (2.0, "samples-000000000250")
-    assert len(checkpoints(tmp_path)) == keep
-
-
-def test_save_at_the_same_samples_replaces(tmp_path):
-    for mark in (1.0, 2.0):
-        save(tmp_path, state(mark), 100, keep=1)
-    assert mark_of(load_newest(tmp_path)[0]) == 2.0
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["samples-000000000100"]
-
-
-def test_hidden_folder_of_a_crash_is_ignored_and_removed_by_the_next_save(tmp_path):
-    save(tmp_path, state(mark=1.0), 100, keep=2)
-    torn = tmp_path / "checkpoints" / ".samples-000000000200.partial"
-    torn.mkdir()
-    (torn / "rank-0.pt").write_bytes(b"half a file")
-    assert mark_of(load_newest(tmp_path)[0]) == 1.0
-    save(tmp_path, state(mark=3.0), 300, keep=2)
-    assert not torn.exists()
-
-
-@pytest.mark.parametrize("call", range(5))
-@pytest.mark.parametrize("target", [(os, "fsync"), (Path, "rename"), (torch, "save")])
-def test_crash_at_any_moment_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch, target, call):
-    save(tmp_path, state(mark=1.0), 100, keep=1)
-    owner, name = target
-    original, calls = getattr(owner, name), []
-
-    def crash(*arguments, **options):
-        calls.append(name)
-        if len(calls) > call:
-            raise Crash
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, crash)
-    crashed = False
-    try:
-        save(tmp_path, state(mark=2.0), 200, keep=1)
-    except Crash:
-        crashed = True
-    assert mark_of(load_newest(tmp_path)[0]) in ((1.0, 2.0) if crashed else (2.0,))
-    monkeypatch.undo()
-    save(tmp_path, state(mark=3.0), 300, keep=1)
-    assert mark_of(load_newest(tmp_path)[0]) == 3.0
-
-
-def test_full_disk_is_an_os_error_that_leaves_the_old_checkpoint_and_no_rest(tmp_path, monkeypatch):
-    save(tmp_path, state(mark=1.0), 100, keep=1)
-    # Writing to /dev/full fails as a full disk does; torch reports that as a RuntimeError.
-    full = open("/dev/full", "wb")  # noqa: SIM115  # closed by save
-    monkeypatch.setattr(checkpoint, "open", lambda path, mode: full, raising=False)
-    big = {"weights": torch.zeros(1_000_000)}
-    with pytest.raises(OSError, match=r"."):
-        save(tmp_path, big, 200, keep=1)
-    monkeypatch.undo()
-    assert mark_of(load_newest(tmp_path)[0]) == 1.0
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
-
-
-def test_failing_fsync_is_an_os_error_that_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    save(tmp_path, state(mark=1.0), 100, keep=1)
-
-    def fail(descriptor):
-        raise OSError(errno.EIO, "input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="input/output error"):
-        save(tmp_path, state(mark=2.0), 200, keep=1)
-    assert mark_of(load_newest(tmp_path)[0]) == 1.0
+        assert find_newest(path)[0].folder == folder
 
 
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda folder: flip_a_bit(folder / "rank-0.pt"), "is corrupted: the hash of rank-0.pt differs"),
+        (lambda folder: flip_a_bit(folder / "rank-1.pt"), "is corrupted: the hash of rank-1.pt differs"),
         (lambda folder: os.truncate(folder / "rank-0.pt", 100), "is corrupted: the hash of rank-0.pt differs"),
-        (lambda folder: (folder / "rank-0.pt").unlink(), "cannot be read .*No such file"),
+        (lambda folder: (folder / "rank-1.pt").unlink(), "cannot be read .*No such file"),
+        (link_outside, "cannot be read .rank-1.pt is outside of it"),
+        (link_to_itself, "cannot be read .*(loop|levels)"),
         (lambda folder: (folder / "manifest.json").unlink(), "has no readable manifest.json"),
         (lambda folder: os.truncate(folder / "manifest.json", 20), "has no readable manifest.json"),
         (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "has no readable manifest.json"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "has no readable manifest.json"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format_version": 1}'), "has no readable manifest"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "has no readable manifest.json .*holds a list"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format_version": 2}'), "has no readable manifest"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 10**6), "has no readable .*Recursion"),
+        (lambda folder: (folder / "manifest.json").write_text("9" * 10**5), "has no readable manifest.json"),
+        (lambda folder: os.truncate(folder / "manifest.json", 10**9), "has no readable manifest.json .*more than"),
+        (pipe_as_manifest, "has no readable manifest.json .*not a file"),
+        (lambda folder: edit(folder, lambda m: m.update(num_ranks=3)), "sha256 is not of 3 files"),
+        (lambda folder: edit(folder, lambda m: m.update(num_ranks=10**12)), "sha256 is not of 1000000000000 files"),
+        (lambda folder: edit(folder, lambda m: m.update(num_ranks=True)), "num_ranks is True"),
+        (lambda folder: edit(folder, lambda m: m.update(num_ranks=0)), "num_ranks is 0"),
+        (lambda folder: edit(folder, lambda m: m.pop("num_ranks")), "num_ranks"),
+        (lambda folder: edit(folder, lambda m: m.update(samples_seen=-1)), "samples_seen is -1"),
+        (lambda folder: edit(folder, lambda m: m.update(samples_seen="9" * 99)), "samples_seen is '9{39}\\.\\.\\."),
+        (lambda folder: edit(folder, lambda m: m.update(format_version=1.5)), "format_version is 1.5"),
+        (lambda folder: edit(folder, lambda m: m.update(sha256=[])), "sha256 is not of 2 files"),
+        (lambda folder: edit(folder, lambda m: m["sha256"].update({"rank-1.pt": None})), "sha256 .* is None"),
+        (lambda folder: edit(folder, lambda m: m["sha256"].update({"rank-1.pt": "ab"})), "of 'rank-1.pt' is 'ab'"),
+        (lambda folder: rename_rank_1(folder, "../elsewhere/rank-1.pt"), "'../elsewhere/rank-1.pt' is not the file"),
+        (lambda folder: rename_rank_1(folder, "/rank-1.pt"), "'/rank-1.pt' is not the file of a rank below 2"),
+        (lambda folder: rename_rank_1(folder, "rank-01.pt"), "'rank-01.pt' is not the file of a rank below 2"),
+        (lambda folder: rename_rank_1(folder, "rank-2.pt"), "'rank-2.pt' is not the file of a rank below 2"),
     ],
 )  # fmt: skip
 def test_damaged_checkpoint_is_refused_alone_and_passed_over_for_the_one_before(tmp_path, harm, message):
-    save(tmp_path, state(mark=1.0), 100, keep=2)
-    newest = save(tmp_path, state(mark=2.0), 200, keep=2)
+    by_hand(tmp_path, 100, [1.0, 1.0])
+    newest = by_hand(tmp_path, 200, [2.0, 2.0])
     harm(newest)
-    with pytest.raises(CheckpointError, match=rf"samples-000000000200 {message}"):
+    with pytest.raises(CheckpointError, match=rf"samples-000000000200 .*{message}") as caught:
         load(newest)
-    saved, folder, problems = load_newest(tmp_path)
-    assert (mark_of(saved), folder.name) == (1.0, "samples-000000000100")
+    assert "\n" not in str(caught.value)
+    saved, problems = find_newest(tmp_path)
+    assert (mark_of(saved.part(1)), saved.folder.name) == (1.0, "samples-000000000100")
     assert len(problems) == 1
     assert "samples-000000000200" in problems[0]
     assert problems[0].endswith("; falling back to the one before.")
+
+
+class Malicious:
+    """Its pickle makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("write", [torch.save, lambda value, path: path.write_bytes(pickle.dumps(value))])
+def test_part_that_would_run_code_is_refused_and_runs_none(tmp_path, write):
+    folder = by_hand(tmp_path, 100, [1.0])
+    write({"bank": Malicious(tmp_path / "taken")}, folder / "rank-0.pt")
+    right = hashlib.sha256((folder / "rank-0.pt").read_bytes()).hexdigest()
+    edit(folder, lambda manifest: manifest["sha256"].update({"rank-0.pt": right}))
+    with pytest.raises(CheckpointError, match=r"cannot be read .*; use another one\.$") as caught:
+        open_checkpoint(folder).part(0)
+    assert not (tmp_path / "taken").exists()
+    assert "\n" not in str(caught.value)
+
+
+def test_part_that_is_no_mapping_is_refused(tmp_path):
+    folder = by_hand(tmp_path, 100, [1.0])
+    torch.save(torch.zeros(3), folder / "rank-0.pt")
+    right = hashlib.sha256((folder / "rank-0.pt").read_bytes()).hexdigest()
+    edit(folder, lambda manifest: manifest["sha256"].update({"rank-0.pt": right}))
+    with pytest.raises(CheckpointError, match="rank-0.pt holds a Tensor"):
+        open_checkpoint(folder).part(0)
 
 
 def test_no_valid_checkpoint_left_is_one_error_that_names_the_newest_and_the_remedy(tmp_path):
     for samples in (100, 200):
         flip_a_bit(save(tmp_path, state(), samples, keep=2) / "rank-0.pt")
     with pytest.raises(CheckpointError, match=r"none of the 2 .*200 is corrupted.*another output_dir") as caught:
-        load_newest(tmp_path)
+        find_newest(tmp_path)
     assert "Falling back" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_newer_format_is_refused_with_the_remedy(tmp_path):
-    folder = save(tmp_path, state(), 100, keep=1)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 2}))
-    with pytest.raises(CheckpointError, match="has format 2,? and this version reads up to 1; update crossbow_py"):
+    folder = by_hand(tmp_path, 100, [1.0])
+    edit(folder, lambda manifest: manifest.update(format_version=3))
+    with pytest.raises(CheckpointError, match="has format 3, and this version reads up to 2; update crossbow_py"):
         load(folder)
+
+
+def test_format_1_without_a_number_of_ranks_is_one_rank(tmp_path):
+    folder = by_hand(tmp_path, 100, [4.0])
+    edit(folder, lambda manifest: (manifest.pop("num_ranks"), manifest.update(format_version=1)))
+    saved = open_checkpoint(folder)
+    assert (saved.num_ranks, mark_of(saved.part(0))) == (1, 4.0)
 
 
 @pytest.mark.parametrize("name", ["", "nowhere", "nowhere/checkpoints", "nowhere/checkpoints/samples-000000000100"])
 def test_folder_without_checkpoints_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match=r"^(no )?checkpoint "):
-        load_newest(tmp_path / name)
+        find_newest(tmp_path / name)
+
+
+def test_hidden_folders_are_no_checkpoints(tmp_path):
+    folder = by_hand(tmp_path, 100, [1.0])
+    folder.rename(folder.with_name(f".{folder.name}.start-1.partial"))
+    assert checkpoints(tmp_path) == []
 
 
 def test_differences_name_every_leaf_with_both_values():
@@ -234,59 +262,3 @@ def test_differences_of_two_things_with_names_are_their_names_alone():
 def test_checkpoint_settings_that_keep_nothing_are_refused(field, value):
     with pytest.raises(UserError, match=rf"{field} must be"):
         CheckpointSettings(**{field: value})
-
-
-class Tied(nn.Module):
-    """The first name of the tied weight is not the first in the alphabet, and one buffer is never saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Linear(3, 3, bias=False)
-        self.decoder = nn.Linear(3, 3, bias=False)
-        self.decoder.weight = self.encoder.weight
-        self.register_buffer("positions", torch.arange(3.0), persistent=False)
-
-
-@pytest.mark.parametrize("make_model", [linear_model, norm_model, Tied])
-def test_weights_saved_and_loaded_are_equal_also_when_tied(tmp_path, make_model):
-    model, other, path = make_model(), make_model(), tmp_path / "model.safetensors"
-    with torch.no_grad():
-        for value in model.state_dict().values():
-            value.copy_(torch.randint(0, 9, value.shape))
-    save_weights(model, path)
-    load_weights(other, path)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
-    (tmp_path / "ordinary").touch()
-    assert path.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
-    if isinstance(other, Tied):
-        assert other.decoder.weight is other.encoder.weight
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (nn.Linear(4, 2), r"bias is \[3\] in the file and \[2\] in the model|weight is \[3, 4\] in the file"),
-        (nn.Linear(4, 3, bias=False), "bias is only in the file"),
-        (nn.Sequential(nn.Linear(4, 3)), "0.bias is only in the model"),
-        (nn.ParameterDict({"weight": torch.zeros(3, 4)}), "bias is only in the file"),
-    ],
-)  # fmt: skip
-def test_weights_of_another_model_are_refused_naming_what_does_not_fit(tmp_path, model, message):
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    save_weights(linear_model(), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"init_from=.*model.safetensors does not fit this model: .*({message})"):
-        load_weights(model, tmp_path / "model.safetensors")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_file_that_is_no_safetensors_is_refused(tmp_path):
-    (tmp_path / "model.pt").write_bytes(b"something else")
-    for name in ("model.pt", "nowhere.safetensors"):
-        with pytest.raises(CheckpointError, match=rf"init_from=.*{name} cannot be read as safetensors"):
-            load_weights(linear_model(), tmp_path / name)
-
-
-def test_weights_that_cannot_be_written_are_an_os_error(tmp_path):
-    with pytest.raises(OSError, match="nowhere"):
-        save_weights(linear_model(), tmp_path / "nowhere" / "model.safetensors")

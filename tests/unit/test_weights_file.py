@@ -1,0 +1,67 @@
+"""Models as safetensors: what is read is what was written, and what does not fit is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.errors import CheckpointError
+from crossbow_py.weights_file import load_weights, save_weights
+from tests.support import linear_model, norm_model
+
+
+class Tied(nn.Module):
+    """The first name of the tied weight is not the first in the alphabet, and one buffer is never saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(3, 3, bias=False)
+        self.decoder = nn.Linear(3, 3, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.register_buffer("positions", torch.arange(3.0), persistent=False)
+
+
+@pytest.mark.parametrize("make_model", [linear_model, norm_model, Tied])
+def test_weights_saved_and_loaded_are_equal_also_when_tied(tmp_path, make_model):
+    model, other, path = make_model(), make_model(), tmp_path / "model.safetensors"
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.copy_(torch.randint(0, 9, value.shape))
+    save_weights(model, path)
+    load_weights(other, path)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+    (tmp_path / "ordinary").touch()
+    assert path.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    if isinstance(other, Tied):
+        assert other.decoder.weight is other.encoder.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(4, 2), r"bias is \[3\] in the file and \[2\] in the model|weight is \[3, 4\] in the file"),
+        (nn.Linear(4, 3, bias=False), "bias is only in the file"),
+        (nn.Sequential(nn.Linear(4, 3)), "0.bias is only in the model"),
+        (nn.ParameterDict({"weight": torch.zeros(3, 4)}), "bias is only in the file"),
+    ],
+)  # fmt: skip
+def test_weights_of_another_model_are_refused_naming_what_does_not_fit(tmp_path, model, message):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    save_weights(linear_model(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"init_from=.*model.safetensors does not fit this model: .*({message})"):
+        load_weights(model, tmp_path / "model.safetensors")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_file_that_is_no_safetensors_is_refused(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"something else")
+    for name in ("model.pt", "nowhere.safetensors"):
+        with pytest.raises(CheckpointError, match=rf"init_from=.*{name} cannot be read as safetensors"):
+            load_weights(linear_model(), tmp_path / name)
+
+
+def test_weights_that_cannot_be_written_are_an_os_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        save_weights(linear_model(), tmp_path / "nowhere" / "model.safetensors")
