@@ -9,19 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from crossbow_py.averaging import AveragingRule
+from crossbow_py.averaging import AveragingRule, LinearRound
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
+from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.optimizers import Optimizer, for_learner
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.rounds import Loss, Round, RoundTasks
+from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update import TorchUpdate, choose_update
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, evaluation_batch_size, mean_evaluation
@@ -55,7 +56,7 @@ class Parts:
     """What a run is made of, built once by the trainer.
 
     `warnings` are sentences for the user; the `timeline`, when there is one, gets a span of every task. `most_learners`
-    is how many memory holds, no more than the settings allow.
+    is how many memory holds, no more than the settings allow; `ranks` are those of the run.
     """
 
     choices: Choices
@@ -71,6 +72,7 @@ class Parts:
     timeline: Timeline | None
     compile_model: bool
     most_learners: int
+    ranks: Ranks
 
     @property
     def rule(self) -> AveragingRule:
@@ -84,7 +86,14 @@ class Parts:
 
     def new_executor(self, seed: int) -> Executor:
         """Task bodies and the executor over the bank. It may start threads: close it."""
-        tasks = RoundTasks(
+        executor = EXECUTORS[self.choices.executor](self._tasks(seed))
+        if self.timeline is not None:
+            executor.trace(self.timeline)
+        self.ranks.watch.running = executor.running
+        return executor
+
+    def _tasks(self, seed: int) -> RoundTasks:
+        return RoundTasks(
             self.bank,
             update=self.update,
             feed=self.train_feed,
@@ -93,20 +102,33 @@ class Parts:
             collective=self.collective,
             compile_model=self.compile_model,
         )
-        executor = EXECUTORS[self.choices.executor](tasks)
-        if self.timeline is not None:
-            executor.trace(self.timeline)
-        return executor
 
     def plan(self, index: int, cursor: int, factor: float) -> Round:
         """Round `index` from stream position `cursor`: which batch and learning rate each learner gets."""
         learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
+        own = cursor + self.bank.first_learner * batch_size
         return Round(
             index=index,
-            starts=tuple(cursor + (j * batch_size if self.rule.has_central_model else 0) for j in learners),
+            starts=tuple(own + j * batch_size if self.rule.has_central_model else cursor for j in learners),
             learning_rates=tuple(for_learner(self.optimizer.learning_rate, j) * factor for j in learners),
-            averaging=self.rule.linear_round(index, self.bank.num_learners * self.collective.num_devices),
+            averaging=self.averaging(index),
+            joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
         )
+
+    def averaging(self, index: int) -> LinearRound | None:
+        """Coefficients of round `index`, for the learners of all devices that average together in it."""
+        return self.rule.linear_round(index, self.bank.num_learners * self.collective.num_devices)
+
+    def sit_out(self, index: int) -> None:
+        """Take part in round `index` without learners of this device: nothing is added to the sum, and z moves alike.
+
+        The executor is closed or drained.
+        """
+        coefficients, bank = self.averaging(index), self.bank
+        if coefficients is not None:
+            bank.total.zero_row(0)
+            plan = Round(index, (), (), coefficients, self.collective.apart and self.rule.joins_nodes(index))
+            self._tasks(seed=0).move(RoundOutcome(plan))
 
     @property
     def feeds(self) -> list[Feed]:
@@ -127,21 +149,34 @@ class Parts:
 
         Args:
             cursor: where recalibration takes its training batches from in the sample stream.
-            excluded: learners whose BatchNorm statistics are not to be used.
+            excluded: this device's learners whose BatchNorm statistics are not to be used.
+
+        All ranks call it together, and have the same.
         """
         if not self.rule.has_central_model:
             return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
-        state = self.bank.central_state(excluded)
+        state = self.bank.central_state(excluded, self.ranks.add if self.ranks.num_ranks > 1 else None)
+        if self.collective.apart:
+            z = self.bank.new_flat()
+            z.copy_row(0, self.bank.z)
+            self.collective.mean_over_nodes(z.storage)
+            state = {**state, **z.shaped()}
         if self.rule.batch_norm == "recalibrate":
-            starts = (cursor + i * self.train_feed.batch_size for i in range(self.rule.recalibration_batches))
-            state = self.evaluator.recalibrate(state, (self.train_feed.batch(start).inputs for start in starts))
+            share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
+            starts = (cursor + number * self.train_feed.batch_size for number in share)
+            inputs = (self.train_feed.batch(start).inputs for start in starts)
+            state = self.evaluator.recalibrate(state, inputs, self.ranks)
         return [state]
 
     def evaluate(
         self, feed: Feed, cursor: int, excluded: Sequence[int] = ()
     ) -> tuple[Evaluation, tuple[Evaluation, ...]]:
-        """What stops look at, and each learner's evaluation when they are independent (the first is their mean)."""
-        each = tuple(self.evaluator.evaluate(state, feed) for state in self.final_states(cursor, excluded))
+        """What stops look at, and each learner's evaluation when they are independent (the first is their mean).
+
+        All ranks call it together; each measures a share of the samples.
+        """
+        states = self.final_states(cursor, excluded)
+        each = tuple(self.evaluator.evaluate(state, feed, self.ranks) for state in states)
         return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
 
 
@@ -181,22 +216,34 @@ def build_parts(
     max_evaluation_batches: int | None,
     timeline: Timeline | None,
     announce: Callable[[str], None],
+    ranks: Ranks = ALONE,
 ) -> Parts:
     """Build a run's parts, once small batches of every data set went through the model. Raises UserError.
 
-    `announce` is given a sentence before what takes long.
+    `announce` is given a sentence before what takes long. All ranks call it together, and what `auto` becomes on the
+    first is taken by all.
     """
-    template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
-    choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss)
-    validation_feed, test_feed = (
-        _evaluation_feed(what, template, source, data, settings, choices, loss)
-        for what, source in (("validation", data.validation), ("test", data.test))
-    )
+    with ranks.together():
+        template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
+        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, ranks)
+        validation_feed, test_feed = (
+            _evaluation_feed(what, template, source, data, settings, choices, loss, ranks)
+            for what, source in (("validation", data.validation), ("test", data.test))
+        )
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
     warnings += [warning] if warning else []
-    choices, notes = settle_executor(template, settings, choices, update, train_feed, loss, announce)
-    most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
-    bank = _bank(template, settings, choices, optimizer)
+    notes: list[str] = []
+
+    def settled() -> str:
+        found, said = settle_executor(template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks)
+        notes.extend(said)
+        return found.executor
+
+    choices = dataclasses.replace(choices, executor=ranks.from_first(settled))
+    with ranks.together():
+        most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
+        bank = _bank(template, settings, choices, optimizer, ranks)
+    most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
     if not rule.has_central_model:
         # Learners that share every batch and never meet must at least begin apart.
         for learner in range(1, bank.num_learners):
@@ -214,14 +261,20 @@ def build_parts(
     refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
     warnings += [*notes, *bounded, *([refusal] if refusal else [])]
     return Parts(
-        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed, Collective(), warnings,
-        timeline, settings.compile_model, most_learners,
+        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed,
+        ranks.collective(choices.device, apart=rule.node_period > 1), warnings, timeline, settings.compile_model,
+        most_learners, ranks,
     )  # fmt: skip
 
 
-def _bank(template: nn.Module, settings: RunSettings, choices: Choices, optimizer: Optimizer) -> ReplicaBank:
+def _bank(
+    template: nn.Module, settings: RunSettings, choices: Choices, optimizer: Optimizer, ranks: Ranks
+) -> ReplicaBank:
     try:
-        return new_bank(template, settings.first_learners, choices.executor, settings, choices, optimizer)
+        return new_bank(
+            template, settings.first_learners, choices.executor, settings, choices, optimizer,
+            num_devices=ranks.num_ranks, device_index=ranks.rank,
+        )  # fmt: skip
     except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
         raise UserError(
             f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "
@@ -230,10 +283,10 @@ def _bank(template: nn.Module, settings: RunSettings, choices: Choices, optimize
 
 
 def _train_feed(
-    template: nn.Module, data: DataSets, settings: RunSettings, choices: Choices, loss: Loss
+    template: nn.Module, data: DataSets, settings: RunSettings, choices: Choices, loss: Loss, ranks: Ranks
 ) -> tuple[Choices, Feed, Batch, list[str]]:
     """The feed of training batches, tried on a small one; where `auto` took bf16 and the model cannot, it is fp32."""
-    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
+    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
     batch = feed.first_samples(min(2, settings.batch_size))
     classes = _num_classes(data, loss)
@@ -244,7 +297,7 @@ def _train_feed(
             raise
         reason = str(error)
     choices = dataclasses.replace(choices, precision=FP32)
-    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices)
+    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
     warnings = probe(template, FP32, batch, loss, *classes)
     return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
@@ -258,10 +311,11 @@ def _evaluation_feed(
     settings: RunSettings,
     choices: Choices,
     loss: Loss,
+    ranks: Ranks,
 ) -> Feed | None:
     if source is None:
         return None
-    feed = _feed(source, 1, None, data, settings, choices, training=False)
+    feed = _feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
     probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what)
     return feed
 
@@ -274,6 +328,7 @@ def _feed(
     settings: RunSettings,
     choices: Choices,
     training: bool = True,
+    ranks: Ranks = ALONE,
 ) -> Feed:
     return make_feed(
         source,
@@ -286,7 +341,8 @@ def _feed(
         settings.channels_last,
         choices.precision.compute,
         kernels=choices.device.type == "cuda" and _no_batch_kernels(choices) is None,
-        num_workers=first_workers(settings.num_workers, choices.device, training),
+        num_workers=first_workers(settings.num_workers, choices.device, training, ranks.num_local),
+        num_ranks=ranks.num_ranks if training else 1,
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.config import TrainConfig
 from crossbow_py.data.sources import DataSource
+from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.errors import UserError
 from crossbow_py.models import CustomModel
 from crossbow_py.run_folder import RunFolder
@@ -18,9 +19,11 @@ from crossbow_py.telemetry.events import Listener
 from crossbow_py.trainer import Trainer
 
 
-def build_trainer(config: TrainConfig, folder: RunFolder, callbacks: Sequence[Listener] = ()) -> Trainer:
+def build_trainer(
+    config: TrainConfig, folder: RunFolder, callbacks: Sequence[Listener] = (), ranks: Ranks = ALONE
+) -> Trainer:
     """Load (where needed download) the data and make the trainer of one run. Raises UserError for what cannot work."""
-    source = config.data.load(progress=sys.stderr.isatty())
+    source = _load(config, ranks)
 
     def make_model() -> nn.Module:
         module: nn.Module = config.model.build(source.input_shape, _num_classes(config, source))
@@ -63,7 +66,20 @@ def build_trainer(config: TrainConfig, folder: RunFolder, callbacks: Sequence[Li
         seed=config.seed,
         on_nonfinite=config.on_nonfinite,
         num_workers=config.num_workers,
+        distributed=config.distributed,
+        ranks=ranks,
     )
+
+
+def _load(config: TrainConfig, ranks: Ranks) -> DataSource:
+    """The data; where there are several ranks one of each host loads first, so that it is downloaded once."""
+    source: DataSource | None = None
+    for turn in (True, False):
+        with ranks.together():
+            if (ranks.local_rank == 0) is turn:
+                source = config.data.load(progress=turn and ranks.is_first and sys.stderr.isatty())
+    assert source is not None, "every rank has its turn"
+    return source
 
 
 def stops(config: TrainConfig) -> dict[str, Any]:

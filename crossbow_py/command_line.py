@@ -15,7 +15,15 @@ from functools import partial
 from pathlib import Path
 
 from crossbow_py.config import C, compose, expand_sweeps
-from crossbow_py.errors import DataError, NonFiniteError, UserError
+from crossbow_py.errors import (
+    CentralModelError,
+    CrossbowError,
+    DataError,
+    NonFiniteError,
+    RankError,
+    RankLostError,
+    UserError,
+)
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.settings import suggestion
@@ -23,6 +31,7 @@ from crossbow_py.settings import suggestion
 EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
 _STOPPED_FROM_OUTSIDE = (EXIT_TERMINATED, EXIT_INTERRUPTED)
 _MULTIRUN = ("-m", "--multirun")
+_SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError)
 _FLAGS = ("--help", "-h", "--list", *_MULTIRUN)
 
 
@@ -78,8 +87,9 @@ def _guarded(action: Callable[[], int]) -> int:
     """The action's exit code, or that of the error it raised, which is said on stderr."""
     try:
         return action()
-    except (UserError, NonFiniteError, DataError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    except _SAID_IN_A_LINE as error:
+        if _is_to_say(error):
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -87,6 +97,13 @@ def _guarded(action: Callable[[], int]) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+
+
+def _is_to_say(error: CrossbowError) -> bool:
+    """Whether no other rank says the same."""
+    if isinstance(error, RankError):
+        return error.is_said
+    return error.after_joining or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _show(text: str) -> int:

@@ -28,6 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from crossbow_py.averaging import RULES
 from crossbow_py.data.sources import SOURCES
+from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.optimizers import OPTIMIZERS
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
@@ -75,6 +76,9 @@ class TrainConfig(RunSettings, StopConditions):
     checkpoint_every_epochs: int | None = setting(1, "checkpoint every that many epochs; null never", minimum=1)
     checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
     keep_checkpoints: int = setting(2, "newest checkpoints kept", minimum=1)
+    distributed: DistributedSettings = dataclasses.field(
+        default=DistributedSettings(), metadata={"help": "what several ranks, started by torchrun, do"}
+    )
     model: Any = _group("the network")
     data: Any = _group("the data set, its augmentation and where its files are")
     optimizer: Any = _group("each learner's own optimizer")
@@ -219,7 +223,11 @@ def _check_path(key: str, path: str | None) -> None:
 
 def _with_groups(plain: Mapping[str, Any]) -> dict[str, Any]:
     """The values with a settings object in place of each group's."""
-    return {**plain, **{group: _choose(group, plain.get(group)) for group in REGISTRIES}}
+    distributed = plain.get("distributed", {})
+    if not isinstance(distributed, Mapping):
+        raise UserError(f"distributed must be a mapping, got {distributed!r}; set distributed.timeout_s=300, say.")
+    nested = {"distributed": from_mapping(DistributedSettings, distributed, "distributed")}
+    return {**plain, **nested, **{group: _choose(group, plain.get(group)) for group in REGISTRIES}}
 
 
 def _choose(group: str, values: Any) -> Any:

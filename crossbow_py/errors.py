@@ -4,9 +4,15 @@ from __future__ import annotations
 
 
 class CrossbowError(Exception):
-    """Base of every error raised on purpose. `exit_code` is what the command line returns for it."""
+    """Base of every error raised on purpose.
+
+    Attributes:
+        exit_code: what the command line returns for it.
+        after_joining: whether the ranks had joined when it was raised; before that, all ranks of a host raise the same.
+    """
 
     exit_code = 1
+    after_joining = False
 
 
 class UserError(CrossbowError):
@@ -59,3 +65,42 @@ class LearnerError(CrossbowError):
     def __init__(self, task: str, round_index: int, stream: str, cause: BaseException) -> None:
         self.task, self.round_index, self.stream = task, round_index, stream
         super().__init__(f"{task} failed in round {round_index} on {stream}: {type(cause).__name__}: {cause}")
+
+
+class RankError(CrossbowError):
+    """What another rank of the run has failed with, raised on all; or what this one has, where another says it.
+
+    Args:
+        rank: which.
+        text: what it said.
+        exit_code: as that error's.
+        kind: the name of that error's class.
+        is_said: whether this rank is to say it.
+    """
+
+    def __init__(self, rank: int, text: str, exit_code: int, kind: str, is_said: bool) -> None:
+        self.rank, self.exit_code, self.kind, self.is_said = rank, exit_code, kind, is_said
+        self.is_of_data = kind in (each.__name__ for each in (DataError, BadDataError, BadSampleError))
+        super().__init__(f"rank {rank}: {text}")
+
+
+class RankLostError(CrossbowError):
+    """Another rank has ended, or cannot be reached any more; the cause says what the connection to it said."""
+
+    def __init__(self, found: str = "another rank has ended, or its host cannot be reached any more") -> None:
+        super().__init__(
+            f"{found}; its own output and the launcher's say why. Started again with resume=auto, the run goes on from "
+            "its newest checkpoint."
+        )
+
+
+class CentralModelError(CrossbowError):
+    """Ranks whose central average model is not the others', which no sound machine lets happen."""
+
+    def __init__(self, ranks: list[int], round_index: int) -> None:
+        named = ", ".join(map(str, ranks))
+        super().__init__(
+            f"the central average model of rank {named} differs from the others' before round {round_index}: memory or "
+            "network corrupts data there. Go on from an earlier checkpoint on other machines; a lower "
+            "distributed.check_every_rounds finds it sooner."
+        )

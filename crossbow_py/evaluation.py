@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Feed
+from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss, count_correct
 
@@ -86,12 +87,30 @@ class Evaluator:
                 value.copy_(state[name])
         return module.eval()
 
+    def evaluate(self, state: State, feed: Feed, ranks: Ranks = ALONE) -> Evaluation:
+        """Evaluate one state over every sample of the feed, of which each rank takes a share; alike on all.
+
+        Raises DataError, and RankError where another rank failed.
+        """
+        with ranks.together():
+            count, own = self._sums(state, feed, ranks)
+        count, *added = ranks.sum([count, *own.values()])
+        sums = dict(zip(own, added, strict=True))
+        return Evaluation(
+            loss=sums["loss"] / count,
+            accuracy=None if math.isnan(sums["correct"]) else sums["correct"] / count,
+            num_samples=round(count),
+            metrics={name: sums[name] / count for name in self.metrics},
+        )
+
     @torch.no_grad()
-    def evaluate(self, state: State, feed: Feed) -> Evaluation:
-        """Evaluate one state over every sample of the feed."""
+    def _sums(self, state: State, feed: Feed, ranks: Ranks) -> tuple[float, dict[str, float]]:
+        """How many samples the rank measured, and their sums."""
         module = self._runnable(state)
         count, sums = 0, dict.fromkeys(["loss", "correct", *self.metrics], 0.0)
-        for batch in itertools.islice(feed.evaluation_batches(self.batch_size), self.max_batches):
+        share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
+        most = None if self.max_batches is None else len(range(ranks.rank, self.max_batches, ranks.num_ranks))
+        for batch in itertools.islice(share, most):
             output = module(batch.inputs).to(self.precision.master)
             size = len(batch.targets)
             sums["loss"] += float(self.loss(output, batch.targets)) * size
@@ -100,12 +119,7 @@ class Evaluator:
             for name, metric in self.metrics.items():
                 sums[name] += float(metric(output, batch.targets)) * size
             count += size
-        return Evaluation(
-            loss=sums["loss"] / count,
-            accuracy=None if math.isnan(sums["correct"]) else sums["correct"] / count,
-            num_samples=count,
-            metrics={name: sums[name] / count for name in self.metrics},
-        )
+        return count, sums
 
     def _runnable(self, state: State) -> nn.Module:
         module = cast_module(self.module(state), self.precision)
@@ -116,15 +130,31 @@ class Evaluator:
         return module
 
     @torch.no_grad()
-    def recalibrate(self, state: State, inputs: Iterable[Tensor]) -> dict[str, Tensor]:
-        """The state with BatchNorm statistics measured anew, as plain means over training batches `inputs`."""
+    def recalibrate(self, state: State, inputs: Iterable[Tensor], ranks: Ranks = ALONE) -> dict[str, Tensor]:
+        """The state with BatchNorm statistics measured anew: plain means over all ranks' training batches `inputs`."""
         module = self._runnable(state)
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # cumulative mean over the batches seen
             norm.train()
+        count = 0
         for batch in inputs if norms else ():
             module(batch)
+            count += 1
         measured = {n: b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))}
+        if ranks.num_ranks > 1:
+            measured = _weighted_means(measured, count, ranks)
         return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}
+
+
+def _weighted_means(own: Mapping[str, Tensor], count: int, ranks: Ranks) -> dict[str, Tensor]:
+    """Means over all ranks' batches, of which each has the mean over its `count`."""
+    parts = [torch.ones(1, dtype=torch.float64), *(value.double().flatten().cpu() for value in own.values())]
+    flat = torch.cat(parts) * count
+    ranks.add(flat)
+    total, *sums = torch.split(flat, [len(part) for part in parts])
+    return {
+        name: (values / total.clamp(min=1)).view_as(value).to(value)
+        for (name, value), values in zip(own.items(), sums, strict=True)
+    }

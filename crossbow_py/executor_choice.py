@@ -13,6 +13,7 @@ from crossbow_py.calibration import Candidate, RememberedChoices, calibrate, fin
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.graph import FusionError, exported
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.replicas import ReplicaBank
@@ -31,8 +32,11 @@ def settle_executor(
     feed: Feed,
     loss: Loss,
     announce: Callable[[str], None],
+    num_ranks: int = 1,
 ) -> tuple[Choices, list[str]]:
     """Try an executor that was asked for, or take the fastest; see `calibration`. Raises UserError.
+
+    With several ranks on CPUs `serial` is left out: it would wait for the others where `threads` goes on.
 
     `announce` is given a sentence when something is measured, which takes some seconds.
     """
@@ -42,11 +46,11 @@ def settle_executor(
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
-    known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed)
+    known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed, num_ranks)
     remembered = known.recall(key)
     # The key says what a model consists of, not what its forward does: that may have changed since.
     outdated = remembered == FusedExecutor.NAME and _not_fused(template, choices, feed)
-    if remembered in _candidates(settings, choices) and not outdated:
+    if remembered in _candidates(settings, choices, num_ranks) and not outdated:
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
     announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
@@ -63,7 +67,7 @@ def settle_executor(
         return Candidate(name, num_learners, build)
 
     found = calibrate(
-        [candidate(name, k) for name in _candidates(settings, choices) for k in _counts(name, settings)],
+        [candidate(name, k) for name in _candidates(settings, choices, num_ranks) for k in _counts(name, settings)],
         settings.batch_size,
         choices.device,
     )
@@ -73,9 +77,14 @@ def settle_executor(
     return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
 
 
-def _candidates(settings: RunSettings, choices: Choices) -> list[str]:
+def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list[str]:
     """What `auto` chooses from: a compiled model runs by itself."""
-    return [name for name in candidates(choices.device) if not (settings.compile_model and EXECUTORS[name].FUSES)]
+    waits = num_ranks > 1 and choices.device.type == "cpu"
+    return [
+        name
+        for name in candidates(choices.device)
+        if not (settings.compile_model and EXECUTORS[name].FUSES) and not (waits and name == SerialExecutor.NAME)
+    ]
 
 
 def _not_fused(template: nn.Module, choices: Choices, feed: Feed) -> str | None:
@@ -96,7 +105,7 @@ def _counts(name: str, settings: RunSettings) -> list[int]:
 
 
 def _fingerprint(
-    template: nn.Module, settings: RunSettings, choices: Choices, update: TorchUpdate, feed: Feed
+    template: nn.Module, settings: RunSettings, choices: Choices, update: TorchUpdate, feed: Feed, num_ranks: int
 ) -> str:
     inputs = feed.batch(0).inputs
     return fingerprint(
@@ -109,6 +118,7 @@ def _fingerprint(
         precision=choices.precision.name,
         update=(update.NAME, update.optimizer.NAME, update.rule.NAME),
         **({"compiled": True} if settings.compile_model else {}),
+        **({"ranks": num_ranks} if num_ranks > 1 else {}),
     )
 
 
@@ -119,6 +129,8 @@ def new_bank(
     settings: RunSettings,
     choices: Choices,
     optimizer: Optimizer,
+    num_devices: int = 1,
+    device_index: int = 0,
 ) -> ReplicaBank:
     """A bank in the order the executor wants. Raises RuntimeError or MemoryError when memory does not hold it."""
     return ReplicaBank(
@@ -129,4 +141,6 @@ def new_bank(
         state_names=optimizer.STATE,
         channels_last=settings.channels_last,
         order=EXECUTORS[executor].ORDER,
+        num_devices=num_devices,
+        device_index=device_index,
     )

@@ -55,7 +55,11 @@ def help_text(kind: type[TrainConfig] = TrainConfig) -> str:
     """Usage, then every key with its meaning and default, group by group; `kind` is the command's configuration."""
     lines = [_USAGES[kind], "Keys (with the value they have when nothing is said):"]
     top_level = [field for field in dataclasses.fields(kind) if field.name not in REGISTRIES]
-    lines += [_key_line("", field, _MEANINGS.get((kind, field.name))) for field in top_level]
+    for field in top_level:
+        if dataclasses.is_dataclass(field.default):
+            lines += [_key_line(f"{field.name}.", each) for each in dataclasses.fields(field.default)]
+        else:
+            lines.append(_key_line("", field, _MEANINGS.get((kind, field.name))))
     for field in dataclasses.fields(kind):
         if field.name in REGISTRIES:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]

@@ -28,6 +28,11 @@ class Host:
     memory_bytes: int
     shared_bytes: int | None
 
+    def shared_by(self, num_processes: int) -> Host:
+        """What falls to each of several processes like this one."""
+        shared = None if self.shared_bytes is None else self.shared_bytes // num_processes
+        return Host(max(1, self.cores // num_processes), self.memory_bytes // num_processes, shared)
+
 
 @dataclass(frozen=True)
 class HostPaths:

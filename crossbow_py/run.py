@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,11 @@ from torch import nn
 
 from crossbow_py import checkpoint
 from crossbow_py.assembly import DataSets, Parts
-from crossbow_py.checkpoint import CheckpointSettings, differences
+from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.errors import CheckpointError, UserError
+from crossbow_py.distributed.meeting import differing
+from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
@@ -25,6 +28,7 @@ from crossbow_py.weights_file import save_weights
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
 _CHANGEABLE = ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers")
+_ADDED = (("node_period", 1),)
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Run:
     experiment: str
     names: dict[str, str]
     resumed_from: str | None
+    distributed: DistributedSettings = DistributedSettings()
     state: RunState = field(default_factory=RunState)
     tuning: LearnerTuning | None = None
     supply: WorkerSupply | None = None
@@ -47,7 +52,7 @@ class Run:
     @property
     def samples_per_round(self) -> int:
         """How far a round moves the cursor in the sample stream: independent learners all take the same batch."""
-        return self.settings.batch_size * (self.parts.bank.num_learners if self.parts.rule.has_central_model else 1)
+        return self.settings.batch_size * (self.parts.bank.total_learners if self.parts.rule.has_central_model else 1)
 
     @property
     def num_samples(self) -> int:
@@ -67,13 +72,15 @@ class Run:
         return [self.parts.evaluator.module(state) for state in states]
 
     def save_models(self, models: Sequence[nn.Module]) -> str | None:
-        """Write them as safetensors into the run's folder, if it has one. Returns what to tell the user.
+        """Write them as safetensors into the run's folder, if it has one; the first rank does. Returns what to tell.
 
         Raises UserError when they cannot be written.
         """
         if self.output_dir is None:
             return None
         single = self.parts.rule.has_central_model
+        if not self.parts.ranks.is_first:
+            return None
         names = ["model.safetensors"] if single else [f"model_{j}.safetensors" for j in range(len(models))]
         for name, module in zip(names, models, strict=True):
             try:
@@ -90,19 +97,65 @@ class Run:
         return str(found[0]) if found else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a checkpoint holds: tensors and plain types. The executor must be drained."""
-        if self.parts.bank.num_learners == 1:
-            self.parts.bank.adopt_learner()  # z is w
+        """This rank's part of a checkpoint: tensors and plain types. Executors must be drained, on all ranks alike.
+
+        The first rank's holds all that is not of learners; z too, unless nodes have one each.
+        """
+        bank, ranks = self.parts.bank, self.parts.ranks
+        if bank.is_single:
+            bank.adopt_learner()  # z is w
+        own = bank.state_dict()
+        if not (ranks.is_first or self.parts.collective.apart):
+            del own["z"], own["z_prev"]
         return {
             "choices": self.parts.choices.to_plain(),
             "identity": self.identity(),
             "state": self.state.to_plain(),
-            "bank": self.parts.bank.state_dict(),
+            "epoch_sums": list(self.epoch_sums()),
+            "bank": own,
             "tuner": self.tuning.to_plain() if self.tuning else None,
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`. Raises CheckpointError when it is of another run."""
+    def epoch_sums(self) -> tuple[float, int, float | None]:
+        """The sums of `RunState` over all ranks: losses, their number, right predictions. They call it together."""
+        state = self.state
+        loss_sum, num_losses, num_correct = self.parts.ranks.sum(
+            [state.loss_sum, state.num_losses, math.nan if state.num_correct is None else state.num_correct]
+        )
+        return loss_sum, int(num_losses), None if math.isnan(num_correct) else num_correct
+
+    def spread(self) -> float | None:
+        """Root mean square of |w_j − z| / |z| over the learners of all ranks, which call it together."""
+        own = self.parts.bank.spread()
+        if own is None:
+            return None
+        ranks = self.parts.ranks
+        return own if ranks.num_ranks == 1 else math.sqrt(ranks.sum([own**2])[0] / ranks.num_ranks)
+
+    def add_up_epoch(self) -> None:
+        """The sums of `RunState` become those of all ranks, for the record of an epoch that closes."""
+        state = self.state
+        state.loss_sum, state.num_losses, state.num_correct = self.epoch_sums()
+
+    def check_z(self) -> None:
+        """Compare z over ranks, which must have the same; all together, drained.
+
+        Raises CentralModelError, or RankError where the first rank says it.
+        """
+        ranks = self.parts.ranks
+        if ranks.num_ranks == 1:
+            return
+        found = ranks.gather([ranks.node if self.parts.collective.apart else 0, self.parts.bank.z_checksum()])
+        if odd := differing(found):
+            ranks.raise_any(CentralModelError(odd, self.state.round_index) if ranks.is_first else None)
+
+    def restore(self, checkpoint: SavedCheckpoint) -> None:
+        """Go on from a checkpoint, whose number of ranks may be another one.
+
+        With as many ranks as it has, every learner is what it was. With another number z is, and so is the schedule;
+        learners beyond those that were there are clones of z. Raises CheckpointError when it is of another run.
+        """
+        saved = checkpoint.part(0)
         changed = differences(saved["identity"], self.identity())
         if changed:
             shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
@@ -110,11 +163,44 @@ class Run:
                 f"checkpoint {self.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
                 "and paths: use the same settings, or start afresh without resume."
             )
-        self.parts.bank.load_state_dict(saved["bank"])
-        self.state = RunState.from_plain(saved["state"])
+        bank, ranks = self.parts.bank, self.parts.ranks
+        if checkpoint.num_ranks == ranks.num_ranks:
+            own = checkpoint.part(ranks.rank)
+            central = {name: saved["bank"][name] for name in ("z", "z_prev")}
+            bank.load_state_dict({**central, **own["bank"]})
+            self.state = RunState.from_plain(own["state"])
+        else:
+            bank.resize(saved["bank"]["num_learners"])
+            self._spread_out(checkpoint)
+            self.state = RunState.from_plain({**saved["state"], "sick_learners": {}})
+            state = self.state
+            whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
+            sums = whole if ranks.is_first else (0.0, 0, None if self.state.num_correct is None else 0.0)
+            self.state.loss_sum, self.state.num_losses, self.state.num_correct = sums
         if self.tuning and saved.get("tuner"):
             self.tuning.restore(saved["tuner"])
-            self.parts.bank.resize(self.tuning.state.num_learners)
+            bank.resize(self.tuning.state.num_learners)
+
+    def _spread_out(self, checkpoint: SavedCheckpoint) -> None:
+        """Deal a checkpoint's learners out to another number of ranks."""
+        bank = self.parts.bank
+        num_learners = checkpoint.part(0)["bank"]["num_learners"]
+        bank.load_central(self._central(checkpoint))
+        for row in range(bank.num_learners):
+            learner = bank.first_learner + row
+            rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
+            saved = checkpoint.part(rank)["bank"]
+            there = learner < num_learners * checkpoint.num_ranks and not bank.is_single
+            (bank.load_row if there else bank.clone_learner)(row, saved, saved_row)
+
+    def _central(self, checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
+        """z and z_prev: the first rank's, or their means where nodes had one each."""
+        banks = [checkpoint.part(rank)["bank"] for rank in range(checkpoint.num_ranks)]
+        with_z = [bank for bank in banks if "z" in bank]
+        return {
+            name: {key: sum(bank[name][key] for bank in with_z) / len(with_z) for key in with_z[0][name]}
+            for name in ("z", "z_prev")
+        }
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on: everything but stops, logging and paths."""
@@ -126,7 +212,7 @@ class Run:
         return {
             **settings,
             "precision": parts.choices.precision.name,
-            **{group: {"name": chosen.NAME, **to_mapping(chosen)} for group, chosen in groups.items()},
+            **{group: {"name": chosen.NAME, **_since(to_mapping(chosen))} for group, chosen in groups.items()},
             "data": {
                 "augmentation": to_mapping(self.data.augmentation or Augmentation()),
                 "mean": list(self.data.mean or ()),
@@ -139,3 +225,8 @@ class Run:
             },
             "num_train_samples": self.num_samples,
         }
+
+
+def _since(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that checkpoints of earlier versions lack, where they change nothing."""
+    return {name: value for name, value in settings.items() if (name, value) not in _ADDED}

@@ -6,7 +6,9 @@ there, and a resume may change stops, logging and paths, nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,8 @@ from typing import Any
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.checkpoint import checkpoints, differences, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
+from crossbow_py.distributed.launch import is_of_launch, this_launch, write_launch
+from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.errors import UserError
 from crossbow_py.file_locks import is_locked, locked
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
@@ -30,6 +34,7 @@ MAY_CHANGE = frozenset(
     | {"checkpoint_every_epochs", "checkpoint_every_s", "keep_checkpoints"}
     | {"resume", "output_dir", "data.root", "on_nonfinite", "max_learners", "trace", "compile_model", "num_workers"}
     | {"data.folder", "data.cache_dir", "data.max_bad_images", "data.worker_timeout_s"}
+    | {"distributed.timeout_s", "distributed.check_every_rounds"}
 )
 
 
@@ -48,15 +53,36 @@ class RunFolder:
 
 
 @contextmanager
-def open_run(config: TrainConfig) -> Iterator[RunFolder]:
+def open_run(config: TrainConfig, ranks: Ranks = ALONE) -> Iterator[RunFolder]:
     """Choose and lock the run's folder and write its config.yaml; the lock is held until the block is left.
 
-    A folder made here is removed again when the block ends with the user's mistake before anything was trained.
+    The first rank does, and all have the same folder. One made here is removed again when the block ends with the
+    user's mistake before anything was trained.
 
     Raises:
         UserError: the folder holds a run and `resume` is not set, cannot be written, or is another process's; the
-            checkpoint asked for does not exist; or the configuration differs in more than stops, logging and paths.
+            checkpoint asked for does not exist; the configuration differs in more than stops, logging and paths; or
+            another host does not see the folder.
     """
+    with ExitStack() as stack:
+
+        def enter() -> str:
+            folder = stack.enter_context(_opened(config))
+            return json.dumps([str(folder.path), str(folder.resume) if folder.resume else None, folder.note])
+
+        path, resume, note = json.loads(ranks.from_first(enter))
+        with ranks.together():
+            if not (Path(path) / CONFIG_FILE).is_file():
+                raise UserError(
+                    f"output_dir {path}, which rank 0 writes to, is not seen from this host; set output_dir to a "
+                    "folder of a file system that all hosts share."
+                )
+        yield RunFolder(Path(path), Path(resume) if resume else None, note)
+
+
+@contextmanager
+def _opened(config: TrainConfig) -> Iterator[RunFolder]:
+    config = _relaunched(config)
     plain = config_to_mapping(config)
     resume, source = _resume_from(config, plain)
     chosen = Path(config.output_dir).expanduser() if config.output_dir else source
@@ -80,9 +106,26 @@ def open_run(config: TrainConfig) -> Iterator[RunFolder]:
             raise
 
 
+def _relaunched(config: TrainConfig) -> TrainConfig:
+    """As asked for; but ranks that torchrun has started anew, with the same command, go on with the run it began."""
+    launch = this_launch()
+    if launch is None or config.resume is not None:
+        return config
+    if config.output_dir:
+        begun = [Path(config.output_dir).expanduser()]
+    else:
+        runs = (path for path in (RUNS / config.experiment).glob("*") if (path / CONFIG_FILE).is_file())
+        begun = sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True)
+    for path in begun:
+        if is_of_launch(path, launch) and read_summary(path).get("status") not in DONE:
+            return dataclasses.replace(config, resume="auto", output_dir=str(path))
+    return config
+
+
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`key: old → new` for every key that differs and that a resume may not change."""
-    return differences(_kept(old), _kept(new))
+    """`key: old → new` for every key that differs and that a resume may not change; keys newer than `old` do not."""
+    kept = _kept(new)
+    return differences(_filled(_kept(old), kept), kept)
 
 
 def run_of(asked: Path) -> Path:
@@ -144,6 +187,14 @@ def _kept(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     }
 
 
+def _filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The old values, and the new ones where there are none. Settings of other things, by name, are left apart."""
+    if old.get("name") != new.get("name"):
+        return dict(old)
+    nested = {key: _filled(old[key], value) for key, value in new.items() if isinstance(value, Mapping) and key in old}
+    return {**new, **old, **nested}
+
+
 def _make_new(experiment: str) -> Path:
     """Make runs/<experiment>/<time>; two runs started in one second get two folders."""
     parent, now = _make(RUNS / experiment), time_name()
@@ -177,8 +228,11 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def _write_config(path: Path, plain: Mapping[str, Any]) -> None:
+    launch = this_launch()
     try:
         write_atomically(path / CONFIG_FILE, write_yaml(plain))
+        if launch is not None:
+            write_launch(path, launch)
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -81,8 +81,10 @@ class Choices:
         return {"device": self.device.type, "precision": self.precision.name, "executor": self.executor}
 
 
-def choose(settings: RunSettings, saved: Mapping[str, Any] | None) -> Choices:
+def choose(settings: RunSettings, saved: Mapping[str, Any] | None, num_ranks: int = 1) -> Choices:
     """Resolve `auto` but for the executor: as a checkpoint says when there is one, else for this machine.
+
+    A learner alone on a CPU that averages with those of other ranks has a thread for that, to go on meanwhile.
 
     Raises UserError for what this machine cannot do.
     """
@@ -96,7 +98,7 @@ def choose(settings: RunSettings, saved: Mapping[str, Any] | None) -> Choices:
     precision = saved.get("precision", "auto") if settings.precision == "auto" else settings.precision
     executor = saved.get("executor", "auto") if settings.executor == "auto" else settings.executor
     if executor == "auto" and not settings.several and device.type == "cpu":
-        executor = "serial"  # there is nothing to run side by side
+        executor = "serial" if num_ranks == 1 else "threads"  # there is nothing to run side by side
     if executor != "auto":
         check_executor(executor, device)
         if settings.compile_model and EXECUTORS[executor].FUSES:

@@ -18,13 +18,16 @@ WINDOW_S = 2.0
 _FIRST_ON_CUDA, _FIRST_ON_CPU = 8, 1
 
 
-def first_workers(asked: int | Literal["auto"], device: torch.device, training: bool = True) -> int:
-    """With how many a run begins; in evaluation no learner needs the cores of a CPU."""
+def first_workers(
+    asked: int | Literal["auto"], device: torch.device, training: bool = True, num_local: int = 1
+) -> int:
+    """With how many a run begins, one of `num_local` ranks here; in evaluation no learner needs the cores of a CPU."""
     if asked != "auto":
         return asked
+    cores = read_host().shared_by(num_local).cores
     if not training:
-        return min(_FIRST_ON_CUDA, read_host().cores)
-    return min(_FIRST_ON_CUDA, max(1, read_host().cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
+        return min(_FIRST_ON_CUDA, cores)
+    return min(_FIRST_ON_CUDA, max(1, cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
 
 
 class _Mark(NamedTuple):
@@ -85,6 +88,11 @@ class WorkerSupply:
         return "" if said else self.state.reason
 
 
-def worker_supply(asked: int | Literal["auto"], feed: Feed) -> WorkerSupply | None:
-    """What corrects the number of workers of a feed; None where it is fixed, or nothing is loaded."""
-    return WorkerSupply(feed, read_host()) if asked == "auto" and isinstance(feed, StreamingFeed) else None
+def worker_supply(asked: int | Literal["auto"], feed: Feed, num_local: int = 1) -> WorkerSupply | None:
+    """What corrects the number of workers of a feed; None where it is fixed, or nothing is loaded.
+
+    `num_local` ranks share the host.
+    """
+    if asked != "auto" or not isinstance(feed, StreamingFeed):
+        return None
+    return WorkerSupply(feed, read_host().shared_by(num_local))

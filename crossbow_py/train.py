@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 
+from crossbow_py.alike import check_alike
 from crossbow_py.build import build_trainer, stops
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED, run
-from crossbow_py.config import TrainConfig
+from crossbow_py.config import TrainConfig, config_to_mapping
+from crossbow_py.distributed.process_group import joined
 from crossbow_py.run_folder import open_run
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
+from crossbow_py.telemetry.events import Listener
 
 _EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
 
@@ -20,10 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config: TrainConfig) -> int:
-    """One run in its own folder; returns its exit code."""
-    with open_run(config) as folder, closing(ConsoleListener(folder.path / CONSOLE_LOG)) as console:
-        trainer = build_trainer(config, folder, [console])
-        result = trainer.fit(**stops(config), handle_signals=True)
+    """One run in its own folder, over all ranks that were launched; returns its exit code."""
+    with joined(config.distributed, config.device) as ranks:
+        check_alike(config_to_mapping(config), ranks)
+        with open_run(config, ranks) as folder, ExitStack() as stack:
+            listeners: list[Listener] = []
+            if ranks.is_first:
+                listeners = [stack.enter_context(closing(ConsoleListener(folder.path / CONSOLE_LOG)))]
+            trainer = build_trainer(config, folder, listeners, ranks)
+            result = trainer.fit(**stops(config), handle_signals=True)
     return _EXIT_CODES.get(result.status, 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,9 +12,11 @@ from torch import nn
 
 from crossbow_py.assembly import DataSets, MakeModel, build_parts
 from crossbow_py.averaging import SMA, AveragingRule
-from crossbow_py.checkpoint import CheckpointSettings, holds_run, load_newest
+from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, find_newest, holds_run, open_checkpoint
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
+from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
@@ -53,6 +56,9 @@ class Trainer:
         max_evaluation_batches: look at no more than that many batches in an evaluation.
         notes: sentences the listeners are told when training starts.
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
+        distributed: what a run over several ranks can be told.
+        ranks: of `joined()`, with which one script under torchrun trains on all devices; every rank calls the same. The
+            first one writes to disk. Data sets and settings must be alike; samples are shared out.
         batch_size: samples a learner takes per round.
         num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
         executor, device, precision, channels_last, compile_model, seed, on_nonfinite, num_workers: see `RunSettings`.
@@ -89,6 +95,8 @@ class Trainer:
         max_evaluation_batches: int | None = None,
         notes: Sequence[str] = (),
         trace: bool = False,
+        distributed: DistributedSettings = DistributedSettings(),
+        ranks: Ranks = ALONE,
         batch_size: int = 16,
         num_learners: int | Literal["auto"] = "auto",
         max_learners: int = 8,
@@ -106,22 +114,28 @@ class Trainer:
                                compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
         _check_groups(optimizer, schedule, averaging, loss)
         _check_policies(settings, optimizer, averaging, max_evaluation_batches)
+        _check_ranks(settings, averaging, ranks)
         self.callbacks = callbacks
-        saved, resumed_from, self._messages = _saved_run(resume)
+        checkpoint_found, self._messages = _saved_run(resume, ranks)
+        saved = checkpoint_found.part(0) if checkpoint_found else None
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
-        choices = choose(settings, saved["choices"] if saved else None)
+        choices = choose(settings, saved["choices"] if saved else None, ranks.num_ranks)
         parts = build_parts(
             model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
             init_from=None if init_from is None or saved else str(init_from), announce=self._announce,
-            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir),
+            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
-        self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named, resumed_from)
+        self.run = Run(
+            parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named,
+            str(checkpoint_found.folder) if checkpoint_found else None, distributed,
+        )  # fmt: skip
         self.run.tuning = learner_tuning(settings.num_learners, parts.most_learners)
-        self.run.supply = worker_supply(settings.num_workers, parts.train_feed)
-        if saved:
-            self.run.restore(saved)
+        self.run.supply = worker_supply(settings.num_workers, parts.train_feed, ranks.num_local)
+        with ranks.together():
+            if checkpoint_found:
+                self.run.restore(checkpoint_found)
         self.run.state.wall_s += time.monotonic() - begun
 
     @property
@@ -154,7 +168,10 @@ class Trainer:
         if max_rounds is not None and max_rounds > 0:
             max_rounds += self.state.round_index
         stops = StopConditions(max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss)
-        listeners = [*self._file_listeners(), *self.callbacks]
+        listeners = list(self.callbacks)
+        with self.run.parts.ranks.together():
+            if self.run.parts.ranks.is_first:
+                listeners = [*self._file_listeners(), *listeners]
         with TrainingLoop(self.run, stops, listeners) as loop, StopSignal(handle_signals) as signals:
             loop.start(self._messages)
             self._messages = []
@@ -173,7 +190,8 @@ class Trainer:
 
     def restart(self) -> None:
         """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`."""
-        self.run.parts.bank.restart(self.run.parts.rule.restart_momentum)
+        ranks = self.run.parts.ranks
+        self.run.parts.bank.restart(self.run.parts.rule.restart_momentum, ranks.add if ranks.num_ranks > 1 else None)
 
     def _announce(self, message: str) -> None:
         for listener in self.callbacks:
@@ -234,8 +252,30 @@ def _timeline(trace: bool, output_dir: str | Path | None) -> Timeline | None:
     return Timeline() if trace else None
 
 
-def _saved_run(resume: str | Path | None) -> tuple[dict[str, Any] | None, str | None, list[str]]:
+def _saved_run(resume: str | Path | None, ranks: Ranks) -> tuple[SavedCheckpoint | None, list[str]]:
+    """The checkpoint the first rank finds whole, and what is to be said of others."""
     if resume is None:
-        return None, None, []
-    saved, folder, problems = load_newest(Path(resume))
-    return saved, str(folder), problems
+        return None, []
+
+    def find() -> str:
+        found, problems = find_newest(Path(resume))
+        return json.dumps([str(found.folder), problems])
+
+    folder, problems = json.loads(ranks.from_first(find))
+    with ranks.together():
+        found = open_checkpoint(Path(folder))
+    return found, problems
+
+
+def _check_ranks(settings: RunSettings, rule: AveragingRule, ranks: Ranks) -> None:
+    if ranks.num_ranks > 1 and not rule.has_central_model:
+        raise UserError(
+            f"averaging={rule.NAME} trains models that never meet, on one device, got {ranks.num_ranks} ranks; start "
+            "it without torchrun, once for each device."
+        )
+    per_node = ranks.num_ranks // ranks.num_nodes * settings.first_learners
+    if rule.node_period > 1 and ranks.num_nodes > 1 and per_node == 1:
+        raise UserError(
+            f"averaging.node_period={rule.node_period} keeps an average model in each node, which needs two learners "
+            "there, got one; set num_learners=2 or averaging.node_period=1."
+        )

@@ -1,12 +1,13 @@
 """The training loop, which reads as a timeline.
 
-Plan a round, submit it, absorb the outcome of the one before; when an epoch closes, wait for what is in flight,
-evaluate and record; write checkpoints when due; stop when told to.
+Plan a round, let the ranks meet, submit it, absorb the outcome of the one before; when an epoch closes, wait for what
+is in flight, evaluate and record; write checkpoints when due; stop when told to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,13 +15,13 @@ from typing import Literal
 
 from torch import nn
 
-from crossbow_py import checkpoint_writer
-from crossbow_py.engine.auto_tuner import Decision
-from crossbow_py.engine.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.rounds import RoundOutcome
-from crossbow_py.errors import CrossbowError, DataError, LearnerError, NonFiniteError, UserError
+from crossbow_py.checkpoint_keeping import CheckpointKeeper
+from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
+from crossbow_py.engine.rounds import Round
+from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.reporter import Reporter, epoch_record, run_info
+from crossbow_py.round_runner import RoundRunner
 from crossbow_py.run import Run
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
@@ -43,10 +44,15 @@ class Result:
 
 
 class TrainingLoop:
-    """One call of `fit`. A context manager: leaving it stops the executor and closes the listeners."""
+    """One call of `fit`. A context manager: leaving it stops the executor and closes the listeners.
+
+    On several ranks each has its own, and all take the same course: what comes up on one is acted upon when they have
+    met (`distributed.meeting`).
+    """
 
     def __init__(self, run: Run, stops: StopConditions, listeners: Sequence[Listener]) -> None:
         self.job, self.parts, self.settings, self.state, self.stops = run, run.parts, run.settings, run.state, stops
+        self.ranks = run.parts.ranks
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
         run.schedule.factor(0, self.num_samples, self.total_samples)  # refuses what it cannot do, before training
         self._measured = "validation" if self.parts.validation_feed else "test"
@@ -57,12 +63,14 @@ class TrainingLoop:
             )
         self.meter = ThroughputMeter()
         self.reporter = Reporter(listeners, self.meter)
-        self.executor = self.parts.new_executor(self.settings.seed)
+        self.rounds = RoundRunner(run, self.reporter)
+        self.keeper = CheckpointKeeper(run, self.reporter)
         self.learning_rate = 0.0
-        self._told: set[str] = set()
         self._final: tuple[Evaluation, tuple[Evaluation, ...]] | None = None
-        self._last_checkpoint_s = self.state.elapsed_s
-        self._last_checkpoint_samples: int | None = None
+        self._agreed = agree([Report(self.state.elapsed_s)])
+        self._meetings = Meetings(self.state.round_index)
+        self._images = 0  # of all ranks, since they met
+        self._failure: DataError | None = None
 
     def __enter__(self) -> TrainingLoop:
         return self
@@ -70,9 +78,12 @@ class TrainingLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        if isinstance(error, DataError):
+        if _is_of_data(error):
             self._keep_what_is_trained()
-        self.executor.close()
+        elif error is not None and self.ranks.num_ranks == 1:
+            self.keeper.settle()  # what was being written is from before
+        self.rounds.close()
+        self.keeper.close()
         self.parts.close_feeds()
         if error is not None and self.reporter.started:
             status, reason = _how_it_failed(error)
@@ -88,44 +99,41 @@ class TrainingLoop:
         self.meter.start(self.state.elapsed_s)
         if self.job.supply:
             self.job.supply.start()
+        self.ranks.watch.start()
 
     def run(self, signals: StopSignal) -> tuple[str, str]:
         """Train until something says stop. Returns (status, reason)."""
-        try:
-            return self._train(signals)
-        except DataError:
-            if not signals.status:  # else it went to the processes that make batches too
-                raise
-            return self._stopped_by(signals)
-
-    def _train(self, signals: StopSignal) -> tuple[str, str]:
-        state, stops = self.state, self.stops
-        first_round = state.round_index
+        state, first_round = self.state, self.state.round_index
         if state.last_recorded == state.samples_seen and (reason := self._target_reached()):
             return "target_reached", reason
         while True:
             if reason := self._end_epoch():
                 return "target_reached", reason
-            if state.round_index > first_round and self._checkpoint_is_due():
+            if not self._end_reached():
+                self._await_batches(signals)
+            self._meet(signals)
+            if state.round_index > first_round and self.keeper.is_due(self._agreed.elapsed_s):
                 self._write_checkpoint()
-            if signals.status:
-                return self._stopped_by(signals)
-            seconds = self.meter.elapsed_s
-            if reason := stops.after_round(state.samples_seen, self.num_samples, seconds, state.round_index):
+            if self._agreed.signal:
+                return self._stopped_by(self._agreed.signal)
+            if self._agreed.fails:
+                self.ranks.raise_any(self._failure)
+            if reason := self._end_reached():
                 if self.job.resumed_from and state.round_index == first_round:
                     self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
                 return "finished", reason
-            self._run_round(signals)
+            self._run_round()
 
-    def _checkpoint_is_due(self) -> bool:
-        every_s = self.job.checkpoints.every_s
-        return every_s is not None and self.meter.elapsed_s - self._last_checkpoint_s >= every_s
+    def _end_reached(self) -> str | None:
+        state = self.state
+        return self.stops.after_round(
+            state.samples_seen, self.num_samples, self._agreed.elapsed_s, state.round_index
+        )
 
-    def _stopped_by(self, signals: StopSignal) -> tuple[str, str]:
-        assert signals.status is not None, "a signal has come"
-        reason = StopSignal.REASONS[signals.status]
+    def _stopped_by(self, signal: str) -> tuple[str, str]:
+        reason = StopSignal.REASONS[signal]
         self.reporter.message(f"{reason}: stopping. Ctrl-C now aborts at once, without another checkpoint.")
-        return signals.status, reason
+        return signal, reason
 
     def _end_epoch(self) -> str | None:
         """Once all its samples are seen: close it, write its checkpoint. Returns why that ends the run, if it does."""
@@ -141,131 +149,130 @@ class TrainingLoop:
     def _target_reached(self) -> str | None:
         return self.stops.after_evaluation(self.state.last_accuracy, self.state.last_loss)
 
-    def _run_round(self, signals: StopSignal) -> None:
-        state, schedule = self.state, self.job.schedule
-        start = state.samples_seen
-        bank = self.parts.bank
-        factor = schedule.factor(start, self.num_samples, self.total_samples)
-        plan = self.parts.plan(state.round_index, start, factor)
-        self._await_batches(plan.starts, signals)
-        if signals.status:
-            return
-        restarts = self.parts.rule.restart_on_drop and bank.num_learners > 1
-        if restarts and schedule.drops_between(state.last_round_start, start, self.num_samples):
-            self._restart()
-            plan = self.parts.plan(state.round_index, start, factor)  # memory may have taken learners away meanwhile
-        if not self._attempt(lambda: self.executor.submit(plan)):
-            return
-        state.round_index, state.last_round_start = state.round_index + 1, start
-        state.samples_seen += self.job.samples_per_round
-        images = self.settings.batch_size * bank.num_learners
-        if state.sick_learners:
-            self._reseed()
-        self.learning_rate = plan.learning_rates[0]
-        self.meter.update(images)
-        self.reporter.progress(
-            state, self.learning_rate, self.total_samples, bank.num_learners, self.stops.max_time_s
-        )
-        self._tell_notes()
-        if self.job.supply:
-            self._supply(self.job.supply)
-        if self.job.tuning and (decision := self.job.tuning.after_round(images, self.meter.elapsed_s)):
-            self._follow(decision)
+    def _plan(self) -> Round:
+        """The next round, from where training stands."""
+        start = self.state.samples_seen
+        factor = self.job.schedule.factor(start, self.num_samples, self.total_samples)
+        return self.parts.plan(self.state.round_index, start, factor)
 
-    def _await_batches(self, starts: Sequence[int], signals: StopSignal) -> None:
-        """Block until a round's batches are there, or a signal comes.
+    def _await_batches(self, signals: StopSignal) -> None:
+        """Block until the next round's batches are there, or a signal comes; or keep why they cannot be made.
 
-        Only time in which nothing is in flight counts as waiting for them. Raises DataError when they cannot be made;
-        the round has not begun then.
+        Only time in which nothing is in flight counts as waiting for them.
         """
-        feed = self.parts.train_feed
-        if not feed.announce(starts):
-            self.executor.settle()
-            with self.meter.waiting():
-                feed.wait(starts, until=lambda: signals.status is not None)
+        feed, starts = self.parts.train_feed, self._plan().starts
+        self.ranks.watch.doing = f"waiting for the data of round {self.state.round_index}"
+        try:
+            if not feed.announce(starts):
+                self.rounds.settle()
+                with self.meter.waiting():
+                    feed.wait(starts, until=lambda: signals.status is not None)
+        except DataError as error:
+            self._failure = error
 
-    def _tell_notes(self) -> None:
-        for note in [*self.executor.notes, *self.parts.feed_notes()]:
-            if note not in self._told:  # every change of the number of learners makes a new executor
-                self.reporter.message(note)
-            self._told.add(note)
-        self.executor.notes.clear()
+    def _meet(self, signals: StopSignal) -> None:
+        """Tell the other ranks what has come up, and do what follows for all; not before every short round."""
+        if not self._meetings.is_due(self.state.round_index):
+            return
+        report = Report(
+            elapsed_s=self.meter.elapsed_s,
+            signal=signal_number(signals.status),
+            fails=self._failure is not None,
+            out_of_memory=self.rounds.out_of_memory,
+            num_sick=len(self.state.sick_learners),
+            checkpoint=self.keeper.status,
+        )
+        reports = [Report.from_values(values) for values in self.ranks.gather(report.to_values())]
+        self._agreed, before_s = agree(reports), self._agreed.elapsed_s
+        every_round = self.ranks.num_ranks == 1 or self.parts.train_feed.STREAMS
+        period = self.parts.rule.averaging_period
+        self._meetings.met(self.state.round_index, self._agreed.elapsed_s - before_s, period, every_round)
+        self.keeper.follow(self._agreed.checkpoints)
+        if self._look_after(self._agreed.num_sick, self._agreed.out_of_memory):
+            self._tune()
 
-    def _supply(self, supply: WorkerSupply) -> None:
-        """Let the number of workers be corrected."""
-        batches = self.state.samples_seen // self.settings.batch_size
-        if said := supply.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
-            self.reporter.message(said)
-            self.reporter.workers(self.parts.train_feed.num_workers)
+    def _look_after(self, num_sick: int, out_of_memory: bool) -> bool:
+        """Stop for learners that are lost, or take away those that memory did not hold, if any. Whether it held all.
 
-    def _follow(self, decision: Decision) -> None:
-        """Do what the auto-tuner decided."""
+        Raises NonFiniteError, or RankError on other ranks.
+        """
+        # With every learner gone there is nothing healthy to clone, so reseeding would loop for ever.
+        everyone = num_sick == self.parts.bank.total_learners
+        if num_sick and (self.settings.on_nonfinite == "stop" or everyone):
+            self._stop_for_sick(everyone)
+        if out_of_memory:
+            self.rounds.shrink()
+        return not out_of_memory
+
+    def _stop_for_sick(self, everyone: bool) -> None:
+        self.keeper.settle()
+        sick, failure = self.state.sick_learners, None
+        if sick:
+            learner, first = next(iter(sick.items())), self.parts.bank.first_learner
+            failure = NonFiniteError(first + learner[0], learner[1], self.job.newest_checkpoint(), everyone)
+        self.ranks.raise_any(failure)
+
+    def _tune(self) -> None:
+        """Let the auto-tuner look at the rounds since the last meeting, and do what it decides."""
+        images, self._images = self._images, 0
+        if not self.job.tuning or not images:
+            return
+        decision = self.job.tuning.after_round(images, self._agreed.elapsed_s)
+        if decision is None:
+            return
         if decision.reason:
             self.reporter.decision(decision, self.state.samples_seen)
         # A drain in which memory ran out has taken learners away itself, which overrules the decision.
         if decision.num_learners != self.parts.bank.num_learners and self._drain():
-            self._set_learners(decision.num_learners)
+            self.rounds.set_learners(decision.num_learners)
 
-    def _set_learners(self, num_learners: int) -> None:
-        """Grow or shrink the bank under a new executor; what memory does not hold, the auto-tuner takes back."""
-        bank, given_up = self.parts.bank, False
-        self.executor.close()
-        self._reseed_sick()
-        while True:
-            try:
-                bank.resize(num_learners)
-                if given_up:
-                    bank.trim()
-                self.executor = self.parts.new_executor(self.settings.seed)
-                return
-            except (RuntimeError, MemoryError) as error:
-                if num_learners == 1 or not is_out_of_memory(error):
-                    raise
-            # Out of the except block, the error is gone, and with it what its frames held.
-            num_learners, given_up = self._give_up_learners(), True
+    def _run_round(self) -> None:
+        state, start, bank = self.state, self.state.samples_seen, self.parts.bank
+        self.ranks.watch.doing = f"round {state.round_index}"
+        restarts = self.parts.rule.restart_on_drop and not bank.is_single
+        if restarts and self.job.schedule.drops_between(state.last_round_start, start, self.num_samples):
+            self._drain()
+            self.rounds.restart()
+        plan = self._plan()
+        counts = self.rounds.submit(plan)
+        if self.ranks.num_ranks == 1:
+            self._look_after(len(state.sick_learners), self.rounds.out_of_memory)
+        if not counts:
+            return
+        state.round_index, state.last_round_start = state.round_index + 1, start
+        state.samples_seen += self.job.samples_per_round
+        images = self.settings.batch_size * bank.total_learners
+        self._images += images
+        if len(state.sick_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:
+            self._reseed()
+        if state.round_index % self.job.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
+            self._drain()
+            self.job.check_z()
+        self.learning_rate = plan.learning_rates[0]
+        self.meter.update(images)
+        self.reporter.progress(
+            state, self.learning_rate, self.total_samples, bank.total_learners, self.stops.max_time_s
+        )
+        self.rounds.tell_notes()
+        if self.job.supply:
+            self._supply(self.job.supply)
 
-    def _give_up_learners(self) -> int:
-        """How many learners memory may hold, after it did not hold the last number."""
-        assert self.job.tuning is not None, "only the auto-tuner changes the number of learners"
-        free_memory(self.parts.choices.device)
-        decision = self.job.tuning.out_of_memory()
-        self.reporter.decision(decision, self.state.samples_seen)
-        return decision.num_learners
-
-    def _attempt(self, work: Callable[[], Sequence[RoundOutcome]]) -> bool:
-        """Absorb what the executor yields. False when memory did not hold the learners, and some were taken away.
-
-        What the others had done in that round stays; its losses are not counted.
-        """
-        try:
-            self._absorb(work())
-            return True
-        except LearnerError as error:
-            tuned = self.job.tuning is not None and self.parts.bank.num_learners > 1
-            if not tuned or not is_out_of_memory(error.__cause__):
-                raise
-        self.executor.close()
-        self._set_learners(self._give_up_learners())
-        return False
-
-    def _restart(self) -> None:
-        self._drain()
-        self.parts.bank.restart(self.parts.rule.restart_momentum)
-        self.reporter.message("The learning rate dropped: learners restart from the average model.")
+    def _supply(self, supply: WorkerSupply) -> None:
+        """Let the number of workers be corrected."""
+        batches = self.state.samples_seen // self.settings.batch_size // self.ranks.num_ranks
+        if said := supply.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
+            self.reporter.message(said)
+            self.reporter.workers(self.parts.train_feed.num_workers)
 
     def _drain(self) -> bool:
-        """Wait for what is in flight; the bank may be read and changed afterwards. For the result see `_attempt`."""
-        return self._attempt(self.executor.drain)
+        """Wait for what is in flight; the bank may be read and changed afterwards. All ranks together.
 
-    def _absorb(self, outcomes: Sequence[RoundOutcome]) -> None:
-        """Count losses; note learners that were gated, or stop for them."""
-        for outcome in outcomes:
-            self.state.absorb(outcome)
-            sick = outcome.non_finite_learners
-            # With every learner gone there is nothing healthy to clone, so reseeding would loop for ever.
-            everyone = len(self.state.sick_learners) == self.parts.bank.num_learners
-            if sick and (self.settings.on_nonfinite == "stop" or everyone):
-                raise NonFiniteError(sick[0], outcome.plan.index, self.job.newest_checkpoint(), everyone)
+        False when memory did not hold the learners somewhere, and some were taken away.
+        """
+        self.rounds.drain()
+        num_sick, without = self.ranks.sum([len(self.state.sick_learners), self.rounds.out_of_memory])
+        self._agreed = dataclasses.replace(self._agreed, num_sick=int(num_sick))
+        return self._look_after(int(num_sick), bool(without))
 
     def _reseed(self) -> None:
         """Clone learners that were gated from z, after the round behind theirs.
@@ -274,58 +281,44 @@ class TrainingLoop:
         checkpoint), so that a run takes the same course wherever its checkpoints lie.
         """
         self._drain()
-        self._reseed_sick()
-
-    def _reseed_sick(self) -> None:
-        """The same, when nothing is in flight."""
-        sick, self.state.sick_learners = self.state.sick_learners, {}
-        healthy = [learner for learner in range(self.parts.bank.num_learners) if learner not in sick]
-        for learner, round_index in sorted(sick.items()):
-            self.parts.bank.reseed(learner, healthy)
-            self.reporter.message(
-                f"Learner {learner} went non-finite in round {round_index} and was reseeded from the average model."
-            )
-        self.state.num_reseeded += len(sick)
+        self.rounds.reseed()
+        self._agreed = dataclasses.replace(self._agreed, num_sick=0)
 
     def _close_epoch(self) -> None:
         """Wait, evaluate, record, and start the next epoch."""
         self._drain()
+        self.job.check_z()
         self.meter.pause()
         state = self.state
+        self.ranks.watch.doing = f"the evaluation after round {state.round_index - 1}"
         measured = self.job.evaluate(self._measured)
         state.elapsed_s = self.meter.elapsed_s
         if measured:
             state.note_evaluation(measured[0].accuracy, measured[0].loss, self.stops.target_accuracy)
         self._final = measured if self._measured == "test" else None
+        self.job.add_up_epoch()
         self.reporter.epoch(epoch_record(self.job, self.meter.lap(), self.learning_rate, measured, self._measured))
         state.last_recorded = state.samples_seen
         state.close_epoch(self.num_samples)
         self.meter.resume()
 
     def _write_checkpoint(self) -> None:
-        """Wait for what is in flight and write. A disk that refuses is reported, and training goes on."""
+        """Wait for what is in flight, copy it, and go on. A disk that refuses is reported, and training goes on."""
         if self.job.output_dir is None:
             return
         self._drain()
+        self.job.check_z()
         self.meter.pause()
-        state = self.state
-        state.elapsed_s, state.wall_s = self.meter.elapsed_s, self.reporter.wall_s
-        self._last_checkpoint_s = state.elapsed_s
-        try:
-            path = checkpoint_writer.save(
-                self.job.output_dir, self.job.state_dict(), state.samples_seen, self.job.checkpoints.keep
-            )
-            self._last_checkpoint_samples = state.samples_seen
-            self.reporter.checkpoint(str(path), state.samples_seen)
-        except OSError as error:
-            self.reporter.message(f"No checkpoint was written ({error}); training goes on, make room soon.")
+        self.state.elapsed_s, self.state.wall_s = self.meter.elapsed_s, self.reporter.wall_s
+        self.keeper.begin(self._agreed.elapsed_s)
         self.meter.resume()
 
     def _keep_what_is_trained(self) -> None:
         """The data failed, not what was learned from it."""
         with suppress(CrossbowError):
-            if self._last_checkpoint_samples != self.state.samples_seen:
+            if not self.keeper.has(self.state.samples_seen):
                 self._write_checkpoint()
+            self.keeper.settle()
             if newest := self.job.newest_checkpoint():
                 self.reporter.message(f"What was trained is in {newest}; the same command with resume=auto goes on.")
 
@@ -339,8 +332,9 @@ class TrainingLoop:
                 self._close_partial_epoch()
                 if target := self._target_reached():
                     status, reason = "target_reached", target
-        if self._last_checkpoint_samples != self.state.samples_seen:
+        if not self.keeper.has(self.state.samples_seen):
             self._write_checkpoint()
+        self.keeper.settle()
         self.meter.pause()
         if self._final is None and not stopped_by_signal:
             self._final = self.job.evaluate("test")
@@ -360,8 +354,14 @@ class TrainingLoop:
             setattr(self.state, name, kept[name])
 
 
+def _is_of_data(error: BaseException | None) -> bool:
+    """Whether it is the data that failed, on this rank or another."""
+    return isinstance(error, DataError) or (isinstance(error, RankError) and error.is_of_data)
+
+
 def _how_it_failed(error: BaseException) -> tuple[str, str]:
     """Status and reason of a run that an exception ended."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", "Ctrl-C, aborted"
-    return "failed", "non_finite" if isinstance(error, NonFiniteError) else type(error).__name__
+    kind = error.kind if isinstance(error, RankError) else type(error).__name__
+    return "failed", "non_finite" if kind == NonFiniteError.__name__ else kind

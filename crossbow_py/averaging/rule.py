@@ -7,7 +7,12 @@ A rule whose round is linear in (w, z) returns a `LinearRound`; the engine then 
     s    ← Σ_j c_j                                summed on the device in learner order, then one all-reduce of [P]
     z'   ← z + s + momentum · (z − z_prev)        alike on every device; z_prev ← z
 
-in every round for which it returns one. A rule that is not linear in (w, z) overrides `corrections` and `average`.
+in every round for which it returns one. With a `node_period` H > 1 that is done by each node for itself, K and the
+sum being the node's, and in every H-th of these rounds
+
+    z ← mean of z over nodes; z_prev ← mean of z_prev over nodes
+
+A rule that is not linear in (w, z) overrides `corrections` and `average`.
 """
 
 from __future__ import annotations
@@ -36,12 +41,18 @@ class AveragingRule(ABC):
     has_central_model: ClassVar[bool]  # and so: learners share an epoch's samples out among them
     restart_on_drop: bool = False
     restart_momentum: str = "reset"
+    averaging_period: int = 1
+    node_period: int = 1  # beyond 1, nodes average for themselves and z differs between them
     batch_norm: str = "mean"
     recalibration_batches: int = 0
 
     @abstractmethod
     def linear_round(self, round_index: int, num_learners: int) -> LinearRound | None:
         """Coefficients for this round, or None when nothing is averaged in it."""
+
+    def joins_nodes(self, round_index: int) -> bool:
+        """Whether z is averaged over nodes after this round, which averages, where each has its own meanwhile."""
+        return self.node_period > 1 and (round_index + 1) // self.averaging_period % self.node_period == 0
 
     def corrections(self, out: list[Tensor], weights: list[Tensor], z: list[Tensor], coefficients: LinearRound) -> None:
         """Write c_j = correction · (w_j − z) of one learner into `out`; all are lists of vectors, side by side."""

@@ -29,6 +29,9 @@ class SMA(AveragingRule):
     correction_rate: float | None = setting(None, "α, the pull of z on a replica; null is 1/K", above=0, maximum=1)
     averaging_momentum: float = setting(0.9, "μ, heavy-ball momentum of z", minimum=0, below=1)
     averaging_period: int = setting(1, "τ, corrections every that many rounds", minimum=1)
+    node_period: int = setting(
+        1, "H, average between nodes in every H-th averaging; in between each node is by itself", minimum=1
+    )
     restart_on_drop: bool = setting(True, "restart the learners from z when a step schedule drops the learning rate")
     restart_momentum: Literal["reset", "keep", "average"] = setting(
         "reset", "optimizer state at a restart: reset, keep or average over learners"

@@ -45,7 +45,8 @@ class RoundValues:
         self._classifies = [False] * len(self.learners)
 
     def _seed(self, learner: int, plan: Round) -> None:
-        seed = counter_seed(self.tasks.seed, "dropout", plan.index, learner)
+        own = self.tasks.bank.first_learner + learner
+        seed = counter_seed(self.tasks.seed, "dropout", plan.index, own)
         self.tasks.bank.generators[learner].manual_seed(seed)
 
     def _keep(self, static: Batch | None, batch: Batch) -> Batch:

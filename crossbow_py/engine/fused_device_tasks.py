@@ -133,6 +133,7 @@ class FusedDeviceTasks(RoundValues):
         elif not self._kernels.moves and averaging is not None:
             self.tasks.collective.all_reduce_sum(self.tasks.bank.total.storage)
             self._kernels.move(averaging)
+            self.tasks.join_nodes(outcome.plan)
 
     def report(self, host: Tensor) -> None:
         """Copy the results to `host` [K, 3], pinned memory on CUDA; the host goes on."""
@@ -195,12 +196,13 @@ class SubArrayTasks:
         averaging, bank, collective = outcome.plan.averaging, self._tasks.bank, self._tasks.collective
         assert averaging is not None, "z moves in rounds that average"
         totals = self._totals
-        if collective.num_devices > 1:
+        if not collective.is_alone:
             for total in totals[1:]:
                 totals[0].storage.add_(total.storage)
             collective.all_reduce_sum(bank.total.storage)
             totals = totals[:1]
         move_z(bank, totals, averaging)
+        self._tasks.join_nodes(outcome.plan)
 
     def report(self, group: int, host: Tensor) -> None:
         """See `FusedDeviceTasks.report`."""

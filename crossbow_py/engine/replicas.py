@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from crossbow_py.engine.layout import Order, Rows, buffer_layout, parameter_layo
 from crossbow_py.engine.precision import Precision, full_precision_parameters
 
 _COUNTER = "num_batches_tracked"
+_CHECKED_AT_ONCE = 2**20  # values of z: what they take as integers is no memory to speak of
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,8 @@ class ReplicaBank:
         capacity: rows allocated, at least K (default K).
         channels_last: store 4-D weights channels-last.
         order: of the rows in memory, see `engine.layout`; default `rows` on CPU and `blocks` elsewhere.
+        num_devices: that have a bank each around one z, with as many learners.
+        device_index: of this one among them.
 
     Attributes:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
@@ -71,8 +74,11 @@ class ReplicaBank:
         capacity: int | None = None,
         channels_last: bool = True,
         order: Order | None = None,
+        num_devices: int = 1,
+        device_index: int = 0,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
+        self.num_devices, self.device_index = num_devices, device_index
         self.template = template
         self.layout = parameter_layout(self.template, channels_last)
         self.buffer_layout = buffer_layout(self.template)
@@ -87,6 +93,21 @@ class ReplicaBank:
         for learner in range(num_learners):
             self.reset_learner(learner)
             self.buffers.load(learner, dict(self.template.named_buffers()))
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one learner in all, on one device: plain SGD, where z is w."""
+        return self.num_learners * self.num_devices == 1
+
+    @property
+    def total_learners(self) -> int:
+        """K over all devices."""
+        return self.num_learners * self.num_devices
+
+    @property
+    def first_learner(self) -> int:
+        """Which learner of all devices' is this bank's first."""
+        return self.num_learners * self.device_index
 
     def new_flat(self) -> Rows:
         """Zeros like z: one row."""
@@ -207,7 +228,7 @@ class ReplicaBank:
         z = z_prev = w, shrinking to 1 sets w = z.
         """
         before = self.num_learners
-        if before == 1 and num_learners > 1:
+        if self.is_single and num_learners > 1:
             self.adopt_learner()
         buffers = self.central_buffers()
         if num_learners > self.capacity:
@@ -216,7 +237,7 @@ class ReplicaBank:
         for learner in range(before, num_learners):
             self.reset_learner(learner)
             self.buffers.load(learner, buffers)
-        if num_learners == 1 and before > 1:
+        if self.is_single and before > 1:
             self.weights.copy_row(0, self.z)
             self.refresh_shadow(0)
             self.buffers.load(0, buffers)
@@ -237,20 +258,28 @@ class ReplicaBank:
             raise
         self._load_rows(rows, self.num_learners)
 
-    def reseed(self, learner: int, healthy: Sequence[int]) -> None:
-        """w_j ← z, zero state, and the mean BatchNorm statistics of `healthy` learners. Touches no other row."""
+    def reseed(self, learner: int, buffers: Mapping[str, Tensor]) -> None:
+        """w_j ← z, zero state, and BatchNorm statistics as given. Touches no other row."""
         self.reset_learner(learner)
-        self.buffers.load(learner, self.central_buffers(healthy))
+        self.buffers.load(learner, buffers)
 
-    def restart(self, momentum: str) -> None:
-        """SMA's restart: w_j ← z and z_prev ← z. Optimizer state per `momentum`: reset (zero), keep or average."""
-        if self.num_learners == 1:
+    def restart(self, momentum: str, add: Callable[[Tensor], None] | None = None) -> None:
+        """SMA's restart: w_j ← z and z_prev ← z. Optimizer state per `momentum`: reset (zero), keep or average.
+
+        For `add` see `central_buffers`.
+        """
+        if self.is_single:
             return
         active = range(self.num_learners)
         if momentum == "average":
             for rows in self.state.values():
                 for stacked in rows.stacked(self.num_learners).values():
-                    stacked.copy_(stacked.mean(0, keepdim=True).expand_as(stacked))
+                    mean = stacked.mean(0, keepdim=True)
+                    if add is not None:
+                        on_host = mean.to("cpu", copy=True) / self.num_devices
+                        add(on_host)
+                        mean = on_host.to(mean)
+                    stacked.copy_(mean.expand_as(stacked))
         for learner in active:
             if momentum == "reset":
                 self.reset_learner(learner)
@@ -263,30 +292,39 @@ class ReplicaBank:
         self.z.copy_row(0, self.weights, 0)
         self.z_prev.copy_row(0, self.z)
 
-    def central_buffers(self, learners: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """Float buffers of z: the mean of the learners' (default all), variances with the between-learner term."""
+    def central_buffers(
+        self, learners: Sequence[int] | None = None, add: Callable[[Tensor], None] | None = None
+    ) -> dict[str, Tensor]:
+        """Float buffers of z: the mean of the learners' (default all), variances with the between-learner term.
+
+        With `add`, which sums a vector over devices in place, of all devices' learners.
+        """
         chosen = list(range(self.num_learners) if learners is None else learners)
         stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
+        means_of = {name: name.removesuffix("running_var") + "running_mean" for name in stacked}
+        paired = [name for name in stacked if name.endswith("running_var") and means_of[name] in stacked]
+        if add is not None:
+            return _over_devices(stacked, {name: means_of[name] for name in paired}, add)
         means = {name: rows.mean(0) for name, rows in stacked.items()}
-        for name, rows in stacked.items():
-            of_means = stacked.get(name.removesuffix("running_var") + "running_mean")
-            if name.endswith("running_var") and of_means is not None:
-                means[name] = rows.mean(0) + of_means.var(0, correction=0)
+        for name in paired:
+            means[name] = means[name] + stacked[means_of[name]].var(0, correction=0)
         return means
 
-    def central_state(self, excluded: Sequence[int] = ()) -> dict[str, Tensor]:
+    def central_state(
+        self, excluded: Sequence[int] = (), add: Callable[[Tensor], None] | None = None
+    ) -> dict[str, Tensor]:
         """The average model as a module state dict (tied parameters once); with K = 1 it is the learner.
 
-        The buffers of `excluded` learners do not count.
+        The buffers of `excluded` learners do not count. For `add` see `central_buffers`.
         """
-        if self.num_learners == 1:
+        if self.is_single:
             return self.learner_state(0)
         counted = [learner for learner in range(self.num_learners) if learner not in excluded]
-        return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers(counted)}
+        return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers(counted, add)}
 
     def spread(self) -> float | None:
-        """Root mean square over learners of |w_j − z| / |z|, trained blocks alone; None with one learner."""
-        if self.num_learners == 1:
+        """Root mean square over the learners here of |w_j − z| / |z|, trained blocks alone; None with one learner."""
+        if self.is_single:
             return None
         z = self.z.trained()
         rows = (self.weights.trained(learner) for learner in range(self.num_learners))
@@ -295,7 +333,7 @@ class ReplicaBank:
 
     def correction_norm(self) -> float | None:
         """|Σ_j c_j| of the last round that averaged; None with one learner."""
-        if self.num_learners == 1:
+        if self.is_single:
             return None
         if self.total_squares is not None:
             return math.sqrt(float(self.total_squares.sum()))  # host–device synchronisation on CUDA
@@ -342,21 +380,68 @@ class ReplicaBank:
         """Restore `state_dict()` of a bank with the same architecture and optimizer; K follows the saved one."""
         if saved["num_learners"] != self.num_learners:
             self.resize(saved["num_learners"])
-        self.z.load(0, saved["z"])
-        self.z_prev.load(0, saved["z_prev"])
+        self.load_central(saved)
         self._load_rows(saved, self.num_learners)
 
+    def load_central(self, saved: Mapping[str, Any]) -> None:
+        """z and z_prev alone, of `state_dict()`."""
+        self.z.load(0, saved["z"])
+        self.z_prev.load(0, saved["z_prev"])
+
     def _load_rows(self, saved: Mapping[str, Any], num_rows: int) -> None:
+        for row in range(num_rows):
+            self.load_row(row, saved, row)
+
+    def load_row(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
+        """One learner from a row of `state_dict()`, maybe another one's."""
         groups = [(self.weights, saved["weights"]), (self.buffers, saved["buffers"])]
         groups += [(rows, saved["state"][name]) for name, rows in self.state.items()]
         for rows, values in groups:
-            for row in range(num_rows):
-                rows.load(row, {name: value[row] for name, value in values.items()})
-        for row in range(num_rows):
-            for name, buffer in self._integer_buffers(row).items():
-                buffer.copy_(saved["integer_buffers"][row][name])
-            self.step_counts[row] = saved["step_counts"][row]
-            self.refresh_shadow(row)
+            rows.load(row, {name: value[saved_row] for name, value in values.items()})
+        self._load_counters(row, saved, saved_row)
+        self.step_counts[row] = saved["step_counts"][saved_row]
+        self.refresh_shadow(row)
+
+    def clone_learner(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
+        """A new learner: w_j ← z with zero state, and the buffers of a row of `state_dict()`."""
+        self.reset_learner(row)
+        self.buffers.load(row, {name: value[saved_row] for name, value in saved["buffers"].items()})
+        self._load_counters(row, saved, saved_row)
+
+    def _load_counters(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
+        for name, buffer in self._integer_buffers(row).items():
+            buffer.copy_(saved["integer_buffers"][saved_row][name])
+
+    def z_checksum(self) -> int:
+        """52 bits that are others, in all likelihood, when a bit of z is. Host–device synchronisation."""
+        total = 0
+        for first in range(0, len(self.z.storage), _CHECKED_AT_ONCE):
+            part = self.z.storage[first : first + _CHECKED_AT_ONCE]
+            bits = part.view(torch.int64 if part.dtype == torch.float64 else torch.int32).to(torch.int64)
+            places = torch.arange(first, first + len(bits), device=bits.device) * 2 + 1
+            total += int((bits * places).sum())  # wraps, alike everywhere
+        return total % 2**52
+
+
+def _over_devices(
+    stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Callable[[Tensor], None]
+) -> dict[str, Tensor]:
+    """Means over all devices' rows; of `paired` variances with the spread of their means. Summed in float64."""
+    first = next(iter(stacked.values()), None)
+    if first is None:
+        return {}
+    sums = {name: rows.double().sum(0) for name, rows in stacked.items()}
+    squares = {name: stacked[mean].double().square().sum(0) for name, mean in paired.items()}
+    count = torch.full((1,), float(len(first)), dtype=torch.float64, device=first.device)
+    parts = [count, *sums.values(), *squares.values()]
+    flat = torch.cat([part.flatten() for part in parts]).cpu()  # host–device synchronisation on CUDA
+    add(flat)
+    total, *added = torch.split(flat, [part.numel() for part in parts])
+    means = dict(zip(sums, (values / total for values in added), strict=False))
+    of_squares = dict(zip(squares, (values / total for values in added[len(sums) :]), strict=True))
+    for name, mean in paired.items():
+        means[name] = means[name] + (of_squares[name] - means[mean].square()).clamp(min=0)
+    return {name: means[name].view(rows.shape[1:]).to(rows) for name, rows in stacked.items()}
 
 
 def _store(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

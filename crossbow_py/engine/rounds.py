@@ -34,12 +34,14 @@ class Round:
         starts: position in the sample stream of each learner's batch.
         learning_rates: γ of each learner.
         averaging: coefficients, or None when nothing is averaged in this round.
+        joins_nodes: whether nodes that average for themselves average z between them in this round.
     """
 
     index: int
     starts: tuple[int, ...]
     learning_rates: tuple[float, ...]
     averaging: LinearRound | None
+    joins_nodes: bool = False
 
 
 @dataclass
@@ -101,7 +103,8 @@ class RoundTasks:
         """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
         bank = self.bank
         if bank.has_dropout:
-            bank.generators[learner].manual_seed(counter_seed(self.seed, "dropout", outcome.plan.index, learner))
+            seed = counter_seed(self.seed, "dropout", outcome.plan.index, bank.first_learner + learner)
+            bank.generators[learner].manual_seed(seed)
         batch = self.feed.batch(outcome.plan.starts[learner])
         output = self.model(learner)(batch.inputs).to(bank.precision.master)
         loss = self.loss(output, batch.targets)
@@ -149,6 +152,13 @@ class RoundTasks:
         bank.total_squares = None  # `total` is written
         self.collective.all_reduce_sum(bank.total.storage)
         self.update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], coefficients)
+        self.join_nodes(outcome.plan)
+
+    def join_nodes(self, plan: Round) -> None:
+        """z and z_prev ← their means over nodes, in rounds that join them."""
+        if plan.joins_nodes:
+            for row in (self.bank.z, self.bank.z_prev):
+                self.collective.mean_over_nodes(row.storage)
 
 
 def count_correct(output: Tensor, targets: Tensor) -> float | None:

@@ -70,7 +70,7 @@ class Batches(Feed):
     def batches(self, starts):
         return self._feed.batches(starts)
 
-    def evaluation_batches(self, batch_size):
+    def evaluation_batches(self, batch_size, first=0, step=1):
         return self._feed.evaluation_batches(batch_size)
 
 

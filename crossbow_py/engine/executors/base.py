@@ -10,6 +10,7 @@ from crossbow_py.engine.executors.spans import TaskSpans, spans_on
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Launch, Scheduler
+from crossbow_py.engine.tasks import Task
 from crossbow_py.telemetry.timeline import Timeline
 
 
@@ -30,6 +31,7 @@ class Executor(ABC):
         self.tasks = tasks
         self.scheduler = Scheduler(tasks.bank.num_learners)
         self._in_flight: deque[RoundOutcome] = deque()
+        self.running: dict[str, Task] = {}  # what host threads are at, by stream
         self.notes: list[str] = []  # sentences for the user; read after every round
         self._spans: TaskSpans | None = None
 
@@ -43,11 +45,12 @@ class Executor(ABC):
 
     def run_task(self, launch: Launch, outcome: RoundOutcome) -> None:
         """Run a launch's body in the calling thread, as a span on the launch's stream when the executor traces."""
-        if self._spans is None:
-            self.tasks.run(launch.task, outcome)
-            return
-        with self._spans.span(launch.task.NAME, launch.stream, launch.task.round_index):
-            self.tasks.run(launch.task, outcome)
+        self.running[launch.stream] = launch.task
+        try:
+            with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
+                self.tasks.run(launch.task, outcome)
+        finally:
+            del self.running[launch.stream]
 
     def submit(self, plan: Round) -> list[RoundOutcome]:
         """Issue a round; wait for the one before and return its outcome (none for the first after a drain).
@@ -74,7 +77,8 @@ class Executor(ABC):
         outcomes = []
         while len(self._in_flight) > leave:
             outcome = self._in_flight.popleft()
-            self._wait(outcome)
+            with self.tasks.collective.awaiting():
+                self._wait(outcome)
             outcomes.append(outcome)
         return outcomes
 

@@ -156,7 +156,7 @@ class FusedExecutor(Executor):
         learners = range(tasks.bank.num_learners)
         if isinstance(update, NativeUpdate) and self._rows is not None:
             self._rows.gradients = self._in_place(gradients)
-            norms, alone = update.gradient_norms(self._rows), tasks.collective.num_devices == 1
+            norms, alone = update.gradient_norms(self._rows), tasks.collective.is_alone
             steps = [tasks.next_step(j, norms[j], outcome) for j in learners]
             update.correct_all(self._rows, averaging, steps, moves=alone)
             self._rows.gradients = tasks.bank.stacked_gradients()  # lets go of autograd's
@@ -183,7 +183,7 @@ class FusedExecutor(Executor):
         """Gradients `[K, *shape]` of all learners; losses and correct predictions to the outcome."""
         bank, plan = self.tasks.bank, outcome.plan
         for learner, generator in enumerate(bank.generators[: bank.num_learners]):
-            generator.manual_seed(counter_seed(self.tasks.seed, "dropout", plan.index, learner))
+            generator.manual_seed(counter_seed(self.tasks.seed, "dropout", plan.index, bank.first_learner + learner))
         learned = self._pass.learn(self._pass.batch(plan), self._pass.shares(plan))
         outcome.losses = learned.losses.tolist()  # host–device synchronisation on CUDA
         if learned.num_correct is not None:

@@ -42,7 +42,7 @@ class FusedRounds:
     ) -> None:
         self._notes, update = notes, None
         if kernels:
-            alone, optimizer = tasks.collective.num_devices == 1, tasks.update.optimizer
+            alone, optimizer = tasks.collective.is_alone, tasks.update.optimizer
             update, note = choose_kernel_update(tasks.bank, optimizer, tasks.update.rule, moves=alone)
             notes += [note] if note else []
         self._bodies = FusedDeviceTasks(tasks, fused, update, gathers=kernels)
@@ -50,7 +50,7 @@ class FusedRounds:
         program, pool = self.rounds.program, device.new_pool()
         self._round, self._averaging = (program(name, ALL_LEARNERS, pool) for name in ("round", "averaging"))
         # NCCL stays out of graphs.
-        self._averaging.captures = tasks.collective.num_devices == 1
+        self._averaging.captures = tasks.collective.is_alone
 
     def issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         """Enqueue a round that has begun. Blocks the host only where a graph is captured or the feed blocks it."""

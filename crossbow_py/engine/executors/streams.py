@@ -67,7 +67,7 @@ class StreamsExecutor(Executor):
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
         self._averaging = program("averaging", AVERAGING_STREAM, device.new_pool())
         # NCCL stays out of graphs.
-        self._averaging.captures = tasks.collective.num_devices == 1
+        self._averaging.captures = tasks.collective.is_alone
         self._marks: dict[Task, Event] = {}
 
     def _make_bodies(self, tasks: RoundTasks) -> DeviceTasks | SubArrayTasks:

@@ -1,0 +1,62 @@
+"""What must be alike on all ranks before they train: the code, what it runs on, and the configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossbow_py.checkpoint import differences
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.errors import UserError
+from crossbow_py.version import __version__
+
+# Paths may differ from host to host, and what only the first rank reads is its own.
+_MAY_DIFFER = frozenset({"output_dir", "resume", "data.root", "data.folder", "data.cache_dir", "init_from"})
+_SHOWN = 4
+
+
+def check_alike(config: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raise UserError, on all ranks, when one has another code or configuration than the first; it says the difference.
+
+    `config` is plain values. All ranks call it together.
+    """
+    if ranks.num_ranks == 1:
+        return
+    facts = {"code": _code(), "config": _compared(config)}
+    every = [json.loads(text) for text in ranks.gather_texts(json.dumps(facts))]
+    for rank, other in enumerate(every):
+        if found := differences(every[0], other):
+            shown = "; ".join(found[:_SHOWN]) + ("; ..." if len(found) > _SHOWN else "")
+            error = UserError(
+                f"rank {rank} is not like rank 0 ({shown}); start all ranks with the same version of crossbow_py, of "
+                "torch, and the same command."
+            )
+            ranks.raise_any(error if ranks.is_first else None)
+
+
+def _code() -> dict[str, str]:
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode())
+        digest.update(path.read_bytes())
+    return {
+        "crossbow_py": __version__,
+        "source": digest.hexdigest()[:12],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _compared(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _compared(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if f"{prefix}{key}" not in _MAY_DIFFER
+    }

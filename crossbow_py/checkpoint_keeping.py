@@ -1,0 +1,94 @@
+"""A run's checkpoints as it trains: when one is due, and how all ranks bring one to its end together.
+
+Each rank writes its part in the background. Where that stands is told at every meeting of the ranks; once all parts
+are there the checkpoint is concluded, and when one cannot be written it is given up, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from crossbow_py.checkpoint_writer import CheckpointWriter
+from crossbow_py.reporter import Reporter
+from crossbow_py.run import Run
+
+
+class CheckpointKeeper:
+    """Owned by the training loop. Does nothing for a run without a folder."""
+
+    STATUSES = ("idle", "writing", "written", "failed")
+
+    def __init__(self, run: Run, reporter: Reporter) -> None:
+        ranks = run.parts.ranks
+        self._run, self._reporter, self._ranks = run, reporter, ranks
+        self._writer: CheckpointWriter | None = None
+        if run.output_dir is not None:
+            self._writer = CheckpointWriter(
+                run.output_dir, run.checkpoints.keep, rank=ranks.rank, num_ranks=ranks.num_ranks, token=ranks.token
+            )
+        self._last_s = run.state.elapsed_s
+        self._samples: int | None = None  # of the newest that was begun and has not failed
+        self._told: str | None = None
+
+    @property
+    def status(self) -> int:
+        """Of this rank's part: an index of STATUSES."""
+        return 0 if self._writer is None else self.STATUSES.index(self._writer.status)
+
+    def is_due(self, elapsed_s: float) -> bool:
+        """Whether `checkpoint_every_s` has gone by."""
+        every_s = self._run.checkpoints.every_s
+        return every_s is not None and elapsed_s - self._last_s >= every_s
+
+    def has(self, samples_seen: int) -> bool:
+        """Whether there is one of that many samples, or one is being written."""
+        return self._writer is None or self._samples == samples_seen
+
+    def begin(self, elapsed_s: float) -> None:
+        """Copy what the run is, and go on while that is written. All ranks together, drained."""
+        self._last_s = elapsed_s
+        if self._writer is None:
+            return
+        self.settle()
+        self._samples = self._run.state.samples_seen
+        self._writer.begin(self._run.state_dict(), self._samples)
+
+    def follow(self, statuses: Sequence[int]) -> None:
+        """Do what all ranks' statuses ask for."""
+        writer = self._writer
+        if writer is None:
+            return
+        named = [self.STATUSES[status] for status in statuses]
+        if all(status == "written" for status in named):
+            writer.conclude()
+        elif "failed" in named and "writing" not in named:
+            self._give_up(named)
+        self._tell()
+
+    def settle(self) -> None:
+        """Wait until nothing is being written any more. All ranks together."""
+        while self._writer is not None:
+            self._writer.wait()
+            statuses = [int(status) for (status,) in self._ranks.gather([self.status])]
+            self.follow(statuses)
+            if not any(statuses):
+                return
+
+    def close(self) -> None:
+        """End the writer; a part that others do not complete is worth nothing."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _give_up(self, named: Sequence[str]) -> None:
+        assert self._writer is not None, "what is given up was being written"
+        where = [f"rank {rank}" for rank, status in enumerate(named) if status == "failed"]
+        reason = self._writer.error if self._writer.error is not None else f"{where[0]} cannot write its part"
+        self._writer.discard()
+        self._samples = None
+        self._reporter.message(f"No checkpoint was written ({reason}); training goes on, make room soon.")
+
+    def _tell(self) -> None:
+        newest = self._writer.newest if self._writer else None
+        if newest is not None and str(newest) != self._told:
+            self._told = str(newest)
+            self._reporter.checkpoint(self._told, int(newest.name.rpartition("-")[2]))

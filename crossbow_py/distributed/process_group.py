@@ -1,0 +1,187 @@
+"""Ranks over torch.distributed, as torchrun starts them: one process a device, gloo on CPUs and NCCL on GPUs.
+
+Two groups, because collective operations of one must come in one order: the averaging stream sums corrections in its
+own, the training loop decides over gloo in the other, on whatever device learners are.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store, rendezvous  # type: ignore[attr-defined]
+
+from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.distributed.watch import RankWatch
+from crossbow_py.errors import CrossbowError, RankLostError, UserError
+from crossbow_py.host import read_host
+from crossbow_py.targets import one_line
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_START_S = 1800.0  # for all ranks to come, and for what the first does before training
+_GRACE_S = 60.0  # the watch, which can say who hangs, comes before the process group's own timeout
+_jobs = 0
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    return all(name in os.environ for name in _LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+@contextmanager
+def joined(
+    settings: DistributedSettings = DistributedSettings(), device: Literal["auto", "cpu", "cuda"] = "auto"
+) -> Iterator[Ranks]:
+    """The ranks a launcher has started; one alone where none has. Blocks until all have come.
+
+    On GPUs the process is given the one of its local rank.
+
+    Raises:
+        UserError: there are more ranks on this host than GPUs.
+        RankLostError: some did not come.
+    """
+    if not launched():
+        yield Ranks()
+        return
+    ranks = ProcessGroupRanks(settings, on_gpus=device != "cpu" and torch.cuda.is_available())
+    try:
+        yield ranks
+    except CrossbowError as error:
+        error.after_joining = True
+        raise
+    finally:
+        ranks.close()
+
+
+class ProcessGroupRanks(Ranks):
+    """One of several ranks, as the environment says (RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and so on)."""
+
+    def __init__(self, settings: DistributedSettings, on_gpus: bool) -> None:
+        super().__init__()
+        self.rank, self.num_ranks = _number("RANK"), _number("WORLD_SIZE")
+        self.local_rank, self.num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", self.num_ranks)
+        self.node, self.num_nodes = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE", 1)
+        self._on_gpus, self._timeout_s = on_gpus, settings.timeout_s
+        _take_share(self)
+        if on_gpus:
+            self._take_gpu()
+        self._keep_local()
+        store = self._new_store()
+        try:
+            torch.distributed.init_process_group(
+                "gloo", store=PrefixStore("decisions", store), rank=self.rank, world_size=self.num_ranks,
+                timeout=timedelta(seconds=_START_S),
+            )  # fmt: skip
+        except Exception as error:
+            raise RankLostError(f"not all {self.num_ranks} ranks have come ({one_line(error)})") from error
+        self.watch = RankWatch(_own_connection(store), self.rank, self.num_ranks, settings.timeout_s)
+        self.token = self.from_first(lambda: uuid.uuid4().hex[:12])
+
+    def _take_gpu(self) -> None:
+        count = torch.cuda.device_count()
+        if self.local_rank >= count:
+            raise UserError(
+                f"there are {self.num_local} ranks on this host and {count} GPUs, and each rank needs its own; set "
+                f"--nproc-per-node={count}, or num_learners for more learners on a GPU, or device=cpu."
+            )
+        torch.cuda.set_device(self.local_rank)
+
+    def _keep_local(self) -> None:
+        """Ranks of one host talk over its loopback interface, unless the user names another: nobody else can listen."""
+        if self.num_local == self.num_ranks:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(name, "lo")
+
+    def _new_store(self) -> Store:
+        """The launcher's, with keys of its own for each start of the ranks and each run a process trains."""
+        global _jobs  # noqa: PLW0603  the process's, like the environment
+        _jobs += 1
+        found: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=_START_S))))[0]
+        return PrefixStore(f"crossbow/{_number('TORCHELASTIC_RESTART_COUNT')}/{_jobs}", found)
+
+    def collective(self, device: torch.device, apart: bool = False) -> Collective:
+        """See Ranks."""
+        world = self._new_group(device, list(range(self.num_ranks)))
+        if not apart or self.num_nodes == 1:
+            return ProcessGroupCollective(world, self.num_ranks, watch=self.watch)
+        placed = self.gather([float(self.node)])
+        groups = [
+            (nodes, self._new_group(device, nodes))
+            for node in range(self.num_nodes)
+            for nodes in [[rank for rank in range(self.num_ranks) if placed[rank][0] == node]]
+        ]
+        own, group = next((ranks, group) for ranks, group in groups if self.rank in ranks)
+        return ProcessGroupCollective(group, len(own), watch=self.watch, world=world, num_ranks=self.num_ranks)
+
+    def _new_group(self, device: torch.device, ranks: list[int]) -> ProcessGroup:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=self._timeout_s + _GRACE_S)
+        group: ProcessGroup = torch.distributed.new_group(ranks, timeout=timeout, backend=backend)
+        return group
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """See Ranks."""
+        own = torch.tensor(list(values), dtype=torch.float64)
+        return [each.tolist() for each in self._all_gather(own)]
+
+    def gather_texts(self, text: str) -> list[str]:
+        """See Ranks."""
+        data = text.encode()
+        lengths = [int(length) for (length,) in self.gather([float(len(data))])]
+        if not any(lengths):
+            return ["" for _ in lengths]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        every = self._all_gather(padded)
+        return [bytes(each[:length].tolist()).decode() for each, length in zip(every, lengths, strict=True)]
+
+    def add(self, values: Tensor) -> None:
+        """See Ranks."""
+        with self._waiting():
+            torch.distributed.all_reduce(values)
+
+    def _all_gather(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        with self._waiting():
+            torch.distributed.all_gather(found, own)
+        return found
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            with self.watch.waiting():
+                yield
+        except RuntimeError as error:  # gloo's, torch.distributed's own included
+            raise RankLostError from error
+
+    def close(self) -> None:
+        """See Ranks."""
+        self.watch.close()
+        with suppress(Exception):
+            torch.distributed.destroy_process_group()
+
+
+def _own_connection(store: Store) -> Store:
+    """Another connection to the same store: a call that blocks holds up no other thread's."""
+    other: Store = store.clone()  # type: ignore[attr-defined]
+    return other
+
+
+def _number(name: str, default: int = 0) -> int:
+    return int(os.environ.get(name, default))
+
+
+def _take_share(ranks: Ranks) -> None:
+    """Of the cores, as many threads as fall to each rank of this host; torchrun, unless asked otherwise, says one."""
+    share = max(1, read_host().cores // ranks.num_local)
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(share)

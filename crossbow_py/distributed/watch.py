@@ -1,0 +1,210 @@
+"""Finds the rank that hangs. A rank says once a second what it is doing; one that waits for others too long looks who.
+
+What ranks say goes through the launcher's key-value store, by a connection and a thread of their own: the thread goes
+on while the process is stuck in a collective operation, which nothing but the end of the process interrupts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+_SAY_EVERY_S = 1.0
+_BEATS_MISSED = 4  # by a rank that is not heard of any more
+EXIT_HANGS = 1
+
+
+class Store(Protocol):
+    """What the watch asks of torch's key-value store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Put a value."""
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Values that were put before; blocks until all are."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank says: how often it has so far, what it is doing, and for how long it waits for others if it does."""
+
+    beat: int
+    doing: str
+    waits_s: float | None
+    host: str
+    pid: int
+
+
+@dataclass
+class Heard:
+    """What was heard of a rank last, and when, on the listener's clock."""
+
+    said: Said
+    at_s: float
+
+
+class Watch:
+    """Of one rank alone: nobody waits for anybody. Base of the real one.
+
+    Attributes:
+        doing: what the rank is at, for those who wait for it.
+        running: names of tasks that run now, by stream; they say more than `doing`.
+    """
+
+    def __init__(self) -> None:
+        self.doing = "starting"
+        self.running: Mapping[str, object] = {}
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around an operation that ends once all ranks have come to it. From any thread."""
+        yield
+
+    def start(self) -> None:
+        """From now on ranks that hang are found."""
+
+    def close(self) -> None:
+        """End the thread. Does not raise."""
+
+
+class RankWatch(Watch):
+    """Of one of several ranks.
+
+    Args:
+        store: a connection for this watch alone.
+        rank, num_ranks: who says it.
+        timeout_s: how long others may keep this rank waiting.
+        end: told what was found; by default it is said on stderr and the process ends.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        end: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._store, self._rank, self._num_ranks, self._timeout_s = store, rank, num_ranks, timeout_s
+        self._end, self._clock = end or _end_process, clock
+        self._every_s = min(_SAY_EVERY_S, timeout_s / 5)
+        self._since: dict[int, float] = {}
+        self._heard: dict[int, Heard] = {}
+        self._answered_s = clock()
+        self._beat = 0
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._speak, name="crossbow watch speaks", daemon=True),
+            threading.Thread(target=self._look, name="crossbow watch looks", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """See Watch."""
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """See Watch."""
+        own = threading.get_ident()
+        self._since[own] = self._clock()
+        try:
+            yield
+        finally:
+            self._since.pop(own, None)
+
+    def close(self) -> None:
+        """See Watch. A thread whose store does not answer is left behind."""
+        self._over.set()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(self._every_s)
+
+    def _waited_s(self) -> float | None:
+        """For how long the thread that waits longest does."""
+        begun = min(self._since.copy().values(), default=None)
+        return None if begun is None else self._clock() - begun
+
+    def _speak(self) -> None:
+        """Say and listen. The store may block or fail, when its host or the network is gone: silence says it all."""
+        while not self._over.wait(self._every_s):
+            try:
+                self.exchange()
+            except Exception:
+                return
+
+    def exchange(self) -> None:
+        """Say what this rank is doing, and listen to the others. Blocks until all have said something once."""
+        self._beat += 1
+        running = next(iter(list(self.running.values())), None)
+        doing = self.doing if running is None else f"{running} of {self.doing}"
+        said = Said(self._beat, doing, self._waited_s(), socket.gethostname(), os.getpid())
+        self._store.set(_key(self._rank), json.dumps(asdict(said)))
+        values = self._store.multi_get([_key(rank) for rank in range(self._num_ranks)])
+        self._answered_s = now = self._clock()
+        for rank, value in enumerate(values):
+            heard, known = Said(**json.loads(value)), self._heard.get(rank)
+            if known is None or known.said.beat != heard.beat:
+                self._heard[rank] = Heard(heard, now)
+
+    def _look(self) -> None:
+        while not self._over.wait(self._every_s):
+            found = self.find()
+            if found and not self._over.is_set():
+                self._end(found)
+                return
+
+    def find(self) -> str | None:
+        """A sentence, once this rank has waited for others for too long."""
+        waited = self._waited_s()
+        if waited is None or waited < self._timeout_s:
+            return None
+        begins = f"rank {self._rank} has waited for {waited:.0f} s (distributed.timeout_s={self._timeout_s:g})"
+        silent_s = _BEATS_MISSED * self._every_s
+        now = self._clock()
+        if now - self._answered_s > silent_s:
+            return (
+                f"{begins} and the launcher's store has not answered for {now - self._answered_s:.0f} s: the network "
+                f"to its host is lost, or the host. {_REMEDY}"
+            )
+        others = {rank: heard for rank, heard in self._heard.copy().items() if rank != self._rank}
+        silent = {rank: heard for rank, heard in others.items() if now - heard.at_s > silent_s}
+        working = {rank: heard for rank, heard in others.items() if heard.said.waits_s is None}
+        guilty = silent or working
+        if not guilty:
+            return f"{begins}, and so have all others: the network between their hosts is lost. {_REMEDY}"
+        named = "; ".join(_describe(rank, heard, now) for rank, heard in sorted(guilty.items()))
+        return f"{begins} for {named}. {_REMEDY}"
+
+
+_REMEDY = "The run goes on from its newest checkpoint when it is started again with resume=auto."
+
+
+def _describe(rank: int, heard: Heard, now: float) -> str:
+    said = heard.said
+    return (
+        f"rank {rank} ({said.host}, process {said.pid}), which hangs: its last task is {said.doing}, "
+        f"last heard of {now - heard.at_s:.0f} s ago"
+    )
+
+
+def _key(rank: int) -> str:
+    return f"watch/{rank}"
+
+
+def _end_process(found: str) -> None:
+    """Nothing but the end of the process interrupts a collective operation."""
+    print(f"error: {found}", file=sys.stderr, flush=True)
+    os._exit(EXIT_HANGS)

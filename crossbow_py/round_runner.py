@@ -1,0 +1,163 @@
+"""The executor over a run's learners: rounds go in, outcomes are counted, learners come and go.
+
+On several ranks all call `drain`, `set_learners`, `shrink` and `reseed` together. A rank whose learners did not fit in
+memory sits out: it takes part in the sums of rounds without adding to them, so that nobody waits for it, until the
+ranks have met.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from crossbow_py.engine.memory import free_memory, is_out_of_memory
+from crossbow_py.engine.rounds import Round, RoundOutcome
+from crossbow_py.errors import LearnerError
+from crossbow_py.reporter import Reporter
+from crossbow_py.run import Run
+
+_SUMS_REMEMBERED = 8  # more than an executor has rounds in flight
+
+
+class RoundRunner:
+    """Owned by the training loop.
+
+    Attributes:
+        executor: the present one; every change of the number of learners makes another.
+        out_of_memory: whether this rank sits out.
+    """
+
+    def __init__(self, run: Run, reporter: Reporter) -> None:
+        self.job, self.parts, self.state, self.reporter = run, run.parts, run.state, reporter
+        self.executor = run.parts.new_executor(run.settings.seed)
+        self.out_of_memory = False
+        self._sums_begun = self.parts.collective.num_sums
+        self._sums_due: deque[int] = deque()  # rounds submitted since, that average
+        self._told: set[str] = set()
+
+    def submit(self, plan: Round) -> bool:
+        """Submit a round and absorb the outcome of the one before. False when memory did not hold it: try again.
+
+        On several ranks it is never tried again, as the others have gone on: its samples are not learned from then.
+        """
+        if self.out_of_memory:
+            self.parts.sit_out(plan.index)
+            return True
+        if plan.averaging is not None:
+            self._sums_due.append(plan.index)
+            while len(self._sums_due) > _SUMS_REMEMBERED:
+                self._sums_due.popleft()
+                self._sums_begun += 1
+        return self._attempt(lambda: self.executor.submit(plan)) or not self.parts.collective.is_alone
+
+    def settle(self) -> None:
+        """See Executor."""
+        if not self.out_of_memory:
+            self.executor.settle()
+
+    def drain(self) -> bool:
+        """Wait for what is in flight; the bank may be read and changed then. False when memory did not hold it."""
+        if self.out_of_memory or not self._attempt(self.executor.drain):
+            return False
+        self._sums_begun = self.parts.collective.num_sums
+        self._sums_due.clear()
+        return True
+
+    def _attempt(self, work: Callable[[], Sequence[RoundOutcome]]) -> bool:
+        """Absorb what the executor yields. False when memory did not hold the learners; some are to be taken away.
+
+        What the others had done in that round stays; its losses are not counted.
+        """
+        try:
+            for outcome in work():
+                self.state.absorb(outcome)
+            return True
+        except LearnerError as error:
+            tuned = self.job.tuning is not None and self.parts.bank.num_learners > 1
+            if not tuned or not is_out_of_memory(error.__cause__):
+                raise
+        self.executor.close()
+        self.out_of_memory = True
+        if not self.parts.collective.is_alone:
+            done = self.parts.collective.num_sums - self._sums_begun
+            for index in list(self._sums_due)[done:]:
+                self.parts.sit_out(index)
+        self._sums_due.clear()
+        return False
+
+    def shrink(self) -> None:
+        """Take learners away that memory did not hold, on this rank or another."""
+        self.drain()
+        self.out_of_memory = False
+        self.set_learners(self._give_up_learners())
+
+    def set_learners(self, num_learners: int) -> None:
+        """Grow or shrink the drained bank; what memory does not hold, the auto-tuner takes back."""
+        bank, given_up = self.parts.bank, False
+        self.executor.close()
+        self.reseed()
+        while True:
+            failed = False
+            try:
+                bank.resize(num_learners)
+                if given_up:
+                    bank.trim()
+                self.executor = self.parts.new_executor(self.job.settings.seed)
+            except (RuntimeError, MemoryError) as error:
+                if num_learners == 1 or not is_out_of_memory(error):
+                    raise
+                failed = True
+            # Out of the except block, the error is gone, and with it what its frames held.
+            if not any(self.parts.ranks.sum([failed])):
+                self._sums_begun = self.parts.collective.num_sums
+                return
+            if not failed:
+                self.executor.close()
+            num_learners, given_up = self._give_up_learners(), True
+
+    def _give_up_learners(self) -> int:
+        """How many learners memory may hold, after it did not hold the last number."""
+        assert self.job.tuning is not None, "only the auto-tuner changes the number of learners"
+        free_memory(self.parts.choices.device)
+        decision = self.job.tuning.out_of_memory()
+        self.reporter.decision(decision, self.state.samples_seen)
+        return decision.num_learners
+
+    def restart(self) -> None:
+        """Restart the learners from z, when nothing is in flight."""
+        add = self.parts.ranks.add if self.parts.ranks.num_ranks > 1 else None
+        self.parts.bank.restart(self.parts.rule.restart_momentum, add)
+        self.reporter.message("The learning rate dropped: learners restart from the average model.")
+
+    def reseed(self) -> None:
+        """Clone learners that were gated from z, when nothing is in flight."""
+        bank, ranks = self.parts.bank, self.parts.ranks
+        sick, self.state.sick_learners = self.state.sick_learners, {}
+        (everywhere,) = ranks.sum([len(sick)])
+        if not everywhere:
+            return
+        healthy = [learner for learner in range(bank.num_learners) if learner not in sick]
+        buffers = bank.central_buffers(healthy, ranks.add if ranks.num_ranks > 1 else None)
+        for learner in sick:
+            bank.reseed(learner, buffers)
+        said = [
+            f"Learner {bank.first_learner + learner} went non-finite in round {round_index} and was reseeded from the "
+            "average model."
+            for learner, round_index in sorted(sick.items())
+        ]
+        for text in ranks.gather_texts("\n".join(said)):
+            for line in text.splitlines():
+                self.reporter.message(line)
+        self.state.num_reseeded += int(everywhere)
+
+    def tell_notes(self) -> None:
+        """Pass on what the executor and the feeds have to say, once."""
+        for note in [*self.executor.notes, *self.parts.feed_notes()]:
+            if note not in self._told:  # every change of the number of learners makes a new executor
+                self.reporter.message(note)
+            self._told.add(note)
+        self.executor.notes.clear()
+
+    def close(self) -> None:
+        """See Executor."""
+        self.executor.close()
