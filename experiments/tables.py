@@ -27,6 +27,7 @@ from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
 from experiments.preprocessing import report as preprocessing_report
 from experiments.resnet32_cifar10.report import summary_table
+from experiments.scaling import report as scaling_report
 from experiments.throughput import suite_report
 from experiments.throughput.analysis import analysis_text
 from experiments.throughput.report import result_text, rounds_table, sides_table
@@ -64,6 +65,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "machine": _machine,
     },
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
+    "scaling": {"all": scaling_report.result_text, "machine": _machine},
     "update_bandwidth": {
         "all": update_report.result_text,
         "bandwidth": update_report.bandwidth_table,

@@ -1,0 +1,148 @@
+"""Measures what the simulator needs of this machine: task times, their noise, all-reduces between two processes.
+
+    python experiments/scaling/calibrate.py [--repetitions 3] [--json PATH]
+
+README.md says how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.arguments import count
+from experiments.common.machine import machine, machine_line
+from experiments.common.results import write_result
+from experiments.scaling.fitting import between, fit_line, variation
+from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
+from experiments.scaling.report import CALIBRATED, result_text
+
+# With how many rounds a window has; on two cores each window takes one to several seconds.
+CASES = {Case("lenet", 16): 96, Case("resnet32", 32): 16, Case("vgg16", 16): 8}
+BESIDE = Case("resnet32", 32)  # what trains while all-reduces are measured
+SIZES = tuple(4**power for power in range(5, 14))  # 1 KiB to 64 MiB
+_PAUSE_S = 0.03
+_LARGE_BYTES = 2**20  # from there on an all-reduce is long enough to see what it costs the learner
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; prints the tables and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repetitions", type=count, default=3, help="windows of each kind (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
+    given = parser.parse_args(argv)
+    load = os.getloadavg()[0]
+    with RankPair() as pair:
+        measured = calibrated(pair, given.repetitions)
+        shares, dropped = pair.foreign_shares, pair.dropped
+    result = {
+        "machine": machine(),
+        "kind": CALIBRATED,
+        "load_before": round(load, 2),
+        "foreign_share": round(median(shares), 3) if shares else None,
+        "dropped": dropped,
+        **measured,
+    }
+    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    if given.json:
+        write_result(given.json, result)
+        print(f"written to {given.json}")
+    return 0
+
+
+def calibrated(pair: RankPair, repetitions: int) -> dict[str, Any]:
+    """All kinds of windows in turns, as plain values. Raises RuntimeError when others leave no time to measure."""
+    tasks: dict[Case, dict[str, list[float]]] = {case: {} for case in CASES}
+    idle: dict[int, list[float]] = {size: [] for size in SIZES}
+    busy: dict[int, list[float]] = {size: [] for size in SIZES}
+    lost: list[float] = []
+    for _ in range(repetitions):
+        for case, rounds in CASES.items():
+            _add_tasks(pair, case, rounds, tasks[case])
+        for size in SIZES:
+            idle[size] += _all_reduces(pair, size, None)[0]
+            transfers, share = _all_reduces(pair, size, BESIDE)
+            busy[size] += transfers
+            lost += [] if share is None else [share]
+    if not all([*idle.values(), *busy.values(), lost, *(tasks[case].get("learning") for case in CASES)]):
+        raise RuntimeError("other programs were busy all the time; run this when they are not.")
+    return {
+        "repetitions": repetitions,
+        "cases": [{**asdict(case), **_case_values(tasks[case])} for case in CASES],
+        "all_reduce": {
+            "beside": BESIDE.name,
+            "bytes": SIZES,
+            "n": [len(busy[size]) for size in SIZES],
+            "idle": _sweep(idle),
+            "busy": _sweep(busy),
+            "slowdown": round(median(lost), 3),
+        },
+    }
+
+
+def _add_tasks(pair: RankPair, case: Case, rounds: int, found: dict[str, list[float]]) -> None:
+    """Tasks of rounds without averaging, and the passes of an averaging task."""
+    answers = pair.ask("rounds", case=case, num_rounds=rounds, period=None)
+    for answer in answers or ():
+        for name in ("learning", "correction"):
+            found.setdefault(name, []).extend(answer.tasks[name])
+        found.setdefault("round", []).append(answer.round_s)
+        # Ranks and windows differ in the mean; noise from round to round is what is around it.
+        own = mean(answer.tasks["learning"])
+        found.setdefault("relative", []).extend(each / own for each in answer.tasks["learning"])
+    passes = pair.ask("passes", case=case, repetitions=10)
+    for name in ("sum", "move"):
+        found.setdefault(name, []).extend([task_s(passes, name)] if passes else [])
+
+
+def _case_values(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    milliseconds = {f"{name}_ms": round(1000 * median(found[name]), 4) for name in ("round", "learning", "correction")}
+    passes = {f"{name}_ms": round(1000 * median(found[name]), 4) for name in ("sum", "move")}
+    return {**milliseconds, **passes, "noise": variation(found["relative"])}
+
+
+def _all_reduces(pair: RankPair, size: int, beside: Case | None) -> tuple[list[float], float | None]:
+    """Seconds of each, and the share of its speed that learning lost while one was under way."""
+    calls = 12 if size < _LARGE_BYTES else 16
+    alone = pair.ask("rounds", case=beside, num_rounds=10, period=None) if beside and size >= _LARGE_BYTES else None
+    answers = pair.ask("all_reduces", num_bytes=size, count=calls, pause_s=_PAUSE_S, beside=beside)
+    if answers is None:
+        return [], None
+    transfers = transfer_s(answers)
+    rounds = [answer.round_s for answer in answers if answer.rounds]
+    if alone is None or len(rounds) < NUM_RANKS:
+        return transfers, None
+    under_way = sum(transfers) / mean(answer.tasks["window"][0] for answer in answers)
+    slower = 1 - mean(answer.round_s for answer in alone) / mean(rounds)
+    return transfers, min(0.99, max(0.0, slower / under_way))
+
+
+def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """Means by size, α and β of a line through them, and how far the line is off."""
+    seconds = [mean(found[size]) for size in SIZES]
+    line = fit_line(SIZES, seconds)
+    errors = [abs(line.seconds(size) / taken - 1) for size, taken in zip(SIZES, seconds, strict=True)]
+    return {
+        "us": [round(1e6 * each, 1) for each in seconds],
+        "alpha_us": round(1e6 * line.alpha_s(NUM_RANKS), 1),
+        "gb_per_s": round(line.bytes_per_s(NUM_RANKS) / 1e9, 3),
+        "line_off": round(median(errors), 3),
+    }
+
+
+def all_reduce_s(calibration: Mapping[str, Any], num_bytes: float, kind: str) -> float:
+    """What was measured at a size, `idle` or `busy`."""
+    sweep = calibration["all_reduce"]
+    return between(sweep["bytes"], [each / 1e6 for each in sweep[kind]["us"]], num_bytes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

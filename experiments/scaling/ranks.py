@@ -1,0 +1,310 @@
+"""Two real ranks: processes pinned to a core each, one learner each, that do as they are asked and tell their times.
+
+Each rank trains through the package's own engine (`executor=threads`) and averages by gloo over the loopback device.
+The clock is the host's monotonic one, so that moments of both ranks can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed
+
+from crossbow_py import SGD, SMA, Trainer
+from crossbow_py.assembly import Parts
+from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
+from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.engine.executors import Executor
+from crossbow_py.telemetry.timeline import Timeline
+from experiments.common.machine import usable_core_ids
+from experiments.common.rounds import build_model, input_shape, num_classes
+from experiments.throughput.load import LoadSnapshot
+
+NUM_RANKS = 2
+MAX_FOREIGN_SHARE = 0.15
+_NUM_IMAGES = 512
+_WARM_UP_ROUNDS = 3
+_REPLY_WITHIN_S = 300.0
+_NS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the zoo and a learner's batch size."""
+
+    model: str
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """As tables call it."""
+        return f"{self.model} b={self.batch_size}"
+
+
+@dataclass
+class Measured:
+    """What one rank has to say of a window: seconds of tasks, and of processor time it took."""
+
+    wall_s: float
+    rounds: int = 0
+    tasks: dict[str, list[float]] = field(default_factory=dict)
+    calls: list[tuple[float, float]] = field(default_factory=list)
+    checksum: float = 0.0
+    own_s: float = 0.0
+
+    @property
+    def round_s(self) -> float:
+        """The mean."""
+        return self.wall_s / self.rounds
+
+
+class Rank:
+    """What a rank can be asked for; every method is a window. Lives in the rank's own process."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Case, Parts] = {}
+
+    def rounds(self, case: Case, num_rounds: int, period: int | None) -> Measured:
+        """Rounds that average every `period`, or never; the clock runs from the end of warming up."""
+        timeline = Timeline()
+        parts = dataclasses.replace(self._part(case), timeline=timeline, collective=_collective(period))
+        warm_up = -(-_WARM_UP_ROUNDS // (period or 1)) * (period or 1)
+        with _executor(parts) as executor:
+            self._submit(executor, parts, range(warm_up), period)
+            executor.drain()
+            torch.distributed.barrier()
+            begun_s = time.perf_counter()
+            self._submit(executor, parts, range(warm_up, warm_up + num_rounds), period)
+            executor.drain()
+            wall_s = time.perf_counter() - begun_s
+        tasks = _spans(timeline, since_round=warm_up)
+        return Measured(wall_s, num_rounds, tasks, checksum=float(parts.bank.z.storage.double().sum()))
+
+    def passes(self, case: Case, repetitions: int) -> Measured:
+        """The two passes over memory of an averaging task: the sum of the rank's corrections, and z's step."""
+        parts = self._part(case)
+        bank, coefficients = parts.bank, LinearRound(correction=0.5, momentum=0.9)
+        bank.corrections.storage.zero_()
+        torch.distributed.barrier()
+        marks = [time.perf_counter()]
+        for _ in range(repetitions):
+            parts.update.sum(bank.total.trained(), [bank.corrections.trained(0)])
+            marks.append(time.perf_counter())
+            parts.update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], coefficients)
+            marks.append(time.perf_counter())
+        spans = [end - begin for begin, end in pairwise(marks)]
+        return Measured(marks[-1] - marks[0], tasks={"sum": spans[::2], "move": spans[1::2]})
+
+    def all_reduces(self, num_bytes: int, count: int, pause_s: float, beside: Case | None) -> Measured:
+        """`count` all-reduces with pauses between them, while this rank trains `beside` without averaging, or idles."""
+        values, calls = torch.zeros(num_bytes // 4), []
+        collective = ProcessGroupCollective()
+        with self._training(beside) as finished:
+            torch.distributed.barrier()
+            begun_s, rounds_before = time.perf_counter(), len(finished)
+            for _ in range(count):
+                time.sleep(pause_s)
+                called_s = time.perf_counter()
+                collective.all_reduce_sum(values)
+                calls.append((called_s, time.perf_counter()))
+            inside = finished[rounds_before:]
+            wall_s = time.perf_counter() - begun_s
+        rounds = len(inside) - 1
+        return Measured(
+            inside[-1] - inside[0] if rounds > 0 else wall_s, max(rounds, 0), tasks={"window": [wall_s]}, calls=calls
+        )
+
+    @contextlib.contextmanager
+    def _training(self, case: Case | None) -> Iterator[list[float]]:
+        """Rounds without averaging in the background; yields the moments at which they end."""
+        finished: list[float] = []
+        if case is None:
+            yield finished
+            return
+        parts, over = dataclasses.replace(self._part(case), timeline=None, collective=Collective()), threading.Event()
+
+        def train() -> None:
+            with _executor(parts) as executor:
+                index = 0
+                while not over.is_set():
+                    self._submit(executor, parts, range(index, index + 1), None)
+                    index += 1
+                    finished.append(time.perf_counter())
+                executor.drain()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            while len(finished) < _WARM_UP_ROUNDS:
+                time.sleep(0.01)
+            yield finished
+        finally:
+            over.set()
+            thread.join()
+
+    def _submit(self, executor: Executor, parts: Parts, indices: range, period: int | None) -> None:
+        rank, batch = torch.distributed.get_rank(), parts.train_feed.batch_size
+        rule = SMA(averaging_period=period or 1)
+        for index in indices:
+            plan = parts.plan(index, (index * NUM_RANKS + rank) * batch, 1.0)
+            averaging = rule.linear_round(index, NUM_RANKS) if period else None
+            executor.submit(dataclasses.replace(plan, averaging=averaging))
+
+    def _part(self, case: Case) -> Parts:
+        if case not in self._parts:
+            self._parts[case] = _parts(case)
+        return self._parts[case]
+
+
+def _collective(period: int | None) -> Collective:
+    return ProcessGroupCollective() if period else Collective()
+
+
+def _parts(case: Case) -> Parts:
+    """Built by `Trainer` as a user's are, alike on all ranks; images are noise."""
+    shape, classes = input_shape(case.model), num_classes(case.model)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (_NUM_IMAGES, *shape), dtype=torch.uint8, generator=generator)
+    trainer = Trainer(
+        model=lambda: build_model(case.model),
+        train_data=(images, torch.arange(_NUM_IMAGES) % classes),
+        num_classes=classes,
+        optimizer=SGD(learning_rate=0.001, momentum=0.9, weight_decay=1e-4),
+        augmentation=Augmentation(crop_padding=4, flip=True) if shape[0] == 3 else Augmentation(),
+        mean=(0.5,) * shape[0],
+        std=(0.25,) * shape[0],
+        batch_size=case.batch_size,
+        num_learners=1,
+        executor="threads",
+        device="cpu",
+        precision="fp32",
+    )
+    return trainer.run.parts
+
+
+@contextlib.contextmanager
+def _executor(parts: Parts) -> Iterator[Executor]:
+    executor = parts.new_executor(0)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def _spans(timeline: Timeline, since_round: int) -> dict[str, list[float]]:
+    """Seconds of every task by its name, in order."""
+    found: dict[str, list[float]] = {}
+    for event in timeline.trace()["traceEvents"]:
+        if event["ph"] == "X" and event["args"]["round"] >= since_round:
+            found.setdefault(event["name"], []).append(event["dur"] / 1e6)
+    return found
+
+
+def _serve(rank: int, core: int, store: str, connection: Connection) -> None:
+    """A rank's process: answers until it is asked for nothing more."""
+    os.sched_setaffinity(0, {core})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    own = Rank()
+    while (asked := connection.recv()) is not None:
+        method, arguments = asked
+        before_s = time.process_time()
+        measured: Measured = getattr(own, method)(**arguments)
+        connection.send(dataclasses.replace(measured, own_s=time.process_time() - before_s))
+    torch.distributed.destroy_process_group()
+
+
+class RankPair:
+    """The two processes, from the outside. Use as a context manager.
+
+    `dropped` counts windows during which other programs took more of the cores than `max_foreign_share`.
+    """
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.foreign_shares: list[float] = []
+        self.max_foreign_share = MAX_FOREIGN_SHARE
+
+    def __enter__(self) -> RankPair:
+        cores = sorted(usable_core_ids())
+        assert len(cores) >= NUM_RANKS, "two ranks need a core each"
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        pipes = [context.Pipe() for _ in range(NUM_RANKS)]
+        self._connections = [own for own, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, cores[rank], store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # its rank is gone
+                connection.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+    def ask(self, method: str, attempts: int = 4, **arguments: Any) -> list[Measured] | None:
+        """One window on both ranks at once; tried again when others were busy, None when they were every time."""
+        for _ in range(attempts):
+            before = LoadSnapshot.take()
+            for connection in self._connections:
+                connection.send((method, arguments))
+            answers = [self._answer(connection) for connection in self._connections]
+            share = _foreign_share(before, LoadSnapshot.take(), answers)
+            if share is None or share <= self.max_foreign_share:
+                self.foreign_shares += [] if share is None else [share]
+                return answers
+            self.dropped += 1
+            time.sleep(0.5)
+        return None
+
+    @staticmethod
+    def _answer(connection: Connection) -> Measured:
+        if not connection.poll(_REPLY_WITHIN_S):
+            raise TimeoutError(f"a rank has not answered within {_REPLY_WITHIN_S:.0f} s.")
+        answer: Measured = connection.recv()
+        return answer
+
+
+def _foreign_share(before: LoadSnapshot, after: LoadSnapshot, answers: Sequence[Measured]) -> float | None:
+    """Share of both cores that neither the ranks nor this process took; None where the kernel does not tell."""
+    if before.busy_s is None or after.busy_s is None:
+        return None
+    own = after.own_s - before.own_s + sum(answer.own_s for answer in answers)
+    return max(0.0, after.busy_s - before.busy_s - own) / (after.cores * (after.wall_s - before.wall_s))
+
+
+def transfer_s(answers: Sequence[Measured]) -> list[float]:
+    """Seconds of every all-reduce from when the last rank has come to when the last one leaves."""
+    calls = zip(*(answer.calls for answer in answers), strict=True)
+    return [max(end for _, end in call) - max(begin for begin, _ in call) for call in calls]
+
+
+def task_s(answers: Sequence[Measured], name: str) -> float:
+    """Mean seconds of a task, over both ranks."""
+    return mean(seconds for answer in answers for seconds in answer.tasks[name])

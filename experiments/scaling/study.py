@@ -1,0 +1,170 @@
+"""Rounds of every workload on every network at 1 to 1024 GPUs, and the periods that hide averaging again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.scaling.inputs import (
+    GPU,
+    GPU_COUNTS,
+    HIDDEN_SHARE,
+    SYNCHRONOUS,
+    Workload,
+    contention,
+    last_bucket_bytes,
+)
+from experiments.scaling.network import Network
+from experiments.scaling.simulator import Averaging, Tasks, sma_round_s, synchronous_round_s
+
+PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How ranks are kept together: SMA with its periods, or synchronous data parallelism."""
+
+    period: int = 1
+    node_period: int = 1
+    patient: bool = False
+    synchronous: bool = False
+
+    @property
+    def name(self) -> str:
+        """As tables and pictures call it."""
+        if self.synchronous:
+            return "synchronous"
+        if self.node_period > 1:
+            return f"H={self.node_period}"
+        return f"τ={self.period}{', patient' if self.patient else ''}"
+
+
+SYNCHRONOUS_MODE = Mode(synchronous=True)
+
+
+class Scene:
+    """One workload on one network. `rounds` are simulated after as many to warm up."""
+
+    def __init__(
+        self, workload: Workload, network: Network, gpu: Mapping[str, float] = GPU, rounds: int = 512
+    ) -> None:
+        self.workload, self.network, self._gpu, self._rounds = workload, network, gpu, rounds
+        self._tasks = workload.tasks(gpu)
+
+    def round_s(self, mode: Mode, num_gpus: int, tasks: Tasks | None = None, free_network: bool = False) -> float:
+        """Mean seconds a round. A `free_network` takes no time: what then remains is waiting for the slowest."""
+        tasks, reduce_s = tasks or self._tasks, 0.0 if free_network else 1.0
+        size, network = self.workload.vector_bytes, self.network
+        beside = contention(network, num_gpus, self._gpu)
+        if mode.synchronous:
+            tail = last_bucket_bytes(size)
+            bulk_s = network.all_reduce_s(num_gpus, size - tail) if size > tail else 0.0
+            return synchronous_round_s(
+                tasks,
+                num_gpus,
+                bulk_s=reduce_s * bulk_s,
+                tail_s=reduce_s * network.all_reduce_s(num_gpus, tail),
+                overlap=SYNCHRONOUS["overlap"],
+                slowdown=beside.slowdown,
+                rounds=self._rounds,
+            )
+        if num_gpus * self.workload.num_learners == 1:
+            return tasks.learning_s + tasks.correction_s  # plain SGD
+        averaging = Averaging(
+            all_s=reduce_s * network.all_reduce_s(num_gpus, size),
+            period=mode.period,
+            node_period=mode.node_period,
+            node_s=reduce_s * network.inside_node_s(num_gpus, size),
+            ranks_per_node=network.gpus_per_node,
+            patient=mode.patient,
+        )
+        return sma_round_s(tasks, num_gpus, averaging, beside, warm_up=self._rounds, rounds=self._rounds)
+
+    @property
+    def alone_s(self) -> float:
+        """A round of one GPU without any averaging, the mean."""
+        return self._tasks.learning_s + self._tasks.correction_s
+
+    def point(self, mode: Mode, num_gpus: int) -> dict[str, float]:
+        """One point of a curve.
+
+        `exposed` is the share of a round by which it is longer than without any averaging, `waiting` what remains of
+        it on a network that takes no time, `efficiency` images/s by GPUs times those of one GPU that averages in every
+        round.
+        """
+        round_s = self.round_s(mode, num_gpus)
+        free_s = self.round_s(mode, num_gpus, free_network=True)
+        single_s = self.round_s(Mode(), 1)
+        return {
+            "round_ms": round(1000 * round_s, 4),
+            "images_per_s": round(num_gpus * self.workload.images_a_round / round_s),
+            "efficiency": round(single_s / round_s, 4),
+            "exposed": round(max(0.0, 1 - self.alone_s / round_s), 4),
+            "waiting": round(max(0.0, 1 - self.alone_s / free_s), 4),
+        }
+
+    def exposed(self, mode: Mode, num_gpus: int) -> float:
+        """That share alone."""
+        return 1 - self.alone_s / self.round_s(mode, num_gpus)
+
+    def shortest(self, mode_of: Callable[[int], Mode], counts: Sequence[int]) -> int | None:
+        """The shortest of `PERIODS` that hides averaging at all these numbers of GPUs; None when none does."""
+        for period in PERIODS:
+            mode = mode_of(period)
+            if all(self.exposed(mode, count) <= HIDDEN_SHARE for count in reversed(counts)):
+                return period
+        return None
+
+
+def study(
+    workloads: Sequence[Mapping[str, Any]], networks: Sequence[Mapping[str, Any]], rounds: int
+) -> list[dict[str, Any]]:
+    """An entry for every workload on every network: periods that hide averaging, and curves, as plain values."""
+    found = []
+    for each in workloads:
+        for network in networks:
+            scene = Scene(Workload.from_values(each), Network.from_values(network), rounds=rounds)
+            found.append({"workload": each["name"], "network": network["name"], **scene_values(scene)})
+    return found
+
+
+def scene_values(scene: Scene, counts: Sequence[int] = GPU_COUNTS) -> dict[str, Any]:
+    """What `study` says of one scene."""
+    periods = {
+        "period": scene.shortest(lambda period: Mode(period=period), counts),
+        "patient_period": scene.shortest(lambda period: Mode(period=period, patient=True), counts),
+        "node_period": scene.shortest(lambda period: Mode(node_period=period), counts),
+    }
+    modes = [Mode(), SYNCHRONOUS_MODE]
+    modes += [mode for mode in (Mode(period=periods["period"] or 1), Mode(node_period=periods["node_period"] or 1))
+              if mode != Mode()]  # fmt: skip
+    curves = {mode.name: _columns([scene.point(mode, count) for count in counts]) for mode in modes}
+    shares = curves[Mode().name]["exposed"]
+    over = [count for count, share in zip(counts, shares, strict=True) if share > HIDDEN_SHARE]
+    return {
+        "all_reduce_us": [round(1e6 * scene.network.all_reduce_s(n, scene.workload.vector_bytes), 1) for n in counts],
+        "exposed_from": over[0] if over else None,
+        **periods,
+        "curves": curves,
+    }
+
+
+def _columns(points: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    return {key: [point[key] for point in points] for key in points[0]}
+
+
+def stragglers(
+    workload: Mapping[str, Any], network: Mapping[str, Any], num_gpus: int, rounds: int
+) -> list[dict[str, float]]:
+    """Share of a round lost, for other guesses of how learning varies: SMA in every round beside synchronous."""
+    scene = Scene(Workload.from_values(workload), Network.from_values(network), rounds=rounds)
+    rows = []
+    for cv, rank_cv in ((0.0, 0.0), (0.02, 0.0), (0.05, 0.0), (0.1, 0.0), (0.2, 0.0), (0.02, 0.01), (0.02, 0.03)):
+        tasks = replace(scene.workload.tasks(), cv=cv, rank_cv=rank_cv)
+        lost = {
+            name: 1 - scene.alone_s / scene.round_s(mode, num_gpus, tasks)
+            for name, mode in (("sma", Mode()), ("synchronous", SYNCHRONOUS_MODE))
+        }
+        rows.append({"cv": cv, "rank_cv": rank_cv, **{name: round(share, 4) for name, share in lost.items()}})
+    return rows
