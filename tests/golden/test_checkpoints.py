@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from crossbow_py.checkpoint import FORMAT_VERSION, checkpoints
-from tests.golden.make import GOLDEN, ROUNDS_AFTER, ROUNDS_BEFORE, trainer
+from crossbow_py.checkpoint import FORMAT_VERSION, checkpoints, find_newest
+from crossbow_py.distributed.ranks import ALONE
+from tests.golden.make import GOLDEN, NUM_RANKS, ROUNDS_AFTER, ROUNDS_BEFORE, train_on, trainer
+from tests.ranks import on_ranks
 
 FORMATS = sorted(GOLDEN.glob("format_*"))
 
@@ -23,19 +25,23 @@ def test_every_format_so_far_has_its_golden_checkpoint():
 
 
 @pytest.mark.parametrize("folder", FORMATS, ids=lambda folder: folder.name)
-def test_golden_checkpoint_is_resumed_and_trains_on_to_the_known_model(folder):
-    resumed = trainer(resume=folder)
-    assert resumed.state.round_index == ROUNDS_BEFORE
-    assert resumed.state.samples_seen == ROUNDS_BEFORE * 8
-    assert resumed.state.closed_epochs == 1
-    result = resumed.fit(max_rounds=ROUNDS_AFTER)
-    expected = load_file(folder / "model.safetensors")
-    for name, value in result.model.state_dict().items():
+def test_golden_checkpoint_is_resumed_and_trains_on_to_the_known_model(folder, tmp_path):
+    num_ranks = find_newest(folder)[0].num_ranks
+    assert num_ranks == (1 if folder.name == "format_1" else NUM_RANKS)
+    if num_ranks == 1:
+        stood_at = [train_on(ALONE, folder, tmp_path)]
+    else:
+        stood_at = on_ranks(train_on, num_ranks, folder, tmp_path)
+    assert stood_at == [(ROUNDS_BEFORE, ROUNDS_BEFORE * 8, 1)] * num_ranks
+    expected, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
+    assert expected.keys() == found.keys()
+    for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
 
 
 def test_golden_model_is_not_where_a_fresh_run_ends():
     """So that a resume that read nothing would be noticed."""
-    expected = load_file(GOLDEN / "format_1" / "model.safetensors")
     fresh = trainer(seed=1).fit(max_rounds=ROUNDS_AFTER).model
-    assert not torch.allclose(fresh.state_dict()["0.weight"], expected["0.weight"], rtol=0.1)
+    for folder in FORMATS:
+        expected = load_file(folder / "model.safetensors")
+        assert not torch.allclose(fresh.state_dict()["0.weight"], expected["0.weight"], rtol=0.1)
