@@ -18,6 +18,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout is enough, installed or not
 
 from experiments.auto_tuner.report import decisions_list, phases_table
+from experiments.checkpoint import report as checkpoint_report
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
 from experiments.common.results import EXPERIMENTS, read_results
@@ -48,6 +49,11 @@ TABLES: dict[str, dict[str, Table]] = {
     "auto_tuner": {
         "all": lambda result: f"{phases_table(result)}\n\n{decisions_list(result)}",
         "phases": phases_table,
+        "machine": _machine,
+    },
+    "checkpoint": {
+        "all": checkpoint_report.result_text,
+        "cost": checkpoint_report.cost_table,
         "machine": _machine,
     },
     "estimate": {

@@ -1,0 +1,154 @@
+"""What a checkpoint costs training, in seconds lost: written beside it, and with training standing still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from crossbow_py.checkpoint_writer import CheckpointWriter, save
+from crossbow_py.engine.memory import keep_freed_memory
+from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.models import MODELS
+from experiments.checkpoint.training import BATCH_SIZE, Training
+from experiments.throughput.load import LoadSnapshot, foreign_share
+
+MAX_FOREIGN_SHARE = 0.15
+TARGET = 0.02
+# Images and classes of the data sets they are made for.
+_DATA = {"resnet50": ((3, 224, 224), 1000), "resnet32": ((3, 32, 32), 10)}
+WRITTEN_MODELS = tuple(_DATA)
+_WINDOW_S = 4.0
+_QUIET_S = 1.0
+# What a repetition holds; times in seconds, rates in rounds a second.
+FIGURES = ("rate", "snapshot_s", "write_s", "write_rate", "slowed_s", "beside_s", "still_s")
+
+
+def measure_checkpoints(
+    model: str, num_learners: int, beside: str, threads: int, seconds: float, folder: Path
+) -> dict[str, Any]:
+    """Repetitions for `seconds`, as plain values; those are dropped in which others were busy.
+
+    Args:
+        model, num_learners: whose bank is written.
+        beside, threads: the model that is trained meanwhile, and by how many learners of a thread each.
+        seconds: of measuring, the first repetition, which warms up, not counted.
+        folder: where checkpoints go; its disk is a part of what is measured.
+    """
+    keep_freed_memory()  # as every run of several learners on a CPU does
+    template = MODELS[model]().build(*_DATA[model])
+    bank = ReplicaBank(template, num_learners, device=torch.device("cpu"), precision=FP32, state_names=("momentum",))
+    training, writer = Training(beside, threads), CheckpointWriter(folder, keep=1)
+    repetitions: list[dict[str, float]] = []
+    dropped = 0
+    with training.running():
+        _repetition(bank, training, writer, folder, 0)
+        end_s = time.monotonic() + seconds
+        number = 0
+        while time.monotonic() < end_s:
+            number += 1
+            _await_quiet(training, end_s)
+            before = LoadSnapshot.take()
+            found = _repetition(bank, training, writer, folder, number)
+            share = foreign_share(before, LoadSnapshot.take())
+            if share is not None and share > MAX_FOREIGN_SHARE:
+                dropped += 1
+            else:
+                repetitions.append(found)
+    size = sum(path.stat().st_size for path in folder.rglob("rank-0.pt"))
+    writer.close()
+    return {
+        "model": model,
+        "num_learners": num_learners,
+        "beside": beside,
+        "batch_size": BATCH_SIZE,
+        "threads": threads,
+        "gb": round(size / 1e9, 3),
+        "method": {"seconds": seconds, "window_s": _WINDOW_S, "max_foreign_share": MAX_FOREIGN_SHARE},
+        "dropped": dropped,
+        **summary(repetitions),
+    }
+
+
+def _await_quiet(training: Training, end_s: float) -> None:
+    """A repetition is long: begin none while others are busy."""
+    training.pause()
+    share: float | None = 1.0
+    while share is not None and share > MAX_FOREIGN_SHARE and time.monotonic() < end_s:
+        before = LoadSnapshot.take()
+        time.sleep(_QUIET_S)
+        share = foreign_share(before, LoadSnapshot.take())
+    training.resume()
+
+
+def _repetition(
+    bank: ReplicaBank, training: Training, writer: CheckpointWriter, folder: Path, number: int
+) -> dict[str, float]:
+    """Training, a checkpoint beside it, training, a checkpoint with training standing still."""
+    rate = _rate(training)
+    training.pause()
+    begin_s = time.perf_counter()
+    writer.begin(bank.state_dict(), 2 * number)
+    snapshot_s = time.perf_counter() - begin_s
+    first_round = training.rounds
+    training.resume()
+    begin_s = time.perf_counter()
+    writer.wait()
+    writer.conclude()
+    writer.wait()
+    write_s = time.perf_counter() - begin_s
+    rounds = training.rounds - first_round
+    rate = (rate + _rate(training)) / 2
+    training.pause()
+    begin_s = time.perf_counter()
+    save(folder, bank.state_dict(), 2 * number + 1, keep=1)
+    still_s = time.perf_counter() - begin_s
+    training.resume()
+    return figures(rate, snapshot_s, write_s, rounds, still_s)
+
+
+def _rate(training: Training) -> float:
+    begin_s, first_round = time.perf_counter(), training.rounds
+    time.sleep(_WINDOW_S)
+    return (training.rounds - first_round) / (time.perf_counter() - begin_s)
+
+
+def figures(rate: float, snapshot_s: float, write_s: float, rounds: float, still_s: float) -> dict[str, float]:
+    """Of a repetition: seconds lost are those in which the rounds that are missing would have been trained.
+
+    Args:
+        rate: rounds a second without a checkpoint.
+        snapshot_s: for which training stood still, so that its state could be copied.
+        write_s, rounds: how long it was then written, and what was trained meanwhile.
+        still_s: for which training stood still so that all was copied and written.
+    """
+    slowed_s = write_s - rounds / rate
+    values = (rate, snapshot_s, write_s, rounds / write_s, slowed_s, snapshot_s + slowed_s, still_s)
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def summary(repetitions: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Median, smallest and largest of every figure, None without a clean repetition; and what follows from them.
+
+    `ratio` is seconds lost to a checkpoint written beside training over those lost to one it stands still for, within
+    repetitions; `period_s` is how far apart checkpoints must be for the target.
+    """
+    ratios = [each["beside_s"] / each["still_s"] for each in repetitions]
+    found = {name: _spread([each[name] for each in repetitions]) for name in FIGURES}
+    lost = {name: None if (spread := found[f"{name}_s"]) is None else spread[0] for name in ("beside", "still")}
+    return {
+        "n": len(repetitions),
+        "figures": found,
+        "ratio": _spread(ratios),
+        "period_s": {name: None if value is None else round(value / TARGET, 1) for name, value in lost.items()},
+        "repetitions": [{name: round(value, 4) for name, value in each.items()} for each in repetitions],
+    }
+
+
+def _spread(values: Sequence[float]) -> list[float] | None:
+    return [round(value, 4) for value in (median(values), min(values), max(values))] if values else None

@@ -1,0 +1,55 @@
+"""Draws cost.png: seconds of training a checkpoint costs, written beside it and with training standing still.
+
+python experiments/checkpoint/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.figure import Figure
+
+from experiments.common.results import EXPERIMENTS, read_results
+
+EXPERIMENT = "checkpoint"
+PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "cost.png"
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    results = {name: result for name, result in read_results(EXPERIMENT).items() if result["n"]}
+    if not results:
+        print("error: there are no results yet; run experiments/checkpoint/run.py first.", file=sys.stderr)
+        return 2
+    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
+    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
+    return 0
+
+
+def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
+    """A panel a result: bars up to the medians, a point a repetition."""
+    figure = Figure(figsize=(8, 0.8 + 1.6 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 1, squeeze=False)[:, 0]
+    for axes, (name, result) in zip(panels, results.items(), strict=True):
+        found = {figure_name: spread[0] for figure_name, spread in result["figures"].items()}
+        axes.barh(0, found["snapshot_s"], color="#D55E00", label="copy, training stands still")
+        axes.barh(0, found["slowed_s"], left=found["snapshot_s"], color="#0072B2", label="write, training is slower")
+        axes.barh(1, found["still_s"], color="#999999", label="copy and write, training stands still")
+        for place, key in enumerate(("beside_s", "still_s")):
+            values = [each[key] for each in result["repetitions"]]
+            axes.plot(values, [place] * len(values), "k.", markersize=3, alpha=0.5)
+        axes.set_yticks([0, 1], ["beside training", "training waits"])
+        axes.invert_yaxis()
+        axes.set(xlabel="seconds of training lost a checkpoint", xlim=(0, None), title=f"{name}: {result['gb']:.2f} GB")
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3, axis="x")
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
