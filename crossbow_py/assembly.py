@@ -245,10 +245,7 @@ def build_parts(
         bank = _bank(template, settings, choices, optimizer, ranks)
     most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
     if not rule.has_central_model:
-        # Learners that share every batch and never meet must at least begin apart.
-        for learner in range(1, bank.num_learners):
-            own_seed = counter_seed(settings.seed, "initialisation", 0, learner)
-            bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))
+        _begin_apart(bank, make_model, settings.seed, init_from)
     evaluator = Evaluator(
         template,
         precision=choices.precision,
@@ -258,13 +255,25 @@ def build_parts(
         max_batches=max_evaluation_batches,
         channels_last=settings.channels_last,
     )
-    refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
-    warnings += [*notes, *bounded, *([refusal] if refusal else [])]
+    warnings += [*notes, *bounded, *_refusals(choices)]
     return Parts(
         choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed,
         ranks.collective(choices.device, apart=rule.node_period > 1), warnings, timeline, settings.compile_model,
         most_learners, ranks,
     )  # fmt: skip
+
+
+def _begin_apart(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:
+    """Learners that share every batch and never meet must at least not start from one model."""
+    for learner in range(1, bank.num_learners):
+        own_seed = counter_seed(seed, "initialisation", 0, learner)
+        bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))
+
+
+def _refusals(choices: Choices) -> list[str]:
+    """Why kernels do not make batches, where one would expect it."""
+    refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
+    return [refusal] if refusal else []
 
 
 def _bank(

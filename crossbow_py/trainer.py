@@ -112,30 +112,31 @@ class Trainer:
         begun = time.monotonic()
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
                                compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
-        _check_groups(optimizer, schedule, averaging, loss)
-        _check_policies(settings, optimizer, averaging, max_evaluation_batches)
-        _check_ranks(settings, averaging, ranks)
+        with ranks.together():
+            _check_groups(optimizer, schedule, averaging, loss)
+            _check_policies(settings, optimizer, averaging, max_evaluation_batches)
+            _check_ranks(settings, averaging, ranks)
         self.callbacks = callbacks
-        checkpoint_found, self._messages = _saved_run(resume, ranks)
-        saved = checkpoint_found.part(0) if checkpoint_found else None
+        found, self._messages = _saved_run(resume, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
-        choices = choose(settings, saved["choices"] if saved else None, ranks.num_ranks)
+        with ranks.together():
+            choices = choose(settings, found.part(0)["choices"] if found else None, ranks.num_ranks)
         parts = build_parts(
             model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
-            init_from=None if init_from is None or saved else str(init_from), announce=self._announce,
+            init_from=None if init_from is None or found else str(init_from), announce=self._announce,
             max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
         self.run = Run(
             parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named,
-            str(checkpoint_found.folder) if checkpoint_found else None, distributed,
+            str(found.folder) if found else None, distributed,
+            tuning=learner_tuning(settings.num_learners, parts.most_learners),
+            supply=worker_supply(settings.num_workers, parts.train_feed, ranks.num_local),
         )  # fmt: skip
-        self.run.tuning = learner_tuning(settings.num_learners, parts.most_learners)
-        self.run.supply = worker_supply(settings.num_workers, parts.train_feed, ranks.num_local)
         with ranks.together():
-            if checkpoint_found:
-                self.run.restore(checkpoint_found)
+            if found:
+                self.run.restore(found)
         self.run.state.wall_s += time.monotonic() - begun
 
     @property

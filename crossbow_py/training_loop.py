@@ -17,6 +17,7 @@ from torch import nn
 
 from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
+from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError
 from crossbow_py.evaluation import Evaluation
@@ -61,6 +62,8 @@ class TrainingLoop:
                 "target_accuracy and target_loss are measured on data, got neither test_data nor validation_data; "
                 "give one of them."
             )
+        # Clocks of ranks differ, and what time decides is decided alike: all go on from the slowest one's.
+        self.state.elapsed_s = max(elapsed_s for (elapsed_s,) in self.ranks.gather([self.state.elapsed_s]))
         self.meter = ThroughputMeter()
         self.reporter = Reporter(listeners, self.meter)
         self.rounds = RoundRunner(run, self.reporter)
@@ -112,7 +115,7 @@ class TrainingLoop:
             if not self._end_reached():
                 self._await_batches(signals)
             self._meet(signals)
-            if state.round_index > first_round and self.keeper.is_due(self._agreed.elapsed_s):
+            if state.round_index > first_round and self._checkpoint_is_due():
                 self._write_checkpoint()
             if self._agreed.signal:
                 return self._stopped_by(self._agreed.signal)
@@ -123,6 +126,10 @@ class TrainingLoop:
                     self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
                 return "finished", reason
             self._run_round()
+
+    def _checkpoint_is_due(self) -> bool:
+        """Not while one is still being written, which training would have to wait for."""
+        return not any(self._agreed.checkpoints) and self.keeper.is_due(self._agreed.elapsed_s)
 
     def _end_reached(self) -> str | None:
         state = self.state
@@ -213,13 +220,15 @@ class TrainingLoop:
         self.ranks.raise_any(failure)
 
     def _tune(self) -> None:
-        """Let the auto-tuner look at the rounds since the last meeting, and do what it decides."""
+        """Let the auto-tuner look at the rounds since the last meeting."""
         images, self._images = self._images, 0
         if not self.job.tuning or not images:
             return
-        decision = self.job.tuning.after_round(images, self._agreed.elapsed_s)
-        if decision is None:
-            return
+        if decision := self.job.tuning.after_round(images, self._agreed.elapsed_s):
+            self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        """Do what the auto-tuner decided."""
         if decision.reason:
             self.reporter.decision(decision, self.state.samples_seen)
         # A drain in which memory ran out has taken learners away itself, which overrules the decision.

@@ -208,3 +208,19 @@ def buffer_layout(module: nn.Module) -> Layout:
         if b.is_floating_point()
     ]
     return Layout(tuple(blocks), channels_last=False)
+
+
+def copy_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Copy gradients to their views, but for those that are there already; a missing one is zero."""
+    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not view]
+    present = [(view, gradient) for view, gradient in pairs if gradient is not None]
+    if present:
+        torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
+    for view, gradient in pairs:
+        if gradient is None:
+            view.zero_()
+
+
+def clone_all(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the host."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.central import checksum, level, mean_buffers, norm
 from crossbow_py.engine.dropout import replace_dropout
-from crossbow_py.engine.layout import Order, Rows, buffer_layout, parameter_layout
+from crossbow_py.engine.layout import Order, Rows, buffer_layout, clone_all, copy_present, parameter_layout
 from crossbow_py.engine.precision import Precision, full_precision_parameters
 
 _COUNTER = "num_batches_tracked"
-_CHECKED_AT_ONCE = 2**20  # values of z: what they take as integers is no memory to speak of
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,11 +179,11 @@ class ReplicaBank:
 
     def store_gradients(self, learner: int, gradients: Sequence[Tensor | None]) -> None:
         """G row ← gradients, cast to master precision; a missing gradient is zero."""
-        _store(self._gradient_views[learner], gradients)
+        copy_present(self._gradient_views[learner], gradients)
 
     def store_stacked_gradients(self, gradients: Sequence[Tensor | None], learners: range | None = None) -> None:
         """G ← gradients `[K, *shape]` of learners, in layout order; as `store_gradients` does for one."""
-        _store(self.stacked_gradients(learners), gradients)
+        copy_present(self.stacked_gradients(learners), gradients)
 
     def stacked_gradients(self, learners: range | None = None) -> list[Tensor]:
         """Views `[K, *shape]` of G, in layout order; of neighbouring learners, by default of all."""
@@ -270,17 +270,11 @@ class ReplicaBank:
         """
         if self.is_single:
             return
-        active = range(self.num_learners)
         if momentum == "average":
             for rows in self.state.values():
                 for stacked in rows.stacked(self.num_learners).values():
-                    mean = stacked.mean(0, keepdim=True)
-                    if add is not None:
-                        on_host = mean.to("cpu", copy=True) / self.num_devices
-                        add(on_host)
-                        mean = on_host.to(mean)
-                    stacked.copy_(mean.expand_as(stacked))
-        for learner in active:
+                    level(stacked, add, self.num_devices)
+        for learner in range(self.num_learners):
             if momentum == "reset":
                 self.reset_learner(learner)
             self.weights.copy_row(learner, self.z)
@@ -300,15 +294,7 @@ class ReplicaBank:
         With `add`, which sums a vector over devices in place, of all devices' learners.
         """
         chosen = list(range(self.num_learners) if learners is None else learners)
-        stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
-        means_of = {name: name.removesuffix("running_var") + "running_mean" for name in stacked}
-        paired = [name for name in stacked if name.endswith("running_var") and means_of[name] in stacked]
-        if add is not None:
-            return _over_devices(stacked, {name: means_of[name] for name in paired}, add)
-        means = {name: rows.mean(0) for name, rows in stacked.items()}
-        for name in paired:
-            means[name] = means[name] + stacked[means_of[name]].var(0, correction=0)
-        return means
+        return mean_buffers({name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}, add)
 
     def central_state(
         self, excluded: Sequence[int] = (), add: Callable[[Tensor], None] | None = None
@@ -326,18 +312,16 @@ class ReplicaBank:
         """Root mean square over the learners here of |w_j − z| / |z|, trained blocks alone; None with one learner."""
         if self.is_single:
             return None
-        z = self.z.trained()
-        rows = (self.weights.trained(learner) for learner in range(self.num_learners))
-        distances = [_norm(torch._foreach_sub(row, z)) for row in rows]
-        return math.sqrt(sum(distance**2 for distance in distances) / self.num_learners) / _norm(z)
+        z, learners = self.z.trained(), range(self.num_learners)
+        distances = [norm(torch._foreach_sub(self.weights.trained(j), z)) for j in learners]
+        return math.sqrt(sum(distance**2 for distance in distances) / self.num_learners) / norm(z)
 
     def correction_norm(self) -> float | None:
         """|Σ_j c_j| of the last round that averaged; None with one learner."""
         if self.is_single:
             return None
-        if self.total_squares is not None:
-            return math.sqrt(float(self.total_squares.sum()))  # host–device synchronisation on CUDA
-        return _norm(self.total.trained())
+        squares = self.total_squares  # reading either is a host–device synchronisation on CUDA
+        return norm(self.total.trained()) if squares is None else math.sqrt(float(squares.sum()))
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""
@@ -356,13 +340,13 @@ class ReplicaBank:
         rows = self._active_rows()
         return {
             "num_learners": self.num_learners,
-            "weights": _clone(rows["weights"]),
-            "state": {name: _clone(stacked) for name, stacked in rows["state"].items()},
-            "buffers": _clone(rows["buffers"]),
-            "integer_buffers": [_clone(buffers) for buffers in rows["integer_buffers"]],
+            "weights": clone_all(rows["weights"]),
+            "state": {name: clone_all(stacked) for name, stacked in rows["state"].items()},
+            "buffers": clone_all(rows["buffers"]),
+            "integer_buffers": [clone_all(buffers) for buffers in rows["integer_buffers"]],
             "step_counts": rows["step_counts"],
-            "z": _clone(self.z.shaped()),
-            "z_prev": _clone(self.z_prev.shaped()),
+            "z": clone_all(self.z.shaped()),
+            "z_prev": clone_all(self.z_prev.shaped()),
         }
 
     def _active_rows(self) -> dict[str, Any]:
@@ -394,9 +378,8 @@ class ReplicaBank:
 
     def load_row(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
         """One learner from a row of `state_dict()`, maybe another one's."""
-        groups = [(self.weights, saved["weights"]), (self.buffers, saved["buffers"])]
-        groups += [(rows, saved["state"][name]) for name, rows in self.state.items()]
-        for rows, values in groups:
+        states = [(rows, saved["state"][name]) for name, rows in self.state.items()]
+        for rows, values in [(self.weights, saved["weights"]), (self.buffers, saved["buffers"]), *states]:
             rows.load(row, {name: value[saved_row] for name, value in values.items()})
         self._load_counters(row, saved, saved_row)
         self.step_counts[row] = saved["step_counts"][saved_row]
@@ -414,52 +397,4 @@ class ReplicaBank:
 
     def z_checksum(self) -> int:
         """52 bits that are others, in all likelihood, when a bit of z is. Host–device synchronisation."""
-        total = 0
-        for first in range(0, len(self.z.storage), _CHECKED_AT_ONCE):
-            part = self.z.storage[first : first + _CHECKED_AT_ONCE]
-            bits = part.view(torch.int64 if part.dtype == torch.float64 else torch.int32).to(torch.int64)
-            places = torch.arange(first, first + len(bits), device=bits.device) * 2 + 1
-            total += int((bits * places).sum())  # wraps, alike everywhere
-        return total % 2**52
-
-
-def _over_devices(
-    stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Callable[[Tensor], None]
-) -> dict[str, Tensor]:
-    """Means over all devices' rows; of `paired` variances with the spread of their means. Summed in float64."""
-    first = next(iter(stacked.values()), None)
-    if first is None:
-        return {}
-    sums = {name: rows.double().sum(0) for name, rows in stacked.items()}
-    squares = {name: stacked[mean].double().square().sum(0) for name, mean in paired.items()}
-    count = torch.full((1,), float(len(first)), dtype=torch.float64, device=first.device)
-    parts = [count, *sums.values(), *squares.values()]
-    flat = torch.cat([part.flatten() for part in parts]).cpu()  # host–device synchronisation on CUDA
-    add(flat)
-    total, *added = torch.split(flat, [part.numel() for part in parts])
-    means = dict(zip(sums, (values / total for values in added), strict=False))
-    of_squares = dict(zip(squares, (values / total for values in added[len(sums) :]), strict=True))
-    for name, mean in paired.items():
-        means[name] = means[name] + (of_squares[name] - means[mean].square()).clamp(min=0)
-    return {name: means[name].view(rows.shape[1:]).to(rows) for name, rows in stacked.items()}
-
-
-def _store(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy what is not there already."""
-    pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not view]
-    present = [(view, gradient) for view, gradient in pairs if gradient is not None]
-    if present:
-        torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-    for view, gradient in pairs:
-        if gradient is None:
-            view.zero_()
-
-
-def _norm(vectors: Sequence[Tensor]) -> float:
-    """Of all values together, summed in float64 over vectors."""
-    norms = torch._foreach_norm(list(vectors))
-    return float(torch.stack(norms).double().square().sum().sqrt())
-
-
-def _clone(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+        return checksum(self.z.storage)

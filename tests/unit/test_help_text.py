@@ -11,7 +11,12 @@ from crossbow_py.help_text import help_text, list_text
 def test_help_text_has_every_key_of_every_option_once_for_each_meaning() -> None:
     lines = help_text().splitlines()
     for field in dataclasses.fields(TrainConfig):
-        assert sum(line.startswith(f"{'' if field.name in REGISTRIES else '  '}{field.name}=") for line in lines) == 1
+        if dataclasses.is_dataclass(field.default):
+            keys = [f"  {field.name}.{nested.name}=" for nested in dataclasses.fields(field.default)]
+        else:
+            keys = [f"{'' if field.name in REGISTRIES else '  '}{field.name}="]
+        for key in keys:
+            assert sum(line.startswith(key) for line in lines) == 1
     for group, registry in REGISTRIES.items():
         for settings in registry.values():
             for field in dataclasses.fields(settings):

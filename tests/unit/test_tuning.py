@@ -213,7 +213,7 @@ def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by
     with TrainingLoop(trainer.run, StopConditions(max_rounds=99), []) as loop:
         loop.reporter.start(run_info(trainer.run, None), 0.0)
         decision = trainer.run.tuning.after_round(12, 1.0)
-        loop.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
+        loop.rounds.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
         loop._follow(decision)
         assert trainer.run.parts.bank.num_learners == trainer.run.tuning.state.num_learners == 3
 
