@@ -50,6 +50,14 @@ APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen wi
 _PARSING_ERRORS = (HydraException, ValueError, RecursionError)
 _COMPOSITION_ERRORS = (*_PARSING_ERRORS, OmegaConfBaseException, yaml.YAMLError, OSError)
 _MOST_JOBS = 10_000
+_DEEPEST = 50
+_OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as Linux and its file systems have it
 
 
@@ -196,12 +204,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
+        _check_growth(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except _COMPOSITION_ERRORS as error:
         raise UserError(f"cannot read {path}: {_one_line(error)}; restore or delete that file.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _check_growth(path: Path, text: str) -> None:
+    """Refuse what takes far more memory or time to read than its length: aliases, and deep nesting."""
+    depth = 0
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.AliasToken):
+            raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
+        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        if depth > _DEEPEST:
+            raise UserError(f"{path} must be nested at most {_DEEPEST} deep, got more; restore or delete that file.")
 
 
 def _check_path(key: str, path: str | None) -> None:

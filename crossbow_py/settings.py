@@ -184,6 +184,8 @@ def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
         return
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path} must be a finite number, got {value}.")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise UserError(f"{path} must be a number of at most 63 bits, got {_shown(value)}.")
     for name, (words, holds) in _LIMITS.items():
         limit = metadata.get(name)
         if limit is not None and not holds(value, limit):

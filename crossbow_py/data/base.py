@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, input_shape, split_validation
+from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting
 
 # The one-line meanings of fields whose defaults differ between sources.
@@ -79,13 +80,19 @@ class SourceSettings(ABC):
         num_classes, notes = self.count_classes(train, test), self.notes(train, test)
         train, validation = split_validation(train, self.validation_fraction)
         mean, std = self.moments()
+        shape = input_shape(train)
+        if len(shape) == 3 and self.crop_padding > min(shape[1:]):
+            raise UserError(
+                f"data.crop_padding must be at most {min(shape[1:])}, the short side of the images, got "
+                f"{self.crop_padding}; lower it."
+            )
         return DataSource(
             name=self.NAME,
             train=train,
             test=test,
             validation=validation,
             num_classes=num_classes,
-            input_shape=input_shape(train),
+            input_shape=shape,
             mean=mean,
             std=std,
             augmentation=Augmentation(self.crop_padding, self.flip),

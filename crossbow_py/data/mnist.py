@@ -115,4 +115,6 @@ def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
     values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * ndim)
     if len(values) != math.prod(lengths):
         raise UserError(f"data file {path} must hold {lengths} values, got {len(values)} in all; {REPLACE}.")
+    if not len(values):
+        raise UserError(f"data file {path} must hold at least one value, got none; {REPLACE}.")
     return values.reshape(lengths).copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.randomness import raw_words
 from crossbow_py.errors import UserError
+from crossbow_py.host import read_host
 from crossbow_py.settings import setting
 
 # The mean of two independent uniform bytes: 0.5, and (1/√12)/√2 = 0.204.
@@ -40,9 +42,20 @@ class Synthetic(SourceSettings):
             )
 
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """(train, test), from the same patterns with different noise."""
+        """(train, test), from the same patterns with different noise. Raises UserError for more than memory holds."""
+        self._check_room()
         patterns = self._bytes("patterns", self.num_classes)
         return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
+
+    def _check_room(self) -> None:
+        sample, label = math.prod(self.shape), 8
+        needed = (self.num_train + self.num_test) * (sample + label) + self.num_classes * sample
+        left = read_host().memory_bytes
+        if needed > left:
+            raise UserError(
+                f"the samples of data=synthetic must fit into {left / 2**30:.1f} GiB of memory, got more; lower "
+                "data.num_train, data.num_test, data.num_classes or data.shape."
+            )
 
     def declared(self) -> Declared | None:
         """As set."""
@@ -64,6 +77,6 @@ class Synthetic(SourceSettings):
 
     def _bytes(self, purpose: str, count: int) -> npt.NDArray[np.uint8]:
         """Uniform random bytes [count, *shape]."""
-        size = count * int(np.prod(self.shape))
+        size = count * math.prod(self.shape)
         words = raw_words(self.seed, f"synthetic {purpose}", 0, -(-size // 8))
         return words.astype("<u8", copy=False).view(np.uint8)[:size].reshape(count, *self.shape)
