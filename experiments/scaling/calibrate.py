@@ -63,16 +63,17 @@ def calibrated(pair: RankPair, repetitions: int) -> dict[str, Any]:
     tasks: dict[Case, dict[str, list[float]]] = {case: {} for case in CASES}
     idle: dict[int, list[float]] = {size: [] for size in SIZES}
     busy: dict[int, list[float]] = {size: [] for size in SIZES}
-    lost: list[float] = []
+    shares: list[float] = []
     for _ in range(repetitions):
         for case, rounds in CASES.items():
             _add_tasks(pair, case, rounds, tasks[case])
         for size in SIZES:
-            idle[size] += _all_reduces(pair, size, None)[0]
-            transfers, share = _all_reduces(pair, size, BESIDE)
+            undisturbed, _ = _all_reduces(pair, size, None)
+            transfers, lost_s = _all_reduces(pair, size, BESIDE)
+            idle[size] += undisturbed
             busy[size] += transfers
-            lost += [] if share is None else [share]
-    if not all([*idle.values(), *busy.values(), lost, *(tasks[case].get("learning") for case in CASES)]):
+            shares += [lost_s / mean(undisturbed)] if undisturbed and lost_s is not None else []
+    if not all([*idle.values(), *busy.values(), shares, *(tasks[case].get("learning") for case in CASES)]):
         raise RuntimeError("other programs were busy all the time; run this when they are not.")
     return {
         "repetitions": repetitions,
@@ -83,7 +84,7 @@ def calibrated(pair: RankPair, repetitions: int) -> dict[str, Any]:
             "n": [len(busy[size]) for size in SIZES],
             "idle": _sweep(idle),
             "busy": _sweep(busy),
-            "slowdown": round(median(lost), 3),
+            "core_share": round(median(shares), 3),
         },
     }
 
@@ -110,7 +111,7 @@ def _case_values(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def _all_reduces(pair: RankPair, size: int, beside: Case | None) -> tuple[list[float], float | None]:
-    """Seconds of each, and the share of its speed that learning lost while one was under way."""
+    """Seconds of each, and seconds of learning that one cost a rank; None where that was not measured."""
     calls = 12 if size < _LARGE_BYTES else 16
     alone = pair.ask("rounds", case=beside, num_rounds=10, period=None) if beside and size >= _LARGE_BYTES else None
     answers = pair.ask("all_reduces", num_bytes=size, count=calls, pause_s=_PAUSE_S, beside=beside)
@@ -120,9 +121,9 @@ def _all_reduces(pair: RankPair, size: int, beside: Case | None) -> tuple[list[f
     rounds = [answer.round_s for answer in answers if answer.rounds]
     if alone is None or len(rounds) < NUM_RANKS:
         return transfers, None
-    under_way = sum(transfers) / mean(answer.tasks["window"][0] for answer in answers)
     slower = 1 - mean(answer.round_s for answer in alone) / mean(rounds)
-    return transfers, min(0.99, max(0.0, slower / under_way))
+    window_s = mean(answer.tasks["window"][0] for answer in answers)
+    return transfers, max(0.0, slower) * window_s / len(transfers)
 
 
 def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:

@@ -106,8 +106,8 @@ def calibrated_text(result: Result) -> str:
     return (
         f"Tasks of a rank with one learner on one core, both ranks at work (medians):\n\n{tasks_table(result)}\n\n"
         f"All-reduce between the two, by gloo over the loopback device (means), while the cores idle and while each "
-        f"trains {sweep['beside']}:\n\n{all_reduce_table(result)}\n\n{'; '.join(lines)}. While one is under way, "
-        f"learning loses {sweep['slowdown']:.0%} of its speed.\n\n{quiet_line(result)}"
+        f"trains {sweep['beside']}:\n\n{all_reduce_table(result)}\n\n{'; '.join(lines)}. One costs the "
+        f"learner of a rank {sweep['core_share']:.2f} times what it takes on idle cores.\n\n{quiet_line(result)}"
     )
 
 

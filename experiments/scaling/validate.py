@@ -85,7 +85,7 @@ def predicted(
     """Seconds a round, by the simulator, for ranks whose rounds take `alone_s` each when nothing is averaged.
 
     A rank's core is shared alike by learner and averaging, so passes over memory take twice as long beside learning; an
-    all-reduce takes what it took beside learning in the calibration.
+    all-reduce takes what it took beside learning in the calibration. What averaging computes, the learner loses.
     """
     num_bytes = 4 * PARAMETERS[own["model"]]
     idle_s, busy_s = (all_reduce_s(calibration, num_bytes, kind) for kind in ("idle", "busy"))
@@ -98,8 +98,9 @@ def predicted(
         move_s=own["move_ms"] / 1000,
         cv=own["noise"]["cv"],
     )
+    under_way_s, lost_s = 2 * passes_s + busy_s, passes_s + calibration["all_reduce"]["core_share"] * idle_s
     contention = Contention(
-        slowdown=calibration["all_reduce"]["slowdown"], stretch=max(1.0, (2 * passes_s + busy_s) / (passes_s + idle_s))
+        slowdown=min(0.99, lost_s / under_way_s), stretch=max(1.0, under_way_s / (passes_s + idle_s))
     )
     averaging = Averaging(all_s=idle_s, period=period)
     factors = [(each - correction_s) / learning_s for each in alone_s]

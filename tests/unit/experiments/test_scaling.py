@@ -244,7 +244,7 @@ def calibration() -> dict[str, Any]:
     return {
         "kind": report.CALIBRATED, "load_before": 0.1, "foreign_share": None, "dropped": 0, "cases": [case],
         "all_reduce": {
-            "beside": "resnet32 b=32", "bytes": [2**10, 2**26], "n": [9, 9], "slowdown": 0.5,
+            "beside": "resnet32 b=32", "bytes": [2**10, 2**26], "n": [9, 9], "core_share": 1.0,
             "idle": sweep, "busy": {**sweep, "us": [2000.0, 2000.0]},
         },
     }  # fmt: skip
@@ -286,7 +286,7 @@ def test_compared_takes_the_windows_beside_one_that_averages() -> None:
 def test_calibrated_text_shows_sizes_and_ratios() -> None:
     text = report.result_text(calibration())
     assert "| 64 MiB |     1.00 |     2.00 |   2.0 |   9 |" in text
-    assert "loses 50% of its speed" in text
+    assert "1.00 times what it takes on idle cores" in text
 
 
 def test_run_writes_what_its_pages_and_pictures_show(tmp_path, monkeypatch, capsys) -> None:
@@ -345,3 +345,21 @@ def test_curves_have_a_point_for_every_number_of_gpus() -> None:
     values = study.scene_values(scene(rounds=4), counts=(1, 8, 16))
     assert {len(column) for curve in values["curves"].values() for column in curve.values()} == {3}
     assert all(a <= b for a, b in pairwise(values["all_reduce_us"]))
+
+
+def test_core_share_is_lost_learning_by_what_an_all_reduce_takes_on_idle_cores(monkeypatch) -> None:
+    class Answered(Answers):
+        def ask(self, method: str, **arguments: Any) -> list[Measured]:
+            if method == "rounds":
+                return [Measured(1.0, 10, {"learning": [0.1], "correction": [0.01]})] * 2
+            if method == "passes":
+                return [Measured(1.0, tasks={"sum": [0.001], "move": [0.002]})] * 2
+            # Ten rounds take 1 s alone and 1.25 s beside four all-reduces: 0.2 of a window of 2 s is lost to four.
+            busy = arguments["beside"] is not None
+            calls = [(0.0, (0.4 if busy else 0.2) + arguments["num_bytes"] * 1e-14)] * 4
+            return [Measured(1.25, 10 if busy else 0, {"window": [2.0]}, calls)] * 2
+
+    measured = calibrate.calibrated(Answered(), 1)
+    assert measured["all_reduce"]["core_share"] == pytest.approx(0.1 / 0.2, rel=1e-3)
+    assert measured["all_reduce"]["busy"]["us"][0] == pytest.approx(4e5, rel=1e-3)
+    assert [case["move_ms"] for case in measured["cases"]] == [2.0] * 3
