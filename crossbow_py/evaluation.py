@@ -131,7 +131,10 @@ class Evaluator:
 
     @torch.no_grad()
     def recalibrate(self, state: State, inputs: Iterable[Tensor], ranks: Ranks = ALONE) -> dict[str, Tensor]:
-        """The state with BatchNorm statistics measured anew: plain means over all ranks' training batches `inputs`."""
+        """The state with BatchNorm statistics measured anew: plain means over all ranks' training batches `inputs`.
+
+        Raises DataError, and RankError where another rank failed.
+        """
         module = self._runnable(state)
         norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
         for norm in norms:
@@ -139,9 +142,10 @@ class Evaluator:
             norm.momentum = None  # cumulative mean over the batches seen
             norm.train()
         count = 0
-        for batch in inputs if norms else ():
-            module(batch)
-            count += 1
+        with ranks.together():
+            for batch in inputs if norms else ():
+                module(batch)
+                count += 1
         measured = {n: b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))}
         if ranks.num_ranks > 1:
             measured = _weighted_means(measured, count, ranks)

@@ -171,8 +171,8 @@ class Run:
             self.state = RunState.from_plain(own["state"])
         else:
             bank.resize(saved["bank"]["num_learners"])
-            self._spread_out(checkpoint)
-            self.state = RunState.from_plain({**saved["state"], "sick_learners": {}})
+            sick = self._spread_out(checkpoint)
+            self.state = RunState.from_plain({**saved["state"], "sick_learners": sick})
             state = self.state
             whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
             sums = whole if ranks.is_first else (0.0, 0, None if self.state.num_correct is None else 0.0)
@@ -181,17 +181,20 @@ class Run:
             self.tuning.restore(saved["tuner"])
             bank.resize(self.tuning.state.num_learners)
 
-    def _spread_out(self, checkpoint: SavedCheckpoint) -> None:
-        """Deal a checkpoint's learners out to another number of ranks."""
-        bank = self.parts.bank
+    def _spread_out(self, checkpoint: SavedCheckpoint) -> dict[int, int]:
+        """Deal a checkpoint's learners out to another number of ranks. Returns those of this rank that are sick."""
+        bank, sick = self.parts.bank, dict[int, int]()
         num_learners = checkpoint.part(0)["bank"]["num_learners"]
         bank.load_central(self._central(checkpoint))
         for row in range(bank.num_learners):
             learner = bank.first_learner + row
             rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
-            saved = checkpoint.part(rank)["bank"]
+            saved = checkpoint.part(rank)
             there = learner < num_learners * checkpoint.num_ranks and not bank.is_single
-            (bank.load_row if there else bank.clone_learner)(row, saved, saved_row)
+            (bank.load_row if there else bank.clone_learner)(row, saved["bank"], saved_row)
+            if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
+                sick[row] = since  # its buffers, at least, are not to be used
+        return sick
 
     def _central(self, checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
         """z and z_prev: the first rank's, or their means where nodes had one each."""

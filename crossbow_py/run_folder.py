@@ -22,7 +22,7 @@ from crossbow_py.checkpoint import checkpoints, differences, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
 from crossbow_py.distributed.launch import is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.errors import UserError
+from crossbow_py.errors import RankError, UserError
 from crossbow_py.file_locks import is_locked, locked
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
 
@@ -100,8 +100,8 @@ def _opened(config: TrainConfig) -> Iterator[RunFolder]:
         _write_config(path, plain)
         try:
             yield RunFolder(path, resume, _NOTHING_TO_RESUME if config.resume and resume is None else None)
-        except UserError:
-            if made and not holds_run(path):
+        except (UserError, RankError) as error:
+            if made and error.exit_code == UserError.exit_code and not holds_run(path):
                 shutil.rmtree(path, ignore_errors=True)
             raise
 

@@ -114,7 +114,7 @@ class Trainer:
                                compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
         with ranks.together():
             _check_groups(optimizer, schedule, averaging, loss)
-            _check_policies(settings, optimizer, averaging, max_evaluation_batches)
+            _check_policies(settings, optimizer, averaging, max_evaluation_batches, ranks)
             _check_ranks(settings, averaging, ranks)
         self.callbacks = callbacks
         found, self._messages = _saved_run(resume, ranks)
@@ -229,14 +229,15 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
 
 
 def _check_policies(
-    settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, max_evaluation_batches: int | None
+    settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, max_evaluation_batches: int | None, ranks: Ranks
 ) -> None:
     optimizer.check_learners(settings.num_learners)
     if settings.num_learners == "auto" and not rule.has_central_model:
         raise UserError(f"averaging={rule.NAME} trains num_learners models, got auto; set how many: num_learners=4.")
     if max_evaluation_batches is not None and max_evaluation_batches < 1:
         raise UserError(f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}.")
-    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and settings.several):
+    several = settings.several or ranks.num_ranks > 1
+    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and several):
         raise UserError(
             f"on_nonfinite=reseed clones the average model, and averaging={rule.NAME} with "
             f"num_learners={settings.num_learners} has none; set on_nonfinite=stop."

@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from crossbow_py.config import TrainConfig, compose, read_yaml
-from crossbow_py.errors import UserError
-from crossbow_py.run_folder import open_run
+from crossbow_py.distributed.launch import Launch, write_launch
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.errors import RankError, UserError
+from crossbow_py.run_folder import RunFolder, open_run
+from tests.thread_ranks import on_threads
 
 BASE = compose(["+experiment=digits"])
 
@@ -212,3 +218,153 @@ def test_resume_with_another_data_root_is_allowed() -> None:
     moved = dataclasses.replace(lenet, resume="auto", data=dataclasses.replace(lenet.data, root="elsewhere"))
     with open_run(moved) as folder:
         assert folder.resume == Path("a")
+
+
+# Ranks that torchrun has started anew, with the same command
+
+
+@pytest.fixture
+def launched_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
+    """Let this process be of a call of torchrun: its --rdzv-id, and the process that started it."""
+
+    def launch(run_id: str, launcher: int) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+        monkeypatch.setattr(os, "getppid", lambda: launcher)
+
+    return launch
+
+
+@pytest.mark.parametrize("output_dir", [None, "a"])
+@pytest.mark.parametrize("run_id", ["none", "job"])
+def test_ranks_started_anew_go_on_with_the_run_they_began(launched_by, output_dir, run_id) -> None:
+    launched_by(run_id, 7)
+    begun = past_run(output_dir=output_dir)
+    with open_run(config(output_dir=output_dir)) as folder:
+        assert folder.path == folder.resume == begun
+        assert folder.note is None
+
+
+def test_ranks_started_anew_on_another_host_go_on_with_the_run_of_their_name(launched_by) -> None:
+    launched_by("job", 7)
+    begun = past_run()
+    launched_by("job", 8)
+    with open_run(config()) as folder:
+        assert folder.resume == begun
+
+
+def test_ranks_started_anew_before_the_first_checkpoint_start_afresh_in_the_same_folder(launched_by) -> None:
+    launched_by("none", 7)
+    begun = past_run(samples=None)
+    (begun / "metrics.jsonl").write_text("{}\n")
+    with open_run(config()) as folder:
+        assert (folder.path, folder.resume) == (begun, None)
+        assert not (begun / "metrics.jsonl").exists()
+
+
+def test_ranks_started_anew_take_the_newest_of_the_runs_of_their_launch(launched_by) -> None:
+    runs = []
+    for launcher, age_s in ((1, 60), (2, 30), (3, 0)):
+        launched_by("none", launcher)
+        runs.append(past_run(age_s=age_s))
+    for run in runs[:2]:
+        write_launch(run, Launch("none", f"{socket.gethostname()}:7"))
+    launched_by("none", 7)
+    with open_run(config()) as folder:
+        assert folder.resume == runs[1]
+
+
+def test_another_launch_of_the_same_command_begins_a_run_of_its_own(launched_by) -> None:
+    launched_by("none", 7)
+    begun = past_run()
+    launched_by("none", 8)
+    with open_run(config()) as folder:
+        assert folder.path != begun
+        assert folder.resume is None
+
+
+def test_another_launch_into_a_folder_that_holds_a_run_is_refused(launched_by) -> None:
+    launched_by("none", 7)
+    past_run(output_dir="a")
+    launched_by("none", 8)
+    with pytest.raises(UserError, match="already holds a run"), open_run(config(output_dir="a")):
+        pass
+
+
+@pytest.mark.parametrize("status", ["finished", "target_reached"])
+def test_ranks_started_anew_leave_a_run_that_is_done_alone(launched_by, status) -> None:
+    launched_by("none", 7)
+    done = past_run(status=status)
+    with open_run(config()) as folder:
+        assert folder.path != done
+
+
+@pytest.mark.parametrize("status", [None, "failed", "terminated"])
+def test_ranks_started_anew_go_on_with_a_run_that_failed(launched_by, status) -> None:
+    launched_by("none", 7)
+    begun = past_run(status=status)
+    with open_run(config()) as folder:
+        assert folder.resume == begun
+
+
+def test_ranks_started_anew_do_as_resume_says_when_it_is_set(launched_by) -> None:
+    other = past_run(output_dir="a")
+    launched_by("none", 7)
+    past_run()
+    with open_run(config(resume="a")) as folder:
+        assert folder.path == other
+
+
+def test_launch_that_takes_up_a_run_of_another_one_is_its_launch_from_then_on(launched_by) -> None:
+    launched_by("none", 7)
+    begun = past_run(output_dir="a")
+    launched_by("none", 8)
+    with open_run(config(output_dir="a", resume="auto")) as folder:
+        assert folder.resume == begun
+    with open_run(config(output_dir="a")) as folder:
+        assert folder.resume == begun
+
+
+def test_process_that_no_launcher_started_writes_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with open_run(config(output_dir="a")):
+        assert not Path("a/.launch").exists()
+
+
+# Several ranks
+
+
+def opened(ranks: Ranks, path: str) -> tuple[RunFolder, bool]:
+    with open_run(config(output_dir=path if ranks.is_first else "nowhere"), ranks) as folder:
+        return folder, Path("nowhere").exists()
+
+
+def test_folder_is_the_first_ranks_on_all() -> None:
+    assert on_threads(opened, 3, "a") == [(RunFolder(Path("a"), None, None), False)] * 3
+
+
+def test_folder_that_is_refused_to_the_first_rank_is_refused_on_all() -> None:
+    past_run(output_dir="a")
+    first, second = on_threads(opened, 2, "a")
+    assert isinstance(first, UserError)
+    assert isinstance(second, RankError)
+    assert second.exit_code == 2
+    assert "already holds a run" in str(second)
+
+
+def test_folder_that_another_host_does_not_see_is_refused_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sees = Path.is_file
+    seen = threading.local()
+
+    def is_file(path: Path) -> bool:
+        return sees(path) and not (path.name == "config.yaml" and getattr(seen, "blind", False))
+
+    def open_blindly(ranks: Ranks) -> None:
+        seen.blind = ranks.rank == 1
+        with open_run(config(output_dir="a"), ranks):
+            pass
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    found = on_threads(open_blindly, 2)
+    assert all(isinstance(each, RankError) for each in found)
+    assert "output_dir a, which rank 0 writes to, is not seen from this host" in str(found[0])
+    assert not Path("a").exists()

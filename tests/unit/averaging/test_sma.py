@@ -122,3 +122,25 @@ def test_feed_used_by_the_reference_is_the_one_learners_use():
     batch = make_tasks().feed.batch(0)
     rows = [int((inputs == row.float()).all(1).nonzero()) for row in batch.inputs]
     assert targets[rows].tolist() == batch.targets.tolist()
+
+
+@pytest.mark.parametrize(
+    ("period", "node_period", "joining"),
+    [
+        (1, 1, []),  # nodes are never apart
+        (1, 2, [1, 3, 5, 7, 9, 11]),
+        (1, 5, [4, 9]),
+        (3, 2, [5, 11]),  # of the rounds 2, 5, 8, 11 that average, every second
+        (2, 3, [5, 11]),
+    ],
+)
+def test_joins_nodes_in_every_so_many_of_the_rounds_that_average(period, node_period, joining):
+    rule = SMA(averaging_period=period, node_period=node_period)
+    averages = [index for index in range(12) if rule.linear_round(index, 4) is not None]
+    assert averages == list(range(period - 1, 12, period))
+    assert [index for index in averages if rule.joins_nodes(index)] == joining
+
+
+def test_node_period_below_one_is_refused():
+    with pytest.raises(UserError, match=r"averaging\.node_period must be at least 1, got 0"):
+        SMA(node_period=0)

@@ -1,0 +1,111 @@
+"""What follows from ranks' reports, and when they meet: numbers worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossbow_py.distributed.meeting import (
+    Agreed,
+    Meetings,
+    Report,
+    agree,
+    differing,
+    rounds_to_next,
+    signal_number,
+)
+
+
+def test_report_survives_the_way_to_numbers_and_back():
+    report = Report(1.5, signal=2, fails=1, out_of_memory=0, num_sick=3, checkpoint=2)
+    assert report.to_values() == [1.5, 2.0, 1.0, 0.0, 3.0, 2.0]
+    assert Report.from_values(report.to_values()) == report
+
+
+def test_report_of_booleans_is_all_numbers():
+    assert Report(0.5, fails=True, out_of_memory=False).to_values() == [0.5, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_agree_takes_the_slowest_clock_and_what_came_up_on_any_rank():
+    agreed = agree(
+        [
+            Report(2.0, checkpoint=2),
+            Report(3.5, num_sick=1, out_of_memory=1),
+            Report(3.0, signal=1, fails=1, num_sick=2, checkpoint=1),
+        ]
+    )
+    assert agreed == Agreed(3.5, "terminated", fails=True, out_of_memory=True, num_sick=3, checkpoints=(2, 0, 1))
+
+
+def test_agree_of_one_rank_with_nothing_to_say_is_quiet():
+    assert agree([Report(1.0)]) == Agreed(1.0, None, fails=False, out_of_memory=False, num_sick=0, checkpoints=(0,))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "gravest"),
+    [
+        ([None, None], None),
+        (["terminated", None], "terminated"),
+        ([None, "interrupted"], "interrupted"),
+        (["interrupted", "terminated"], "interrupted"),
+    ],
+)
+def test_agree_takes_the_gravest_signal_whoever_got_it(statuses, gravest):
+    assert agree([Report(0.0, signal=signal_number(status)) for status in statuses]).signal == gravest
+
+
+@pytest.mark.parametrize(
+    ("round_s", "period", "every_round", "rounds"),
+    [
+        (0.001, 1, False, 50),  # 0.05 s are 50 rounds
+        (0.007, 1, False, 7),  # 7.14
+        (0.05, 1, False, 1),
+        (2.0, 1, False, 1),
+        (0.002, 4, False, 24),  # 6.25 periods
+        (0.001, 3, False, 51),  # 16.7 periods
+        (2.0, 7, False, 7),
+        (0.0, 1, False, 1),  # no time measured yet
+        (0.0, 5, False, 5),
+        (0.001, 4, True, 1),
+    ],
+)
+def test_rounds_to_next_is_about_a_twentieth_of_a_second_in_whole_periods(round_s, period, every_round, rounds):
+    assert rounds_to_next(round_s, period, every_round) == rounds
+
+
+@pytest.mark.parametrize(
+    ("found", "odd"),
+    [
+        ([(0, 5)], []),
+        ([(0, 5), (0, 5)], []),
+        ([(0, 5), (0, 6)], [1]),  # a tie: the first counts
+        ([(0, 6), (0, 5), (0, 5)], [0]),
+        ([(0, 5), (0, 6), (0, 5), (0, 7)], [1, 3]),
+        ([(0, 5), (0, 6), (0, 7)], [1, 2]),
+        ([(0, 5), (0, 5), (1, 6), (1, 6)], []),  # nodes have one each
+        ([(0, 5), (1, 6), (0, 5), (1, 7)], [3]),
+        ([(1, 6), (0, 5), (1, 7), (1, 7), (0, 4)], [4, 0]),
+    ],
+)
+def test_differing_names_ranks_that_are_not_as_most_of_their_group(found, odd):
+    assert differing(found) == odd
+
+
+def test_meetings_begin_with_the_first_round_and_come_as_often_as_time_goes_by():
+    meetings = Meetings(10)
+    assert [meetings.is_due(index) for index in (9, 10, 11)] == [False, True, True]
+    meetings.met(10, 0.0, 1, every_round=False)
+    assert [meetings.is_due(index) for index in (10, 11)] == [False, True]
+    meetings.met(11, 0.01, 1, every_round=False)  # a round of 10 ms: five of them
+    assert [meetings.is_due(index) for index in (15, 16)] == [False, True]
+    meetings.met(16, 0.12, 1, every_round=False)  # five rounds in 120 ms are 24 ms each: 2.1 of them
+    assert [meetings.is_due(index) for index in (17, 18)] == [False, True]
+    meetings.met(18, 0.1, 1, every_round=True)
+    assert meetings.is_due(19)
+
+
+def test_meetings_of_ranks_with_an_averaging_period_are_whole_periods_apart():
+    meetings = Meetings(0)
+    meetings.met(0, 0.0, 3, every_round=False)
+    assert [meetings.is_due(index) for index in (2, 3)] == [False, True]
+    meetings.met(3, 0.03, 3, every_round=False)  # 10 ms a round: 1.67 periods
+    assert [meetings.is_due(index) for index in (8, 9)] == [False, True]

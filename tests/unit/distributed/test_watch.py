@@ -1,0 +1,240 @@
+"""Who hangs: ranks that share a dict as their store and a clock that tests set."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from crossbow_py.distributed.watch import EXIT_HANGS, RankWatch, Watch
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class DictStore:
+    """What torch's store does with keys that are there; it may stop answering."""
+
+    def __init__(self):
+        self.values, self.answers = {}, True
+
+    def set(self, key, value):
+        self._answer()
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys):
+        self._answer()
+        return [self.values[key] for key in keys]
+
+    def _answer(self):
+        if not self.answers:
+            raise RuntimeError("connection reset")
+
+
+class Ranks:
+    """`num_ranks` watches that listen and speak when `exchange` is called; timeout 50 s, so silent is 4 s."""
+
+    def __init__(self, num_ranks):
+        self.store, self.clock = DictStore(), Clock()
+        self.watches = [RankWatch(self.store, rank, num_ranks, 50.0, clock=self.clock) for rank in range(num_ranks)]
+        for rank in range(num_ranks):  # in torch's store, whoever asks blocks until all are there
+            self.store.values[f"watch/{rank}"] = json.dumps(
+                {"beat": 0, "doing": "starting", "waits_s": None, "host": "h", "pid": 1}
+            ).encode()
+
+    def exchange(self, ranks, seconds=0.0, every_s=1.0):
+        """The ranks named exchange, once a second for so long."""
+        for _ in range(max(1, int(seconds / every_s))):
+            self.clock.now += every_s if seconds else 0.0
+            for rank in ranks:
+                self.watches[rank].exchange()
+
+
+def test_watch_of_one_rank_alone_does_nothing():
+    watch = Watch()
+    watch.start()
+    with watch.waiting():
+        pass
+    watch.close()
+
+
+def test_find_is_silent_while_a_rank_waits_less_than_the_timeout():
+    ranks = Ranks(2)
+    with ranks.watches[0].waiting():
+        ranks.exchange([0, 1], 49)
+        assert ranks.watches[0].find() is None
+        ranks.exchange([0, 1], 1)
+        assert ranks.watches[0].find() is not None
+
+
+def test_find_is_silent_for_a_rank_that_does_not_wait_whoever_is_silent():
+    ranks = Ranks(2)
+    ranks.exchange([0, 1])
+    ranks.exchange([0], 500)
+    assert ranks.watches[0].find() is None
+
+
+def test_find_names_the_silent_rank_its_host_process_and_last_task():
+    ranks = Ranks(3)
+    ranks.watches[1].doing, ranks.watches[1].running = "round 7", {"learner stream 0": "learning task of learner 0"}
+    ranks.exchange([1, 0, 2])
+    with ranks.watches[0].waiting(), ranks.watches[2].waiting():
+        ranks.exchange([0, 2], 60)
+        found = ranks.watches[0].find()
+    assert found is not None
+    assert found.startswith("rank 0 has waited for 60 s (distributed.timeout_s=50) for rank 1 (")
+    assert f"rank 1 ({socket.gethostname()}, process {os.getpid()}), which hangs" in found
+    assert "its last task is learning task of learner 0 of round 7, last heard of 60 s ago." in found
+    assert "rank 2" not in found
+    assert found.endswith("resume=auto.")
+
+
+def test_find_names_the_rank_that_works_while_all_others_wait():
+    ranks = Ranks(3)
+    ranks.watches[2].doing = "the evaluation after round 9"
+    with ranks.watches[0].waiting(), ranks.watches[1].waiting():
+        ranks.exchange([0, 1, 2], 60)
+        found = ranks.watches[1].find()
+    assert found is not None
+    assert "for rank 2 (" in found
+    assert "the evaluation after round 9" in found
+    assert "rank 0" not in found
+
+
+def test_find_blames_the_silent_rank_rather_than_one_that_works():
+    ranks = Ranks(3)
+    ranks.exchange([0, 1, 2])
+    with ranks.watches[0].waiting():
+        ranks.exchange([0, 2], 60)
+        found = ranks.watches[0].find()
+    assert "rank 1 (" in found
+    assert "rank 2" not in found
+
+
+def test_find_names_every_rank_that_is_silent():
+    ranks = Ranks(3)
+    ranks.exchange([0, 1, 2])
+    with ranks.watches[0].waiting():
+        ranks.exchange([0], 60)
+        found = ranks.watches[0].find()
+    assert "for rank 1 (" in found
+    assert "; rank 2 (" in found
+
+
+def test_find_blames_the_network_when_all_wait_for_each_other():
+    ranks = Ranks(2)
+    with ranks.watches[0].waiting(), ranks.watches[1].waiting():
+        ranks.exchange([0, 1], 60)
+        found = ranks.watches[0].find()
+    assert found.startswith("rank 0 has waited for 60 s")
+    assert "so have all others: the network between their hosts is lost" in found
+
+
+def test_find_blames_the_way_to_the_store_when_it_does_not_answer():
+    ranks = Ranks(2)
+    with ranks.watches[0].waiting():
+        ranks.exchange([0, 1], 45)
+        ranks.store.answers = False
+        ranks.clock.now += 10
+        found = ranks.watches[0].find()
+    assert "the launcher's store has not answered for 10 s" in found
+
+
+def test_waiting_of_several_threads_counts_from_the_one_that_began_first():
+    ranks = Ranks(2)
+    watch, inside, leave = ranks.watches[0], threading.Event(), threading.Event()
+
+    def wait():
+        with watch.waiting():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    inside.wait()
+    ranks.exchange([0, 1], 30)
+    with watch.waiting():
+        ranks.exchange([0, 1], 20)
+        assert watch.find() is not None  # the thread has waited for 50 s
+        leave.set()
+        thread.join()
+        assert watch.find() is None  # this one for 20 s
+        ranks.exchange([0, 1], 30)
+        assert watch.find() is not None
+    assert watch.find() is None
+
+
+def test_waiting_that_fails_is_over():
+    ranks = Ranks(2)
+    with pytest.raises(RuntimeError, match="lost"), ranks.watches[0].waiting():
+        raise RuntimeError("lost")
+    ranks.exchange([0, 1], 60)
+    assert ranks.watches[0].find() is None
+
+
+def make_running(store, rank, found):
+    watch = RankWatch(store, rank, 2, timeout_s=0.1, end=found.append)
+    watch.start()
+    return watch
+
+
+def watch_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("crossbow watch")]
+
+
+def test_threads_find_the_rank_that_stopped_speaking_tell_it_once_and_end_on_close():
+    store, found = DictStore(), []
+    other = RankWatch(store, 1, 2, timeout_s=0.1)
+    store.set("watch/0", json.dumps({"beat": 0, "doing": "starting", "waits_s": None, "host": "h", "pid": 1}))
+    other.exchange()
+    watch = make_running(store, 0, found)
+    watch.start()  # a second time does nothing
+    assert len(watch_threads()) == 2
+    deadline = time.monotonic() + 20
+    with watch.waiting():
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.01)
+    watch.close()
+    assert len(found) == 1
+    assert "rank 1 (" in found[0]
+    assert watch_threads() == []
+
+
+def test_threads_of_ranks_that_answer_each_other_find_nothing_and_end_on_close():
+    store, found = DictStore(), []
+    for rank in range(2):
+        store.set(f"watch/{rank}", json.dumps({"beat": 0, "doing": "", "waits_s": None, "host": "h", "pid": 1}))
+    watches = [make_running(store, rank, found) for rank in range(2)]
+    time.sleep(0.3)
+    for watch in watches:
+        watch.close()
+    assert found == []
+    assert watch_threads() == []
+    beats = [json.loads(store.values[f"watch/{rank}"])["beat"] for rank in range(2)]
+    assert min(beats) >= 2
+
+
+def test_watch_that_never_started_closes():
+    RankWatch(DictStore(), 0, 2, timeout_s=1.0).close()
+
+
+def test_thread_that_speaks_survives_nothing_but_is_silent_when_the_store_is_lost():
+    store, found = DictStore(), []
+    store.answers = False
+    watch = make_running(store, 0, found)
+    with watch.waiting():
+        deadline = time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.01)
+    watch.close()
+    assert "store has not answered" in found[0]
+    assert EXIT_HANGS == 1

@@ -1,0 +1,108 @@
+"""Ranks with another code or configuration are refused at the start, with the difference."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from crossbow_py import alike
+from crossbow_py.alike import check_alike
+from crossbow_py.config import compose, config_to_mapping
+from crossbow_py.distributed.ranks import ALONE
+from crossbow_py.errors import RankError, UserError
+from tests.thread_ranks import on_threads
+
+CONFIG = config_to_mapping(compose(["+experiment=digits"]))
+
+
+def with_changes(changes):
+    changed = copy.deepcopy(CONFIG)
+    for path, value in changes.items():
+        *groups, key = path.split(".")
+        owner = changed
+        for group in groups:
+            owner = owner[group]
+        owner[key] = value
+    return changed
+
+
+def check(ranks, configs):
+    check_alike(configs[ranks.rank], ranks)
+    return "alike"
+
+
+def found_with(*changes):
+    return on_threads(check, len(changes), [with_changes(each) for each in changes])
+
+
+def test_rank_alone_is_alike():
+    check_alike(CONFIG, ALONE)
+
+
+def test_ranks_of_one_configuration_are_alike():
+    assert found_with({}, {}, {}) == ["alike"] * 3
+
+
+def test_paths_and_what_the_first_rank_alone_reads_may_differ():
+    other = {"output_dir": "/other", "resume": "auto", "init_from": "/weights.safetensors"}
+    assert found_with({}, other) == ["alike"] * 2
+
+
+def test_other_value_on_one_rank_is_refused_on_all_with_both_values():
+    first, second, third = found_with({}, {}, {"batch_size": 8, "optimizer.learning_rate": 0.5})
+    assert isinstance(first, UserError)
+    said = str(first)
+    assert said.startswith("rank 2 is not like rank 0 (")
+    assert "config.batch_size: 16 → 8" in said
+    assert "config.optimizer.learning_rate: 0.05 → 0.5" in said
+    for other in (second, third):
+        assert isinstance(other, RankError)
+        assert (other.exit_code, other.is_said, said in str(other)) == (2, False, True)
+
+
+def test_many_differences_are_cut_short():
+    changes = {"batch_size": 8, "seed": 7, "num_learners": 5, "max_epochs": 3, "keep_checkpoints": 9}
+    first, _ = found_with({}, changes)
+    assert str(first).count("→") == 4
+    assert "; ..." in str(first)
+
+
+@pytest.mark.parametrize(("key", "value"), [("source", "0123456789ab"), ("torch", "2.0.0"), ("python", "3.9.9")])
+def test_other_code_on_one_rank_is_refused_with_what_differs(key, value, monkeypatch):
+    own = alike._code()
+
+    def check_other(ranks):
+        check_alike(CONFIG, ranks)
+
+    calls = []
+
+    def code():
+        calls.append(key)
+        return {**own, key: value} if len(calls) == 1 else own
+
+    monkeypatch.setattr(alike, "_code", code)
+    found = on_threads(check_other, 2)
+    assert {type(each) for each in found} == {UserError, RankError}
+    first, second = found
+    assert f"code.{key}: " in str(first)
+    assert value in str(first)
+    assert second.exit_code == 2
+
+
+def test_code_hash_changes_with_any_source_file(monkeypatch, tmp_path):
+    package = tmp_path / "package"
+    (package / "inner").mkdir(parents=True)
+    (package / "alike.py").write_text("a = 1\n")
+    (package / "inner" / "b.py").write_text("b = 1\n")
+    (package / "notes.txt").write_text("not code")
+    monkeypatch.setattr(alike, "__file__", str(package / "alike.py"))
+    hashes = [alike._code()["source"]]
+    assert hashes[0] == alike._code()["source"]
+    (package / "notes.txt").write_text("still not")
+    assert alike._code()["source"] == hashes[0]
+    (package / "inner" / "b.py").write_text("b = 2\n")
+    hashes.append(alike._code()["source"])
+    (package / "inner" / "b.py").rename(package / "inner" / "c.py")
+    hashes.append(alike._code()["source"])
+    assert len(set(hashes)) == 3
