@@ -23,7 +23,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 fail() {
     printf 'docker/verify.sh: failed: %s\n' "$*" >&2
-    [[ ! -s $work/log ]] || tail -n 20 "$work/log" >&2
+    logs 2>/dev/null | tail -n 30 >&2 || true
     exit 1
 }
 

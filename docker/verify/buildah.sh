@@ -82,6 +82,7 @@ start_ranks() { start tini -s -- torchrun "$@"; }
 inside_running() { inside "$@"; }
 ended() { [[ -s $work/code ]]; }
 exit_code() { cat "$work/code"; }
+logs() { cat "$work/log"; }
 
 process_1() { # what would be it in a container of its own: the first tini below buildah
     local process=$main

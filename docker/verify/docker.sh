@@ -20,17 +20,17 @@ inside_base() { docker run --rm --interactive --entrypoint "$1" "$base" "${@:2}"
 trained() { docker run --rm "${run_flags[@]}" "$image" "$@"; }
 
 # One at a time in the background, and a command beside it.
-start_trainer() { docker run --detach --name "$name" "${run_flags[@]}" "$image" "$@" >/dev/null; }
-start_ranks() { docker run --detach --init --name "$name" "${run_flags[@]}" --entrypoint torchrun "$image" "$@" >/dev/null; }
+start() {
+    docker rm --force "$name" >/dev/null 2>&1 || true
+    docker run --detach --name "$name" "${run_flags[@]}" "$@" >/dev/null
+}
+start_trainer() { start "$image" "$@"; }
+start_ranks() { start --init --entrypoint torchrun "$image" "$@"; }
 inside_running() { docker exec --interactive "$name" "$@"; }
 terminate() { docker kill --signal TERM "$name" >/dev/null; }
 ended() { [[ $(docker inspect --format '{{.State.Running}}' "$name") == false ]]; }
-
-exit_code() { # of what has ended
-    docker inspect --format '{{.State.ExitCode}}' "$name"
-    docker logs "$name" >"$work/log" 2>&1
-    docker rm "$name" >/dev/null
-}
+exit_code() { docker inspect --format '{{.State.ExitCode}}' "$name"; }
+logs() { docker logs "$name" 2>&1; }
 
 remove_all() {
     docker rm --force "$name"

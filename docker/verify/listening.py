@@ -1,4 +1,8 @@
-"""Fails where a process of this container listens on an address that other machines can reach."""
+"""Fails where a process of this container listens on an address that other machines can reach.
+
+torchrun itself does: its rendezvous has no setting for the address, and the network of a container is what keeps others
+from it. Its ranks and all else may not.
+"""
 
 import os
 import sys
@@ -35,9 +39,14 @@ def listeners(table: str) -> Iterator[tuple[str, int, str]]:
             yield str(ip_address(b"".join(words))), int(port, 16), fields[9]
 
 
-processes = list(neighbours())
+def is_torchrun(process: Path) -> bool:
+    """Whether it is the launcher, and not a rank."""
+    return any(word.endswith(b"/torchrun") for word in (process / "cmdline").read_bytes().split(b"\0"))
+
+
+processes = [process for process in neighbours() if not is_torchrun(process)]
 own = {inode for process in processes for inode in sockets(process)}
 found = [entry for table in ("/proc/net/tcp", "/proc/net/tcp6") for entry in listeners(table) if entry[2] in own]
 public = [f"{address} port {port}" for address, port, _ in found if not ip_address(address).is_loopback]
-print(f"{len(processes)} processes, {len(found)} listening sockets, on public addresses: {', '.join(public) or 'none'}")
+print(f"{len(processes)} processes besides torchrun, {len(found)} listening sockets, public:", *(public or ["none"]))
 sys.exit(bool(public) or not processes)
