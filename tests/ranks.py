@@ -23,7 +23,9 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 
 PATIENCE_S = 60.0
-_PRELOADED = ["torch", "crossbow_py", "tests.ranks"]
+# With them what torch.export would import in every rank that fuses, which takes seconds.
+_EXPORT = ["torch.export._trace", "torch._functorch.aot_autograd", "torch._inductor.decomposition"]
+_PRELOADED = ["torch", "crossbow_py", "tests.ranks", *_EXPORT]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,206 @@
+"""One model over several ranks: as exact as over one, whatever the number of ranks, learners and executors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossbow_py import SGD, SMA
+from crossbow_py.data.feeds import make_feed
+from tests import rank_jobs
+from tests.rank_jobs import Ended, Values
+from tests.rank_results import assert_alike, distance, results
+from tests.support import linear_model
+from tests.trainers import blobs
+
+EXECUTORS = ["serial", "threads", "fused"]
+
+
+def train(
+    num_ranks: int, num_learners: int, executor: str = "serial", fp64: bool = True, **options: Any
+) -> list[Ended]:
+    """20 rounds on each rank, unless told otherwise."""
+    stops = {"max_rounds": options.pop("rounds", 20)}
+    options = {"executor": executor, "num_learners": num_learners, **options}
+    return results(rank_jobs.train, num_ranks, options, stops, fp64)
+
+
+def assert_same_run(found: list[Ended], reference: Ended, tolerance: float) -> None:
+    """z, the learners in order, and the average model's statistics are those of one rank with all learners."""
+    learners = [row for each in found for row in each.learners]
+    for each in found:
+        assert each.samples_seen == reference.samples_seen
+        assert distance(each.z, reference.z) <= tolerance
+        for name, expected in reference.model.items():
+            if name.endswith("num_batches_tracked"):
+                assert each.model[name] == expected
+            else:
+                assert distance(each.model[name], expected) <= 10 * tolerance, name
+    assert len(learners) == len(reference.learners)
+    for own, expected in zip(learners, reference.learners, strict=True):
+        assert distance(own, expected) <= tolerance
+
+
+@pytest.fixture(scope="module")
+def four_learners() -> Ended:
+    """20 rounds of one rank, in float64."""
+    return train(1, 4)[0]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_two_ranks_of_two_learners_follow_one_rank_of_four(executor, four_learners):
+    found = train(2, 2, executor)
+    assert_same_run(found, four_learners, 1e-8)
+    assert_alike(found)
+
+
+def test_four_ranks_of_one_learner_follow_one_rank_of_four(four_learners):
+    found = train(4, 1, "threads")
+    assert_same_run(found, four_learners, 1e-8)
+    assert_alike(found)
+
+
+def test_three_ranks_follow_one_rank_of_as_many_learners():
+    assert_same_run(train(3, 1), train(1, 3)[0], 1e-8)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_two_ranks_of_one_learner_are_sma_of_two(executor):
+    found = train(2, 1, executor)
+    assert_same_run(found, train(1, 2)[0], 1e-8)
+    assert_alike(found)
+    assert distance(found[0].learners[0], found[1].learners[0]) > 1e-6
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_one_round_of_two_ranks_is_that_of_one_in_float32(executor):
+    found = train(2, 2, executor, fp64=False, rounds=1)
+    assert_same_run(found, train(1, 4, executor, fp64=False, rounds=1)[0], 1e-5)
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        SMA(averaging_period=3),
+        SMA(correction_rate=0.1, averaging_momentum=0.5),
+        SMA(restart_momentum="average"),
+        SMA(batch_norm="recalibrate", recalibration_batches=5),
+    ],
+    ids=["period", "rate", "restart", "recalibrate"],
+)
+def test_other_settings_of_averaging_follow_one_rank(averaging):
+    options = {"averaging": averaging, "rounds": 14}  # the rate drops at 100 samples, in round 7
+    found = train(2, 2, **options)
+    assert_same_run(found, train(1, 4, **options)[0], 1e-8)
+    assert_alike(found)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("executor", ["threads", "fused"])
+def test_z_after_training_is_equal_to_the_bit_and_so_is_what_was_measured(num_ranks, executor):
+    found = results(rank_jobs.train, num_ranks, {"executor": executor}, {"max_epochs": 3})
+    assert_alike(found)
+    assert found[0].epochs is not None
+    assert [each[0] for each in found[0].epochs] == [1, 2, 3]
+    assert found[0].test_accuracy is not None
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+def test_evaluation_over_ranks_is_that_of_one_rank(num_ranks):
+    found = results(rank_jobs.evaluate_twice, num_ranks, {})  # five batches
+    for shared, alone in found:
+        assert shared == found[0][0]
+        assert shared == pytest.approx(alone, rel=1e-12)
+        assert shared[2] == 20
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_ranks_take_every_position_of_the_stream_once_and_theirs_alone(executor):
+    found = results(rank_jobs.starts_taken, 2, {"executor": executor}, 7)
+    for rank, starts in enumerate(found):
+        assert sorted(starts) == sorted(16 * n + 8 * rank + 4 * j for n in range(7) for j in range(2))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rounds", "epochs"), [(1, 20, 4), (2, 10, 4), (3, 10, 6)])
+def test_samples_of_epochs_are_the_same_set_whatever_the_number_of_ranks(num_ranks, num_rounds, epochs):
+    found = results(rank_jobs.samples_taken, num_ranks, {"batch_size": 5}, num_rounds)
+    assert {len(each) for each in found} == {10 * num_rounds}
+    taken = sorted(sample for each in found for sample in each)
+    assert taken == sorted(list(range(50)) * epochs)
+
+
+# Two levels: nodes that average for themselves
+
+
+def node_reference(num_nodes: int, per_node: int, num_rounds: int, period: int, node_period: int) -> list[list[Values]]:
+    """z of every node, at first and after every round: the equations of `averaging.rule`, with gradients by hand."""
+    rate, momentum, decay, mu, batch, num_learners = 0.1, 0.8, 0.01, 0.9, 4, num_nodes * per_node
+    feed = make_feed(blobs(40), batch, 0)
+    start = linear_model()
+    first = np.concatenate([start.weight.detach().double().numpy().ravel(), start.bias.detach().double().numpy()])
+    z, z_prev = [first.copy() for _ in range(num_nodes)], [first.copy() for _ in range(num_nodes)]
+    w, u = [first.copy() for _ in range(num_learners)], [np.zeros_like(first) for _ in range(num_learners)]
+    found, averagings = [[first] * num_nodes], 0
+    for n in range(num_rounds):
+        averages = (n + 1) % period == 0
+        totals = [np.zeros_like(first) for _ in range(num_nodes)]
+        for j in range(num_learners):
+            node, (inputs, targets) = j // per_node, feed.batch((n * num_learners + j) * batch)
+            x, y = inputs.double().numpy(), targets.numpy()
+            logits = x @ w[j][:12].reshape(3, 4).T + w[j][12:]
+            p = np.exp(logits - logits.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            p[np.arange(batch), y] -= 1
+            gradient = np.concatenate([(p.T @ x / batch + decay * w[j][:12].reshape(3, 4)).ravel(), p.mean(0)])
+            correction = (w[j] - z[node]) / per_node if averages else 0.0 * w[j]
+            u[j] = momentum * u[j] + gradient
+            w[j] = w[j] - rate * u[j] - correction
+            totals[node] += correction
+        if averages:
+            averagings += 1
+            moved = [z[i] + totals[i] + mu * (z[i] - z_prev[i]) for i in range(num_nodes)]
+            z_prev, z = z, moved
+            if node_period > 1 and averagings % node_period == 0:
+                z = [np.mean(z, axis=0)] * num_nodes
+                z_prev = [np.mean(z_prev, axis=0)] * num_nodes
+        found.append([each.copy() for each in z])
+    return found
+
+
+@pytest.mark.parametrize(("period", "node_period"), [(1, 2), (3, 2)])
+def test_nodes_that_average_for_themselves_follow_the_equations(period, node_period):
+    options = {
+        "num_learners": 1,
+        "optimizer": SGD(learning_rate=0.1, momentum=0.8, weight_decay=0.01),
+        "averaging": SMA(averaging_period=period, node_period=node_period),
+    }
+    found = results(rank_jobs.z_of_every_round, 4, options, 12, num_nodes=2)
+    reference = node_reference(2, 2, 12, period, node_period)
+    for n in range(13):
+        for rank in range(4):
+            np.testing.assert_allclose(found[rank][n], reference[n][rank // 2], rtol=1e-10, atol=1e-12)
+        first, same, other, others_same = (each[n].tobytes() for each in found)
+        assert (first, other) == (same, others_same)
+        # Learners are first apart after a round, z moves in the averaging after that, and is one where nodes join.
+        assert (first == other) is (n < max(2, period) or n // period % node_period == 0)
+
+
+def test_one_node_with_a_node_period_averages_every_round():
+    options = {"averaging": SMA(node_period=4), "rounds": 6}
+    assert_same_run(train(2, 1, **options), train(1, 2, rounds=6)[0], 1e-8)
+
+
+def test_result_of_nodes_that_are_apart_is_the_mean_of_theirs():
+    options = {"executor": "serial", "num_learners": 2, "averaging": SMA(node_period=50)}
+    first, second = results(rank_jobs.train, 2, options, {"max_rounds": 6}, num_nodes=2)
+    assert distance(first.z, second.z) > 1e-6
+    for name in first.model:
+        assert first.model[name].tobytes() == second.model[name].tobytes()
+    assert (first.test_accuracy, first.test_loss) == (second.test_accuracy, second.test_loss)
+    mean = (first.z + second.z) / 2
+    # The order of the parameters in the bank and in the model differs; their values do not.
+    names = [name for name in first.model if "running" not in name and "num_batches" not in name]
+    model = np.sort(np.concatenate([first.model[name].ravel() for name in names]))
+    np.testing.assert_allclose(model, np.sort(mean), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,333 @@
+"""What ranks do in tests: functions of a module, as processes are started with them. They return plain values."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from crossbow_py import SGD, Augmentation, MultiStep, Trainer, run_settings
+from crossbow_py.data.sampler import epoch_order
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.engine.auto_tuner import AutoTuner
+from crossbow_py.engine.precision import FP64
+from crossbow_py.tuning import LearnerTuning
+from tests.trainers import Recorder, image_model, images, make_trainer
+
+Values = npt.NDArray[np.float64]
+STILL = SGD(learning_rate=0.0)
+
+
+@dataclass
+class Ended:
+    """Where a rank stands after a job; vectors are end to end, one row a learner of the rank."""
+
+    z: Values
+    z_prev: Values
+    learners: list[Values]
+    momenta: list[Values]
+    checksum: int
+    samples_seen: int
+    rounds: int
+    num_learners: int
+    learning_rate: float
+    num_reseeded: int
+    status: str = ""
+    reason: str = ""
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    model: dict[str, Values] | None = None
+    epochs: list[tuple[Any, ...]] | None = None
+    messages: list[str] | None = None
+
+
+def _flat(views: list[Tensor]) -> Values:
+    return torch.cat([view.detach().flatten() for view in views]).numpy().copy()
+
+
+def ended(trainer: Trainer, result: Any = None, recorder: Recorder | None = None) -> Ended:
+    """What there is to compare."""
+    run, bank = trainer.run, trainer.run.parts.bank
+    state, momentum = run.state, bank.state.get("momentum")
+    found = Ended(
+        z=_flat(bank.z.flat()),
+        z_prev=_flat(bank.z_prev.flat()),
+        learners=[_flat(bank.weights.flat(j)) for j in range(bank.num_learners)],
+        momenta=[_flat(momentum.flat(j)) for j in range(bank.num_learners)] if momentum else [],
+        checksum=bank.z_checksum(),
+        samples_seen=state.samples_seen,
+        rounds=state.round_index,
+        num_learners=bank.num_learners,
+        learning_rate=run.parts.plan(
+            state.round_index, state.samples_seen, run.schedule.factor(state.samples_seen, run.num_samples, None)
+        ).learning_rates[0],
+        num_reseeded=state.num_reseeded,
+    )
+    if result is not None:
+        found.status, found.reason = result.status, result.stop_reason
+        found.test_accuracy, found.test_loss = result.test_accuracy, state.last_loss
+        found.model = {name: value.numpy().copy() for name, value in result.model.state_dict().items()}
+    if recorder is not None:
+        found.messages = recorder.of("message")
+        found.epochs = [
+            (each.epoch, each.samples_seen, each.train_loss, each.test_loss, each.test_accuracy, each.spread)
+            for each in recorder.of("epoch")
+        ]
+    return found
+
+
+def image_trainer(ranks: Ranks, **options: Any) -> Trainer:
+    """BatchNorm, dropout, augmentation, momentum, weight decay and a rate that drops; two learners a rank."""
+    defaults: dict[str, Any] = {
+        "model": image_model,
+        "train_data": images(50),
+        "test_data": images(20),
+        "augmentation": Augmentation(crop_padding=2, flip=True),
+        "optimizer": SGD(learning_rate=0.05, momentum=0.9, weight_decay=1e-2),
+        "schedule": MultiStep(milestones=(2.0, 4.0), gamma=0.5),
+        "ranks": ranks,
+    }
+    return make_trainer(**{**defaults, **options})
+
+
+def train(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], fp64: bool = False) -> Ended:
+    """A whole run, of images."""
+    if fp64:
+        run_settings.choose_precision = lambda name, device: FP64
+    recorder = Recorder()
+    trainer = image_trainer(ranks, callbacks=[recorder], **options)
+    return ended(trainer, trainer.fit(**stops), recorder)
+
+
+def restore_and_train(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[Ended, Ended]:
+    """(what a resumed run begins with, where it ends)."""
+    trainer = image_trainer(ranks, **options)
+    begun = ended(trainer)
+    return begun, ended(trainer, trainer.fit(**stops))
+
+
+def before_each_round(trainer: Trainer, call: Callable[[Trainer], None]) -> None:
+    """Let the training loop call a function before round `trainer.state.round_index`, the earlier ones submitted."""
+    feed = trainer.run.parts.train_feed
+    announce = feed.announce
+
+    def called(starts: Sequence[int]) -> bool:
+        call(trainer)
+        return announce(starts)
+
+    feed.announce = called  # type: ignore[method-assign]
+
+
+def train_watched(
+    ranks: Ranks, call: Callable[[Trainer], None], options: dict[str, Any], stops: dict[str, Any]
+) -> Ended:
+    """A run with a function before each round."""
+    recorder = Recorder()
+    trainer = image_trainer(ranks, callbacks=[recorder], **options)
+    before_each_round(trainer, call)
+    return ended(trainer, trainer.fit(**stops), recorder)
+
+
+def z_of_every_round(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> list[Values]:
+    """z before each round and at the end, in float64; with `serial`, which has no round in flight."""
+    run_settings.choose_precision = lambda name, device: FP64
+    found: list[Values] = []
+    trainer = make_trainer(ranks=ranks, **options)
+    before_each_round(trainer, lambda trainer: found.append(_flat(trainer.run.parts.bank.z.flat())))
+    trainer.fit(max_rounds=num_rounds)
+    return [*found, _flat(trainer.run.parts.bank.z.flat())]
+
+
+class Pictures:
+    """Images by number, which are noted; one of them may be bad."""
+
+    def __init__(self, num_samples: int, bad: int | None = None) -> None:
+        self.images, self.targets = images(num_samples)
+        self.bad, self.asked = bad, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == self.bad:
+            raise OSError("image file is truncated")
+        self.asked.append(index)
+        return self.images[index], int(self.targets[index])
+
+
+def images_with_a_nan(position: int) -> tuple[Tensor, Tensor]:
+    """Floating images, of which the one at a position of the first epoch's stream (seed 0) is NaN."""
+    inputs, targets = images(200)
+    inputs = inputs / 255
+    inputs[epoch_order(0, 0, 200)[position]] = float("nan")
+    return inputs, targets
+
+
+def samples_taken(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> list[int]:
+    """Which samples a rank has learned from, in order."""
+    data = Pictures(50)
+    trainer = image_trainer(ranks, train_data=data, test_data=None, augmentation=None, num_workers=0, **options)
+    data.asked.clear()
+    trainer.fit(max_rounds=num_rounds)
+    return data.asked
+
+
+def starts_taken(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> list[int]:
+    """At which positions of the stream a rank has taken batches."""
+    trainer, starts = image_trainer(ranks, **options), list[int]()
+    feed = trainer.run.parts.train_feed
+    make = feed.batch
+
+    def batch(start: int) -> Any:
+        starts.append(start)
+        return make(start)
+
+    feed.batch = batch  # type: ignore[method-assign]
+    trainer.fit(max_rounds=num_rounds)
+    return starts
+
+
+def evaluate_twice(ranks: Ranks, options: dict[str, Any]) -> tuple[Any, Any]:
+    """(over all ranks, by this rank alone): loss, accuracy, number of samples and a metric of one state."""
+    trainer = image_trainer(ranks, metrics={"largest": lambda outputs, targets: outputs.abs().mean()}, **options)
+    parts = trainer.run.parts
+    parts.evaluator.batch_size = 4
+    trainer.fit(max_rounds=5)
+    (state,) = parts.final_states(0)
+    found = [parts.evaluator.evaluate(state, parts.test_feed, each) for each in (ranks, Ranks())]
+    shared, alone = ((each.loss, each.accuracy, each.num_samples, each.metrics["largest"]) for each in found)
+    return shared, alone
+
+
+def stopped_by_signal(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], number: int, at: int) -> Ended:
+    """A run in which rank 1 alone gets a signal before a round."""
+
+    def send(trainer: Trainer) -> None:
+        if ranks.rank == 1 and trainer.state.round_index == at:
+            signal.raise_signal(number)
+
+    return train_watched(ranks, send, options, {**stops, "handle_signals": True})
+
+
+def train_in_two_calls(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], later: dict[str, Any]) -> Ended:
+    """`fit` called twice."""
+    trainer = image_trainer(ranks, **options)
+    trainer.fit(**stops)
+    return ended(trainer, trainer.fit(**later))
+
+
+def train_with_clocks_apart(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> Ended:
+    """A run taken up again whose ranks have counted another time each."""
+    trainer = image_trainer(ranks, **options)
+    trainer.fit(max_rounds=2)
+    trainer.run.state.elapsed_s += ranks.rank
+    return ended(trainer, trainer.fit(**stops))
+
+
+def tuned(trainer: Trainer, window_s: float = 0.01) -> None:
+    """Let the auto-tuner decide often."""
+    tuning = trainer.run.tuning
+    assert tuning is not None
+    limit = tuning.tuner.max_learners
+    trainer.run.tuning = LearnerTuning(AutoTuner(max_learners=limit, windows=1, warm_up_windows=0), window_s)
+
+
+def tune(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[Ended, list[int]]:
+    """A run with the auto-tuner, and how many learners it had in every round."""
+    counts, recorder = list[int](), Recorder()
+    trainer = image_trainer(ranks, num_learners="auto", max_learners=4, callbacks=[recorder], **options)
+    before_each_round(trainer, lambda trainer: counts.append(trainer.run.parts.bank.num_learners))
+    tuned(trainer)
+    return ended(trainer, trainer.fit(**stops), recorder), counts
+
+
+def tune_out_of_memory(
+    ranks: Ranks, where: str, error: Exception, options: dict[str, Any], stops: dict[str, Any]
+) -> tuple[Ended, dict[str, Any]]:
+    """As `tune`, with a rank 1 that cannot hold two learners: their rows, or a round of theirs."""
+    trainer: Trainer | None = None
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        own = trainer.run.parts.bank.num_learners if trainer else 1
+        if ranks.rank == 1 and where == "round" and own >= 2:
+            raise error
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    recorder = Recorder()
+    trainer = image_trainer(ranks, num_learners="auto", max_learners=4, loss=loss, callbacks=[recorder], **options)
+    tuned(trainer)
+    bank = trainer.run.parts.bank
+    allocate = bank._allocate
+
+    def refuse(capacity: int) -> None:
+        if capacity >= 2:
+            raise error
+        allocate(capacity)
+
+    if ranks.rank == 1 and where == "allocation":
+        bank._allocate = refuse  # type: ignore[method-assign]
+    found = ended(trainer, trainer.fit(**stops), recorder)
+    return found, trainer.run.tuning.to_plain()
+
+
+def spoil_z(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], at: int, rank: int) -> Ended:
+    """A run in which a bit of one rank's z changes before a round; with `serial` alone."""
+
+    def flip(trainer: Trainer) -> None:
+        if ranks.rank == rank and trainer.state.round_index == at:
+            trainer.run.parts.bank.z.flat()[0].view(torch.int32)[3] ^= 1
+
+    return train_watched(ranks, flip, options, stops)
+
+
+def evaluate_with_a_bad_sample(ranks: Ranks, options: dict[str, Any]) -> Ended:
+    """An epoch whose test data has a bad sample in the share of rank 1."""
+    trainer = image_trainer(ranks, test_data=Pictures(20, bad=6), num_workers=0, **options)
+    trainer.run.parts.evaluator.batch_size = 4
+    return ended(trainer, trainer.fit(max_epochs=1))
+
+
+def evaluate_with_a_broken_metric(ranks: Ranks, options: dict[str, Any]) -> Ended:
+    """A metric of the user's that fails on rank 1 alone, with what is nobody's CrossbowError."""
+
+    def metric(outputs: Tensor, targets: Tensor) -> Tensor:
+        if ranks.rank == 1:
+            raise ValueError("no such class")
+        return outputs.mean()
+
+    trainer = image_trainer(ranks, metrics={"broken": metric}, **options)
+    trainer.run.parts.evaluator.batch_size = 4
+    return ended(trainer, trainer.fit(max_epochs=1))
+
+
+def check_alike_on(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]) -> str:
+    """What a rank is told that was started with another configuration or another source than the others."""
+    from crossbow_py import alike  # noqa: PLC0415  of this process alone
+
+    code = alike._code()
+    alike._code = lambda: {**code, "source": codes[ranks.rank]}
+    alike.check_alike(configs[ranks.rank], ranks)
+    return "alike"
+
+
+def end_in_a_round(ranks: Ranks, options: dict[str, Any], at: int, how: str, stderr: str) -> Ended:
+    """A run in which rank 1 is ended, or stopped for ever, before a round."""
+    with open(f"{stderr}.{ranks.rank}", "w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 2)
+    Path(f"{stderr}.pid.{ranks.rank}").write_text(str(os.getpid()))
+
+    def end(trainer: Trainer) -> None:
+        if ranks.rank == 1 and trainer.state.round_index == at:
+            if how == "exit":
+                os._exit(9)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    return train_watched(ranks, end, options, {"max_rounds": 100_000})
