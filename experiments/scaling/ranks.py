@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -246,11 +246,11 @@ class RankPair:
         assert len(cores) >= NUM_RANKS, "two ranks need a core each"
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
+        store = self._new_store()
         pipes = [context.Pipe() for _ in range(NUM_RANKS)]
         self._connections = [own for own, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, cores[rank], store, theirs), daemon=True)
+            context.Process(target=self._serve_function(), args=(rank, cores[rank], store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -258,6 +258,14 @@ class RankPair:
         for _, theirs in pipes:
             theirs.close()
         return self
+
+    def _serve_function(self) -> Callable[[int, int, str, Connection], None]:
+        """What the processes run."""
+        return _serve
+
+    def _new_store(self) -> str:
+        """Where ranks meet."""
+        return str(Path(self._folder.name) / "store")
 
     def __exit__(self, *error: object) -> None:
         for connection in self._connections:
@@ -268,7 +276,9 @@ class RankPair:
             process.kill()
         self._folder.cleanup()
 
-    def ask(self, method: str, attempts: int = 4, **arguments: Any) -> list[Measured] | None:
+    def ask(
+        self, method: str, attempts: int = 4, is_judged: bool = True, **arguments: Any
+    ) -> list[Measured] | None:
         """One window on both ranks at once; tried again when others were busy, None when they were every time."""
         for _ in range(attempts):
             before = LoadSnapshot.take()
@@ -276,7 +286,7 @@ class RankPair:
                 connection.send((method, arguments))
             answers = [self._answer(connection) for connection in self._connections]
             share = _foreign_share(before, LoadSnapshot.take(), answers)
-            if share is None or share <= self.max_foreign_share:
+            if share is None or not is_judged or share <= self.max_foreign_share:
                 self.foreign_shares += [] if share is None else [share]
                 return answers
             self.dropped += 1

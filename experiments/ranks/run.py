@@ -1,0 +1,44 @@
+"""Two ranks on two cores against one rank on one, against no averaging, and against DistributedDataParallel.
+
+    python experiments/ranks/run.py [--model resnet32 --batch-size 32] [--json PATH]
+
+README.md says what the sides are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.arguments import count
+from experiments.common.machine import machine, machine_line
+from experiments.common.results import write_result
+from experiments.ranks.measure import measure_ranks
+from experiments.ranks.report import result_text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as asked for; prints the table and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--model", choices=("resnet32", "vgg16", "lenet"), default="resnet32", help="default %(default)s")
+    add("--batch-size", type=count, default=32, help="of a rank (default %(default)s)")
+    add("--rounds", type=count, default=8, help="in a window (default %(default)s)")
+    add("--repetitions", type=count, default=10, help="windows of each side (default %(default)s)")
+    add("--json", type=Path, metavar="PATH", help="write the results there")
+    options = parser.parse_args(argv)
+    measured = measure_ranks(options.model, options.batch_size, options.rounds, options.repetitions)
+    result = {"machine": machine(), **measured}
+    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    if options.json:
+        write_result(options.json, result)
+        print(f"written to {options.json}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
