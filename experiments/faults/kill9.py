@@ -1,0 +1,71 @@
+"""Is a run that is killed at any moment taken up again, to the bit?
+
+    python experiments/faults/kill9.py [--kills 200 --kills-of-two-ranks 40] [--json PATH]
+
+README.md says what is killed, when, and what is looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.arguments import count, positive
+from experiments.common.machine import machine, machine_line
+from experiments.common.results import write_result
+from experiments.faults.campaign import EXECUTORS, Campaign, figures
+from experiments.faults.report import kill9_text
+
+_KILLS_A_RUN = 12
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Kill as often as asked for; prints the tables and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--kills", type=count, default=200, help="of one rank, with a checkpoint to go on from (default %(default)s)")
+    add("--kills-of-two-ranks", type=int, default=40, help="of two ranks, so (default %(default)s)")
+    add("--epochs", type=positive, default=10.0, help="of each run (default %(default)s)")
+    add("--seed", type=int, default=0, help="of the moments (default %(default)s)")
+    add("--folder", type=Path, help="on the disk to write to (default that for temporary files)")
+    add("--json", type=Path, metavar="PATH", help="write the results there")
+    options = parser.parse_args(argv)
+    facts, begin_s = machine(), time.monotonic()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        campaign = Campaign(Path(folder).resolve(), options.epochs, options.seed)
+        runs = _runs(campaign, 1, options.kills) + _runs(campaign, 2, options.kills_of_two_ranks)
+    result = {
+        "machine": facts,
+        "kind": "kill9",
+        "epochs": options.epochs,
+        "seed": options.seed,
+        "minutes": round((time.monotonic() - begin_s) / 60, 1),
+        "runs": runs,
+    }
+    print(f"\n{kill9_text(result)}\n\n{machine_line(facts)}")
+    if options.json:
+        write_result(options.json, result)
+    return 0
+
+
+def _runs(campaign: Campaign, num_ranks: int, num_kills: int) -> list[dict[str, Any]]:
+    """As many as it takes to kill that often with a checkpoint to go on from; executors take turns."""
+    runs: list[dict[str, Any]] = []
+    while (missing := num_kills - (figures(runs)["kills"] if runs else 0)) > 0:
+        executor = EXECUTORS[len(runs) % len(EXECUTORS)]
+        name = f"killed_{num_ranks}_{len(runs)}"
+        runs.append(campaign.run(num_ranks, executor, min(missing, _KILLS_A_RUN), name).to_plain())
+        found = figures(runs)
+        print(f"{name}: {found}", flush=True)
+    return runs
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
