@@ -21,6 +21,7 @@ from crossbow_py.targets import one_line
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _PAPER = (255, 255, 255)
+_LONGEST = 100  # sides to one another: where the short one is enlarged to hundreds of pixels, so is the long one
 _WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 # Files that may well be read another time.
@@ -46,7 +47,8 @@ def decode(path: str | Path) -> Tensor:
 
     Raises:
         OSError, MemoryError: the machine or its file system fails, not the image.
-        UnreadableImage: missing, truncated, damaged, or in another format, whatever its name says.
+        UnreadableImage: missing, truncated, damaged, in another format, whatever its name says, or a hundred times as
+            long as wide.
     """
     try:
         # Pillow's warnings would be a line for every such image and epoch, and what cannot be decoded raises. Filters
@@ -54,12 +56,13 @@ def decode(path: str | Path) -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
+                _check_sides(path, image)
                 image.load()
                 _turn_upright(image)
                 return _rgb(image)
     except UnidentifiedImageError as error:
         raise UnreadableImage(str(path), "no JPEG, PNG or WebP image") from error
-    except MemoryError:
+    except (MemoryError, UnreadableImage):
         raise
     except OSError as error:
         if error.errno in _OF_THE_MACHINE:
@@ -111,6 +114,12 @@ def _resized(pixels: Tensor, short_side: int) -> Tensor:
     resized = torch.empty((new_height, new_width, 3), dtype=torch.uint8)
     crop_resized(pixels, Box(0, 0, width, height), resized.permute(2, 0, 1).unsqueeze(0))
     return resized
+
+
+def _check_sides(path: str | Path, image: Image.Image) -> None:
+    if max(image.size) > _LONGEST * min(image.size):
+        width, height = image.size
+        raise UnreadableImage(str(path), f"{width} x {height} pixels, more than {_LONGEST} times as long as wide")
 
 
 def _turn_upright(image: Image.Image) -> None:

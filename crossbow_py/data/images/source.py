@@ -18,6 +18,7 @@ from crossbow_py.settings import setting
 # Of ImageNet's training images, as everyone uses them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ASSUMED_CLASSES = 1000
+_LARGEST = 2**14  # pixels of a side
 _MOST_COUNTED = 100_000  # files that are counted only to know how many there are
 
 
@@ -33,8 +34,10 @@ class ImageFolder(SourceSettings):
     root: str | None = setting(None, "folder of data sets; null is $CROSSBOW_DATA_DIR, else ~/.cache/crossbow_py")
     train: str = setting("train", "folder in it with the training images, one folder a class")
     val: str = setting("val", "the same for the images to test on")
-    size: int = setting(224, "height and width of the crops", minimum=1)
-    resize: int = setting(256, "short side an image is resized to before its centre is evaluated", minimum=1)
+    size: int = setting(224, "height and width of the crops", minimum=1, maximum=_LARGEST)
+    resize: int = setting(
+        256, "short side an image is resized to before its centre is evaluated", minimum=1, maximum=_LARGEST
+    )
     min_area: float = setting(0.08, "smallest part of an image's area a training crop shows", above=0, maximum=1)
     mean: tuple[float, ...] = setting(_MEAN, "of the pixels in [0, 1], one number a colour")
     std: tuple[float, ...] = setting(_STD, "standard deviation of the same", above=0)

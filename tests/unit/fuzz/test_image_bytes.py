@@ -121,6 +121,17 @@ def test_image_that_claims_a_size_for_gigabytes_is_refused_at_once(tmp_path: Pat
         decode(tmp_path / "image")
 
 
+@pytest.mark.parametrize("size", [(65_500, 1), (1, 65_500), (4001, 40)])
+def test_image_much_longer_than_wide_is_refused_as_enlarging_it_would_take_gigabytes(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    Image.new("RGB", size).save(tmp_path / "image", "JPEG")
+    with pytest.raises(UnreadableImage, match=rf"{size[0]} x {size[1]} pixels, more than 100 times as long as wide"):
+        decode(tmp_path / "image")
+    Image.new("RGB", (4000, 40)).save(tmp_path / "image", "JPEG")
+    assert decode(tmp_path / "image").shape == (40, 4000, 3)
+
+
 def test_png_text_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) -> None:
     text = b"key\0\0" + zlib.compress(bytes(200_000_000))
     chunk = struct.pack(">I", len(text)) + b"zTXt" + text + bytes(4)
