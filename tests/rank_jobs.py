@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -328,6 +329,7 @@ def end_in_a_round(ranks: Ranks, options: dict[str, Any], at: int, how: str, std
         if ranks.rank == 1 and trainer.state.round_index == at:
             if how == "exit":
                 os._exit(9)
+            time.sleep(1.0)  # for it to say where it is
             os.kill(os.getpid(), signal.SIGSTOP)
 
     return train_watched(ranks, end, options, {"max_rounds": 100_000})

@@ -81,9 +81,11 @@ class ProcessGroupRanks(Ranks):
                 "gloo", store=PrefixStore("decisions", store), rank=self.rank, world_size=self.num_ranks,
                 timeout=timedelta(seconds=_START_S),
             )  # fmt: skip
+            watch = RankWatch(_own_connection(store), self.rank, self.num_ranks, settings.timeout_s)
+            watch.say()  # so that who hangs before its first beat is known, too
         except Exception as error:
             raise RankLostError(f"not all {self.num_ranks} ranks have come ({one_line(error)})") from error
-        self.watch = RankWatch(_own_connection(store), self.rank, self.num_ranks, settings.timeout_s)
+        self.watch = watch
         self.token = self.from_first(lambda: uuid.uuid4().hex[:12])
 
     def _take_gpu(self) -> None:

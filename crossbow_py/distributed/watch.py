@@ -145,13 +145,17 @@ class RankWatch(Watch):
             except Exception:
                 return
 
-    def exchange(self) -> None:
-        """Say what this rank is doing, and listen to the others. Blocks until all have said something once."""
+    def say(self) -> None:
+        """Put into the store what this rank is doing."""
         self._beat += 1
         running = next(iter(list(self.running.values())), None)
         doing = self.doing if running is None else f"{running} of {self.doing}"
         said = Said(self._beat, doing, self._waited_s(), socket.gethostname(), os.getpid())
         self._store.set(_key(self._rank), json.dumps(asdict(said)))
+
+    def exchange(self) -> None:
+        """Say what this rank is doing, and listen to the others. Blocks until all have said something once."""
+        self.say()
         values = self._store.multi_get([_key(rank) for rank in range(self._num_ranks)])
         self._answered_s = now = self._clock()
         for rank, value in enumerate(values):

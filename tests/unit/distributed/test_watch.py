@@ -46,10 +46,8 @@ class Ranks:
     def __init__(self, num_ranks):
         self.store, self.clock = DictStore(), Clock()
         self.watches = [RankWatch(self.store, rank, num_ranks, 50.0, clock=self.clock) for rank in range(num_ranks)]
-        for rank in range(num_ranks):  # in torch's store, whoever asks blocks until all are there
-            self.store.values[f"watch/{rank}"] = json.dumps(
-                {"beat": 0, "doing": "starting", "waits_s": None, "host": "h", "pid": 1}
-            ).encode()
+        for watch in self.watches:  # as when they join; in torch's store, whoever asks blocks until all are there
+            watch.say()
 
     def exchange(self, ranks, seconds=0.0, every_s=1.0):
         """The ranks named exchange, once a second for so long."""
@@ -96,6 +94,15 @@ def test_find_names_the_silent_rank_its_host_process_and_last_task():
     assert "its last task is learning task of learner 0 of round 7, last heard of 60 s ago." in found
     assert "rank 2" not in found
     assert found.endswith("resume=auto.")
+
+
+def test_find_names_a_rank_that_hangs_since_it_joined():
+    ranks = Ranks(2)
+    ranks.exchange([0])
+    with ranks.watches[0].waiting():
+        ranks.exchange([0], 60)
+        found = ranks.watches[0].find()
+    assert "which hangs: its last task is starting, last heard of 60 s ago." in found
 
 
 def test_find_names_the_rank_that_works_while_all_others_wait():
@@ -194,8 +201,7 @@ def watch_threads():
 def test_threads_find_the_rank_that_stopped_speaking_tell_it_once_and_end_on_close():
     store, found = DictStore(), []
     other = RankWatch(store, 1, 2, timeout_s=0.1)
-    store.set("watch/0", json.dumps({"beat": 0, "doing": "starting", "waits_s": None, "host": "h", "pid": 1}))
-    other.exchange()
+    other.say()
     watch = make_running(store, 0, found)
     watch.start()  # a second time does nothing
     assert len(watch_threads()) == 2
@@ -212,7 +218,7 @@ def test_threads_find_the_rank_that_stopped_speaking_tell_it_once_and_end_on_clo
 def test_threads_of_ranks_that_answer_each_other_find_nothing_and_end_on_close():
     store, found = DictStore(), []
     for rank in range(2):
-        store.set(f"watch/{rank}", json.dumps({"beat": 0, "doing": "", "waits_s": None, "host": "h", "pid": 1}))
+        RankWatch(store, rank, 2, timeout_s=0.1).say()
     watches = [make_running(store, rank, found) for rank in range(2)]
     time.sleep(0.3)
     for watch in watches:

@@ -1,0 +1,75 @@
+"""Ranks that end, hang or compute something else: the others find out, and say it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from crossbow_py.distributed.settings import DistributedSettings
+from tests import rank_jobs
+from tests.ranks import Raised, answer_of, on_ranks, started
+from tests.trainers import images
+
+SOON_S = 10.0  # beyond what is promised, for a machine that is busy
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_z_that_differs_by_a_bit_on_one_of_three_ranks_is_found_and_the_rank_named(rank):
+    found = on_ranks(rank_jobs.spoil_z, 3, {"executor": "serial"}, {"max_epochs": 3}, 2, rank)
+    first, *others = found
+    assert first.kind == "CentralModelError"
+    assert f"the central average model of rank {rank} differs from the others' before round" in first.text
+    for other in others:
+        assert (other.kind, other.exit_code) == ("RankError", 1)
+        assert first.text in other.text
+
+
+def test_z_that_differs_is_found_in_the_next_round_that_is_checked():
+    options = {"train_data": images(200), "distributed": DistributedSettings(check_every_rounds=4)}
+    first, _ = on_ranks(rank_jobs.spoil_z, 2, options, {"max_rounds": 40}, 5, 1)
+    assert first.kind == "CentralModelError"
+    assert "of rank 1 differs from the others' before round 8:" in first.text
+
+
+def test_metric_that_fails_on_one_rank_ends_the_other_too():
+    begun = time.monotonic()
+    lost, failed = on_ranks(rank_jobs.evaluate_with_a_broken_metric, 2, {})
+    assert (failed.kind, failed.text) == ("ValueError", "no such class")
+    assert lost.kind == "RankLostError"
+    assert "its own output and the launcher's say why" in lost.text
+    assert time.monotonic() - begun < SOON_S
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_rank_that_ends_is_noticed_at_once(tmp_path, executor):
+    begun = time.monotonic()
+    arguments = ({"executor": executor}, 5, "exit", str(tmp_path / "stderr"))
+    lost, ended = on_ranks(rank_jobs.end_in_a_round, 2, *arguments, timeout_s=300.0)
+    assert ended == 9
+    assert isinstance(lost, Raised)
+    assert (lost.kind, lost.exit_code) == ("RankLostError", 1)
+    assert time.monotonic() - begun < SOON_S
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_rank_that_hangs_is_named_by_the_other_which_ends(tmp_path, executor):
+    stderr = tmp_path / "stderr"
+    arguments = ({"executor": executor}, 5, "stop", str(stderr))
+    with started(rank_jobs.end_in_a_round, 2, *arguments, timeout_s=3.0) as (first, second):
+        begun = time.monotonic()
+        assert answer_of(*first) == 1
+        seconds = time.monotonic() - begun
+        assert second[0].is_alive()
+        os.kill(second[0].pid, signal.SIGKILL)
+    said = Path(f"{stderr}.0").read_text()
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    pid = Path(f"{stderr}.pid.1").read_text()
+    assert re.match(r"error: rank 0 has waited for \d+ s \(distributed\.timeout_s=3\) for rank 1 \(", line)
+    assert f"process {pid}), which hangs: its last task is" in line
+    assert "round 5, last heard of " in line
+    assert 3.0 < seconds < 3.0 + SOON_S
