@@ -3,6 +3,8 @@
 from crossbow_py.averaging import SMA, AveragingRule, Independent
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.distributed.process_group import joined
+from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
 from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
@@ -22,6 +24,7 @@ __all__ = [
     "Constant",
     "Cosine",
     "CrossbowError",
+    "DistributedSettings",
     "Exponential",
     "Independent",
     "Inverse",
@@ -34,4 +37,5 @@ __all__ = [
     "Trainer",
     "UserError",
     "__version__",
+    "joined",
 ]
