@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -57,3 +57,52 @@ def kill9_text(result: Result) -> str:
             f"{ended.count(1)}."
         )
     return f"{text}\n\n{kill9_table(result)}"
+
+
+def restarts_table(result: Result) -> str:
+    """A row a run under torchrun."""
+    header = ["run", "output_dir", "rank killed after", "exit code", "went on from", "epochs checked", "lost", "again",
+              "trained in vain", "back after, s", "load", "test accuracy"]  # fmt: skip
+    return markdown_table(header, [_restart_row(number, run) for number, run in enumerate(result["runs"])])
+
+
+def _restart_row(number: int, run: Mapping[str, Any]) -> list[str]:
+    return [
+        str(number),
+        "set" if run["names_folder"] else "unset",
+        f"{run['rank']}, {run['batches']} batches",
+        str(run["exit_code"]),
+        " ".join(f"{samples:,}" for samples in run["resumed_at"]),
+        str(run["epochs_checked"]),
+        str(run["lost"]),
+        str(run["repeated"]),
+        f"{run['samples_again']:,}",
+        f"{run['restart_s']:.1f}",
+        f"{run['load']:.1f}",
+        f"{run['test_accuracy']:.4f}",
+    ]
+
+
+def restarts_text(result: Result) -> str:
+    """All there is to say about a result."""
+    runs, alone = result["runs"], result["alone"]
+    back = [run["restart_s"] for run in runs]
+    text = (
+        f"{sum(run['exit_code'] == 0 for run in runs)} of {len(runs)} runs of {result['epochs']:g} epochs ended with "
+        f"exit code 0; {sum(run['lost'] for run in runs)} samples lost and {sum(run['repeated'] for run in runs)} "
+        f"repeated in {sum(run['epochs_checked'] for run in runs)} epochs. From the kill to the end of the first round "
+        f"of both ranks: {_spread(back)} s (n = {len(back)}). One process, from its start with resume=auto to the end "
+        f"of its first round: {_spread([each['wall_s'] for each in alone])} s, in which its processors worked "
+        f"{_spread([each['processor_s'] for each in alone])} s (n = {len(alone)}). Load is of the whole machine, the run "
+        "included."
+    )
+    return f"{text}\n\n{restarts_table(result)}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+
+
+def result_text(result: Result) -> str:
+    """Of either kind."""
+    return kill9_text(result) if result["kind"] == "kill9" else restarts_text(result)
