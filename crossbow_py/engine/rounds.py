@@ -120,10 +120,10 @@ class RoundTasks:
         """
         row = self.bank.trained_row(learner)
         step = self.next_step(learner, self.update.gradient_norm(row), outcome)
-        if step is None:
-            self.bank.corrections.zero_row(learner)
-        else:
+        if step is not None:
             self.update.correct(learner, row, outcome.plan.averaging, step)
+        elif outcome.plan.averaging is not None:  # in other rounds C may still be summed
+            self.bank.corrections.zero_row(learner)
 
     def next_step(self, learner: int, gradient_norm: float, outcome: RoundOutcome) -> Step | None:
         """The learner's gradient step, counted, its gradient clipped; None where the gate keeps it out."""

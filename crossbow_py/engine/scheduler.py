@@ -28,9 +28,10 @@ class Launch:
 
 
 class Scheduler:
-    """Issues rounds. Its only state is the last averaging task, which the next corrections wait for.
+    """Issues rounds. Its only state is the last averaging task, which the next corrections that pull wait for.
 
-    Learning of round n+1 depends on nothing but its own stream, so it overlaps averaging of round n.
+    Learning of round n+1 depends on nothing but its own stream, so it overlaps averaging of round n; with a period τ so
+    do all rounds up to the corrections of the next one that averages.
     """
 
     def __init__(self, num_learners: int) -> None:
@@ -41,7 +42,8 @@ class Scheduler:
         """The launches of one round, in issue order. `averages` says whether z moves in this round."""
         learners = range(self.num_learners)
         launches = [Launch(LearningTask(j, round_index), learner_stream(j)) for j in learners]
-        after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging else ()
+        # In other rounds corrections neither read z nor write C, so that z has until the next averaging to come.
+        after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging and averages else ()
         corrections = [CorrectionTask(j, round_index) for j in learners]
         launches += [Launch(task, learner_stream(task.learner), after) for task in corrections]
         if averages:

@@ -1,7 +1,7 @@
 """The three tasks of a round and what each waits for. No tensors: a task is a value.
 
     learning(j, n)     gradient of learner j at its weights        after correction(j, n−1)
-    correction(j, n)   gradient step and pull towards z            after learning(j, n) and averaging(n−1)
+    correction(j, n)   gradient step and pull towards z            after learning(j, n) and, if it pulls, averaging(n−1)
     averaging(n)       z moves by the sum of all corrections       after every correction(·, n)
 """
 

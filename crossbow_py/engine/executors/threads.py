@@ -69,7 +69,9 @@ class ThreadsExecutor(Executor):
 
     def drain(self) -> list[RoundOutcome]:
         """See Executor."""
+        self.settle()
         outcomes = super().drain()
+        self._raise_failure()
         self._set_intra_op(self._num_threads)
         return outcomes
 
@@ -82,21 +84,24 @@ class ThreadsExecutor(Executor):
         for launch in launches:
             after = tuple(self._events[task] for task in launch.after if task in self._events)
             self._queues[launch.stream].put(_Entry(launch, outcome, after, events[launch.task]))
-        self._last_of_round[index] = list(events.values())
+        # Outcomes do not hang on z: a round is over for them once learners are, and averaging may take longer.
+        self._last_of_round[index] = [events[launch.task] for launch in launches if launch.stream != AVERAGING_STREAM]
 
     def _wait(self, outcome: RoundOutcome) -> None:
         for event in self._last_of_round.pop(outcome.plan.index):
             event.wait()
         # Tasks that are over are forgotten; a later task that names one has nothing to wait for.
         self._events = {task: event for task, event in self._events.items() if not event.is_set()}
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
         if self._failure:
             raise self._failure
 
     def settle(self) -> None:
         """See Executor."""
-        for events in self._last_of_round.values():
-            for event in events:
-                event.wait()
+        for event in self._events.values():
+            event.wait()
 
     def _serve(self, entries: queue.SimpleQueue[_Entry | None]) -> None:
         torch.set_num_threads(1)

@@ -189,6 +189,28 @@ def test_threads_learning_overlaps_averaging_and_correction_waits_for_it():
     assert log.index(("averaging", 0)) < log.index(("correction", 1))
 
 
+def test_threads_with_a_period_go_on_beside_a_slow_average_until_the_next_round_that_averages():
+    tasks = make_tasks(rule=SMA(averaging_period=3))
+    hold, average = threading.Event(), tasks.average
+
+    def slow_average(outcome):
+        assert hold.wait(10), "nobody let the average end"
+        average(outcome)
+
+    tasks.average = slow_average
+    runner = EXECUTORS["threads"](tasks)
+    outcomes = [outcome for n in range(5) for outcome in runner.submit(plan(tasks, n))]
+    assert [outcome.plan.index for outcome in outcomes] == [0, 1, 2, 3]  # round 2's average still waits
+    z = tasks.bank.z.storage.clone()
+    hold.set()
+    runner.drain()
+    assert not torch.equal(tasks.bank.z.storage, z)
+    runner.close()
+    reference = make_tasks(rule=SMA(averaging_period=3))
+    run_rounds(reference, "serial", 5)
+    torch.testing.assert_close(tasks.bank.z.storage, reference.bank.z.storage)
+
+
 def test_threads_have_one_intra_op_thread_while_they_run_and_the_caller_all_of_them_in_between():
     tasks, seen = make_tasks(), set()
     learn = tasks.learn

@@ -31,12 +31,13 @@ def test_scheduler_learning_never_waits_for_averaging():
     assert all(launch.after == () for launch in launches if isinstance(launch.task, LearningTask))
 
 
-def test_scheduler_round_that_does_not_average_still_waits_for_the_last_average():
+def test_scheduler_round_that_does_not_average_leaves_the_last_average_until_the_next_that_does():
     scheduler = Scheduler(1)
     scheduler.round(0, averages=True)
     launches = scheduler.round(1, averages=False)
     assert [launch.task for launch in launches] == [LearningTask(0, 1), CorrectionTask(0, 1)]
-    assert launches[1].after == (AveragingTask(0),)
+    assert launches[1].after == ()
+    assert scheduler.round(2, averages=True)[1].after == (AveragingTask(0),)
 
 
 def test_scheduler_after_synchronize_waits_for_nothing_before():
