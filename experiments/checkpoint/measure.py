@@ -114,7 +114,8 @@ def _repetition(
 
 def _rate(training: Training) -> float:
     begin_s, first_round = time.perf_counter(), training.rounds
-    time.sleep(_WINDOW_S)
+    while time.perf_counter() - begin_s < _WINDOW_S or training.rounds == first_round:
+        time.sleep(_WINDOW_S)
     return (training.rounds - first_round) / (time.perf_counter() - begin_s)
 
 
