@@ -122,7 +122,7 @@ expect "status" finished "$(summary long status)"
 (($(summary long samples_seen) > trained_before)) || fail "the resumed run went back to the start"
 
 say "two ranks by torchrun"
-ranks=(--standalone --nproc-per-node=2 -m crossbow_py.train +experiment=digits output_dir=runs/ranks)
+ranks=(--standalone --local-addr=127.0.0.1 --nproc-per-node=2 -m crossbow_py.train +experiment=digits output_dir=runs/ranks)
 start_ranks "${ranks[@]}" max_epochs=100000
 wait_until "second epoch" 180 epochs_trained ranks 2
 inside_running python - <"$tools/listening.py" || fail "something listens on a public address"
