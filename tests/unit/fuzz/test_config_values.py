@@ -15,6 +15,7 @@ from crossbow_py.config import (
     APPENDED_GROUPS,
     REGISTRIES,
     EstimateConfig,
+    TrainConfig,
     compose,
     config_from_mapping,
     config_to_mapping,
@@ -48,7 +49,7 @@ def keys_of(kind: type[Any], prefix: str = "") -> list[str]:
     keys = []
     for field in dataclasses.fields(kind):
         nested = [type(field.default)] if dataclasses.is_dataclass(field.default) else []
-        nested += REGISTRIES.get(field.name, {}).values() if kind is EstimateConfig else []
+        nested += REGISTRIES.get(field.name, {}).values() if issubclass(kind, TrainConfig) else []
         keys.append(prefix + field.name)
         keys += [key for settings in nested for key in keys_of(settings, f"{prefix}{field.name}.")]
     return list(dict.fromkeys(keys))
