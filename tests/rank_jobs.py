@@ -24,7 +24,6 @@ from crossbow_py.tuning import LearnerTuning
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 Values = npt.NDArray[np.float64]
-STILL = SGD(learning_rate=0.0)
 
 
 @dataclass
@@ -233,8 +232,8 @@ def train_with_clocks_apart(ranks: Ranks, options: dict[str, Any], stops: dict[s
     return ended(trainer, trainer.fit(**stops))
 
 
-def tuned(trainer: Trainer, window_s: float = 0.01) -> None:
-    """Let the auto-tuner decide often."""
+def tuned(trainer: Trainer, window_s: float = 1e-4) -> None:
+    """Let the auto-tuner decide at every meeting, so that how fast the machine is decides nothing."""
     tuning = trainer.run.tuning
     assert tuning is not None
     limit = tuning.tuner.max_learners

@@ -115,6 +115,11 @@ class Meetings:
         return round_index >= self._next
 
     def met(self, round_index: int, seconds: float, period: int, every_round: bool) -> None:
-        """They have met before this round, `seconds` of training after the last time."""
+        """They have met before this round, `seconds` of training after the last time.
+
+        Twice as many rounds as before at most: the first ones, which nobody waits for yet, tell little of how long
+        a round takes.
+        """
         rounds, self._last = round_index - self._last, round_index
-        self._next = round_index + rounds_to_next(seconds / max(1, rounds), period, every_round)
+        wanted = rounds_to_next(seconds / max(1, rounds), period, every_round)
+        self._next = round_index + min(wanted, max(2 * rounds, 1 if every_round else period))

@@ -90,22 +90,39 @@ def test_differing_names_ranks_that_are_not_as_most_of_their_group(found, odd):
     assert differing(found) == odd
 
 
+def rounds_met(periods, period=1, first=10):
+    """Rounds before which ranks meet, when so many seconds go by from one meeting to the next."""
+    meetings, index, found = Meetings(first), first, []
+    for seconds in [0.0, *periods]:
+        while not meetings.is_due(index):
+            index += 1
+        found.append(index)
+        meetings.met(index, seconds, period, every_round=False)
+    return found
+
+
 def test_meetings_begin_with_the_first_round_and_come_as_often_as_time_goes_by():
-    meetings = Meetings(10)
-    assert [meetings.is_due(index) for index in (9, 10, 11)] == [False, True, True]
-    meetings.met(10, 0.0, 1, every_round=False)
-    assert [meetings.is_due(index) for index in (10, 11)] == [False, True]
-    meetings.met(11, 0.01, 1, every_round=False)  # a round of 10 ms: five of them
-    assert [meetings.is_due(index) for index in (15, 16)] == [False, True]
-    meetings.met(16, 0.12, 1, every_round=False)  # five rounds in 120 ms are 24 ms each: 2.1 of them
-    assert [meetings.is_due(index) for index in (17, 18)] == [False, True]
-    meetings.met(18, 0.1, 1, every_round=True)
-    assert meetings.is_due(19)
+    # 10 ms a round would be five of them, but twice as many as before is the most; then 24 ms a round are 2.1 of them.
+    assert rounds_met([0.01, 0.02, 0.04, 0.12, 0.048]) == [10, 11, 13, 17, 22, 24]
+
+
+def test_meetings_do_not_trust_the_first_rounds_which_return_before_they_are_over():
+    assert rounds_met([1e-6, 2e-6, 1.0, 1.0]) == [10, 11, 13, 17, 18]
+
+
+def test_meeting_at_the_start_takes_no_time_and_says_nothing_of_rounds():
+    meetings = Meetings(0)
+    meetings.met(0, 1e-6, 1, every_round=False)
+    assert meetings.is_due(1)
+
+
+def test_meetings_of_ranks_that_wait_for_data_are_before_every_round():
+    meetings = Meetings(0)
+    for index in range(5):
+        assert meetings.is_due(index)
+        meetings.met(index, 0.0001, 3, every_round=True)
 
 
 def test_meetings_of_ranks_with_an_averaging_period_are_whole_periods_apart():
-    meetings = Meetings(0)
-    meetings.met(0, 0.0, 3, every_round=False)
-    assert [meetings.is_due(index) for index in (2, 3)] == [False, True]
-    meetings.met(3, 0.03, 3, every_round=False)  # 10 ms a round: 1.67 periods
-    assert [meetings.is_due(index) for index in (8, 9)] == [False, True]
+    # 10 ms a round are 1.67 periods of three; two, which are six rounds, are no more than twice as many.
+    assert rounds_met([0.03, 0.06, 0.6], period=3, first=0) == [0, 3, 9, 15]
