@@ -27,6 +27,7 @@ from experiments.flowers import report as flowers_report
 from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
 from experiments.preprocessing import report as preprocessing_report
+from experiments.ranks import report as ranks_report
 from experiments.resnet32_cifar10.report import summary_table
 from experiments.scaling import report as scaling_report
 from experiments.throughput import suite_report
@@ -70,6 +71,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "shares": preprocessing_report.shares_table,
         "machine": _machine,
     },
+    "ranks": {"all": ranks_report.result_text, "ratios": ranks_report.ratios_table, "machine": _machine},
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
     "scaling": {"all": scaling_report.result_text, "machine": _machine},
     "update_bandwidth": {

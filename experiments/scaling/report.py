@@ -52,12 +52,12 @@ def scenes_table(result: Result) -> str:
     places = [result["gpu_counts"].index(count) for count in SHOWN_COUNTS]
     header = [
         "", "network", *(f"{count}" for count in SHOWN_COUNTS), f"over {HIDDEN_SHARE:.0%} from", "τ", "H",
-        "τ, patient",
+        "τ, all waiting",
     ]  # fmt: skip
     rows = []
     for scene in result["scenes"]:
         shares = scene["curves"]["τ=1"]["exposed"]
-        periods = [scene[key] for key in ("period", "node_period", "patient_period")]
+        periods = [scene[key] for key in ("period", "node_period", "waiting_period")]
         rows.append(
             [scene["workload"], scene["network"], *(f"{shares[place]:.1%}" for place in places),
              "never" if scene["exposed_from"] is None else f"{scene['exposed_from']} GPUs",

@@ -77,8 +77,8 @@ class Averaging:
             their means over nodes, two all-reduces more over all ranks.
         node_s: all-reduce inside a node.
         ranks_per_node: of the two-level period.
-        patient: corrections of rounds that do not average wait for no averaging. The engine's do wait: False is what
-            `crossbow_py.engine.scheduler` does.
+        patient: corrections of rounds that do not average wait for no averaging, as the engine's do. False is what
+            they would lose by waiting.
     """
 
     all_s: float

@@ -27,7 +27,7 @@ class Mode:
 
     period: int = 1
     node_period: int = 1
-    patient: bool = False
+    patient: bool = True
     synchronous: bool = False
 
     @property
@@ -37,7 +37,7 @@ class Mode:
             return "synchronous"
         if self.node_period > 1:
             return f"H={self.node_period}"
-        return f"τ={self.period}{', patient' if self.patient else ''}"
+        return f"τ={self.period}{'' if self.patient else ', all waiting'}"
 
 
 SYNCHRONOUS_MODE = Mode(synchronous=True)
@@ -133,7 +133,7 @@ def scene_values(scene: Scene, counts: Sequence[int] = GPU_COUNTS) -> dict[str, 
     """What `study` says of one scene."""
     periods = {
         "period": scene.shortest(lambda period: Mode(period=period), counts),
-        "patient_period": scene.shortest(lambda period: Mode(period=period, patient=True), counts),
+        "waiting_period": scene.shortest(lambda period: Mode(period=period, patient=False), counts),
         "node_period": scene.shortest(lambda period: Mode(node_period=period), counts),
     }
     modes = [Mode(), SYNCHRONOUS_MODE]
