@@ -72,7 +72,7 @@ def check_load(folder: Path) -> Callable[[bytes], None]:
     return check
 
 
-@depths(100, 5000)
+@depths(100, 2000)
 def test_part_of_any_bytes_and_another_hash_is_refused(folder: Path, examples: int) -> None:
     def check(content: bytes) -> None:
         (folder / "rank-0.pt").write_bytes(content)
@@ -83,7 +83,7 @@ def test_part_of_any_bytes_and_another_hash_is_refused(folder: Path, examples: i
     examine(damaged(PART), check, examples)
 
 
-@depths(100, 5000)
+@depths(100, 2000)
 def test_part_of_any_bytes_and_its_own_hash_is_values_or_refused(folder: Path, examples: int) -> None:
     def check(content: bytes) -> None:
         (folder / "rank-0.pt").write_bytes(content)
@@ -95,7 +95,7 @@ def test_part_of_any_bytes_and_its_own_hash_is_values_or_refused(folder: Path, e
     examine(damaged(PART, older), check, examples)
 
 
-@depths(150, 10_000)
+@depths(150, 3000)
 def test_manifest_of_any_bytes_is_read_or_refused(folder: Path, examples: int) -> None:
     def check(content: bytes) -> None:
         (folder / "manifest.json").write_bytes(content)
@@ -107,7 +107,7 @@ def test_manifest_of_any_bytes_is_read_or_refused(folder: Path, examples: int) -
     examine(st.one_of(damaged(json.dumps(MANIFEST).encode()), deep), check, examples)
 
 
-@depths(150, 10_000)
+@depths(150, 3000)
 def test_manifest_of_odd_values_is_refused_and_leads_nowhere(folder: Path, examples: int) -> None:
     outside = folder.parents[1]
     names = [
@@ -141,7 +141,7 @@ def test_manifest_of_odd_values_is_refused_and_leads_nowhere(folder: Path, examp
     examine(changes, check, examples)
 
 
-@depths(100, 5000)
+@depths(100, 2000)
 def test_weights_of_any_bytes_are_loaded_or_refused(tmp_path: Path, examples: int) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     path = tmp_path / "model.safetensors"
@@ -155,7 +155,7 @@ def test_weights_of_any_bytes_are_loaded_or_refused(tmp_path: Path, examples: in
     examine(damaged(path.read_bytes()), check, examples)
 
 
-@depths(100, 5000)
+@depths(100, 2000)
 def test_records_of_any_bytes_are_those_that_can_be_read(tmp_path: Path, examples: int) -> None:
     metrics, summary = tmp_path / "metrics.jsonl", tmp_path / "summary.json"
     lines = b"".join(json.dumps({"epoch": n, "samples_seen": n, "loss": 0.5}).encode() + b"\n" for n in range(3))

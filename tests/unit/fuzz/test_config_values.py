@@ -87,7 +87,7 @@ def test_keys_are_those_of_every_group() -> None:
     assert {"seed", "memory", "model.dropout", "data.worker_timeout_s", "distributed.timeout_s"} < set(KEYS)
 
 
-@depths(50, 4000)
+@depths(50, 1000)
 def test_overrides_of_any_text_are_a_configuration_or_one_sentence(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "config.yaml"
 
@@ -114,7 +114,7 @@ def test_every_key_with_every_odd_value_is_a_configuration_or_one_sentence() -> 
                     write_yaml(config_to_mapping(compose([f"{key}={value}"], EstimateConfig)))
 
 
-@depths(60, 4000)
+@depths(60, 1000)
 def test_sweeps_of_any_text_are_jobs_that_can_be_counted_or_one_sentence(examples: int) -> None:
     sweeps = ["1,2", "range(1,4)", "range(0,1e9)", "range(1,10,0)", "range(0,1,1e-9)", "range(3,1)", "range(1,inf)",
               "range(-1e18,1e18)", "interval(0,1)", "choice(a,b,c)", "sort(shuffle(1,2))", "shuffle(range(1,9))",
@@ -145,7 +145,7 @@ def plain_values() -> st.SearchStrategy[Any]:
     )
 
 
-@depths(100, 10_000)
+@depths(60, 3000)
 def test_settings_from_any_values_are_settings_or_one_sentence(examples: int) -> None:
     kinds = [kind for registry in REGISTRIES.values() for kind in registry.values()]
 
@@ -169,7 +169,7 @@ def test_number_too_long_for_a_message_is_one_sentence() -> None:
             assert len(str(raised.value)) < 500
 
 
-@depths(60, 4000)
+@depths(60, 1000)
 def test_config_of_a_run_of_any_bytes_is_values_or_one_sentence(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "config.yaml"
     whole = write_yaml(config_to_mapping(compose(["+experiment=lenet"]))).encode()

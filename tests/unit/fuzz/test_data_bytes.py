@@ -41,7 +41,7 @@ def idx_files() -> st.SearchStrategy[bytes]:
     return st.one_of(damaged(IMAGES, gzip.compress(IMAGES)), headers)
 
 
-@depths(150, 10_000)
+@depths(150, 3000)
 def test_idx_of_any_bytes_is_an_array_or_a_user_error(tmp_path: Path, examples: int) -> None:
     def check(example: tuple[str, bytes, int]) -> None:
         name, content, axes = example
@@ -70,7 +70,7 @@ def pickled_soup() -> st.SearchStrategy[bytes]:
     return st.lists(step, min_size=1, max_size=30).map(lambda steps: b"".join(steps) + b".")
 
 
-@depths(250, 20_000)
+@depths(250, 2000)
 def test_pickle_of_any_bytes_is_a_value_or_a_user_error(examples: int) -> None:
     def check(content: bytes) -> None:
         with suppress(UserError):
@@ -103,7 +103,7 @@ def test_pickle_that_changes_a_function_is_refused() -> None:
         read_pickle(change, "file")
 
 
-@depths(25, 1500)
+@depths(25, 400)
 def test_cifar_folder_of_any_bytes_is_data_or_a_user_error(tmp_path: Path, examples: int) -> None:
     batches = cifar10_batches()
     write_cifar(tmp_path / "cifar-10-batches-py", batches)
@@ -119,7 +119,7 @@ def test_cifar_folder_of_any_bytes_is_data_or_a_user_error(tmp_path: Path, examp
     examine(damaged(whole), check, examples)
 
 
-@depths(25, 1500)
+@depths(25, 400)
 def test_cifar_archive_of_any_bytes_is_data_or_a_user_error(tmp_path: Path, examples: int) -> None:
     packed = cifar_archive("cifar-10-batches-py", cifar10_batches())
     unpacked = gzip.decompress(packed)
@@ -157,7 +157,7 @@ def test_file_that_unpacks_without_end_is_a_user_error(tmp_path: Path, monkeypat
             source.read(progress=False)
 
 
-@depths(150, 10_000)
+@depths(150, 3000)
 def test_index_of_an_image_cache_of_any_bytes_is_one_or_refused(tmp_path: Path, examples: int) -> None:
     index = io.BytesIO()
     np.save(index, np.array([[0, 2, 3], [18, 0, 0], [18, 1, 1]], dtype=np.int64))

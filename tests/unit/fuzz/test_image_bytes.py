@@ -68,7 +68,7 @@ def assert_decoded_or_refused(path: Path, content: bytes) -> None:
     assert pixels.shape[2] == 3
 
 
-@depths(150, 6000)
+@depths(150, 1500)
 def test_image_of_any_bytes_is_pixels_or_refused(tmp_path: Path, examples: int) -> None:
     contents = damaged(*WHOLE)
     # A header may claim as many pixels as Pillow allows, 179 million, before the data prove it wrong.
@@ -133,7 +133,7 @@ def test_image_much_longer_than_wide_is_refused_as_enlarging_it_would_take_gigab
 
 
 def test_png_text_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) -> None:
-    text = b"key\0\0" + zlib.compress(bytes(200_000_000))
+    text = b"key\0\0" + zlib.compress(bytes(80_000_000), 1)
     chunk = struct.pack(">I", len(text)) + b"zTXt" + text + bytes(4)
     whole = encoded("PNG")
     (tmp_path / "image").write_bytes(checked(whole[:33] + chunk + whole[33:]))
