@@ -72,7 +72,9 @@ class FusedExecutor(Executor):
 
     def _build(self, kernels: bool) -> None:
         self._pass, device = FusedPass(self.tasks, kernels), self._device
-        self._on_device = FusedRounds(self.tasks, self._pass, device, self.notes, kernels) if device else None
+        self._on_device = (
+            FusedRounds(self.tasks, self._pass, device, self.notes, kernels, self.span) if device else None
+        )
 
     @property
     def looped(self) -> list[str]:

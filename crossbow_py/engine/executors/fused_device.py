@@ -3,22 +3,28 @@
     load(n)  round(n): forward, backward, gate, corrections  averaging(n): z  report(n)  record
 
 Where the update is Triton kernels, the round moves z as well, and averaging(n) is there for several devices alone.
+With several devices a round is two graphs, and averaging is on a stream of its own, beside the next round's learning:
+
+    load(n)  learning(n)  [wait averaging(n−1)]  correction(n)  report(n)  record
+                                                 averaging(n): all-reduce, z
 
 The host is a round ahead: it learns of losses and of learners that were gated when the next round is on its way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from crossbow_py.engine.device_tasks import NUM_RESULTS
-from crossbow_py.engine.executors.device_streams import Body, DeviceStreams
+from crossbow_py.engine.executors.device_streams import Body, DeviceStreams, Event
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program, Slot
 from crossbow_py.engine.fused_device_tasks import FusedDeviceTasks
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.kernel_update import choose_kernel_update
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
+from crossbow_py.engine.scheduler import AVERAGING_STREAM
 
 ALL_LEARNERS = "all learners"
 
@@ -35,42 +41,73 @@ class FusedRounds:
         device: where to.
         notes: gets a sentence where rounds cannot be captured; they run eagerly then.
         kernels: whether Triton kernels are to be used where they serve.
+        span: around work on a stream, for traces.
     """
 
     def __init__(
-        self, tasks: RoundTasks, fused: FusedPass, device: DeviceStreams, notes: list[str], kernels: bool
+        self,
+        tasks: RoundTasks,
+        fused: FusedPass,
+        device: DeviceStreams,
+        notes: list[str],
+        kernels: bool,
+        span: Callable[[str, str, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> None:
-        self._notes, update = notes, None
+        self._notes, self._span, update = notes, span, None
         if kernels:
             alone, optimizer = tasks.collective.is_alone, tasks.update.optimizer
             update, note = choose_kernel_update(tasks.bank, optimizer, tasks.update.rule, moves=alone)
             notes += [note] if note else []
         self._bodies = FusedDeviceTasks(tasks, fused, update, gathers=kernels)
-        self.rounds = DeviceRounds(device, "fused", [ALL_LEARNERS], (tasks.bank.num_learners, NUM_RESULTS))
+        self._is_alone = tasks.collective.is_alone
+        averages_on = ALL_LEARNERS if self._is_alone else AVERAGING_STREAM
+        names = list(dict.fromkeys([ALL_LEARNERS, averages_on]))
+        self.rounds = DeviceRounds(device, "fused", names, (tasks.bank.num_learners, NUM_RESULTS))
         program, pool = self.rounds.program, device.new_pool()
-        self._round, self._averaging = (program(name, ALL_LEARNERS, pool) for name in ("round", "averaging"))
+        self._round = program("round" if self._is_alone else "learning", ALL_LEARNERS, pool)
+        self._correction = program("correction", ALL_LEARNERS, pool)
+        self._averaging = program("averaging", averages_on, pool)
         # NCCL stays out of graphs.
-        self._averaging.captures = tasks.collective.is_alone
+        self._averaging.captures = self._is_alone
+        self._averaged: Event | None = None  # the end of the last averaging that may still run
 
     def issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         """Enqueue a round that has begun. Blocks the host only where a graph is captured or the feed blocks it."""
         rounds, bodies, plan = self.rounds, self._bodies, outcome.plan
         stream, shared = rounds.streams[ALL_LEARNERS], bodies.shares(plan)
-        variant = (plan.averaging, shared)
+        variant = (plan.averaging, shared) if self._is_alone else shared
         ahead = self._round.runs_graph(variant)
         load = partial(bodies.load, plan, bank_changed=rounds.bank_changed, masks_ahead=ahead)
         rounds.device.run("load", load, stream)
 
-        def whole_round() -> None:
+        def learn() -> None:
             bodies.learn(shared, masks_ahead=ahead)
-            bodies.correct(plan.averaging)
+            if self._is_alone:
+                bodies.correct(plan.averaging)
 
-        self._launch(self._round, whole_round, variant)
-        if plan.averaging is not None and not bodies.moves_z:
-            self._launch(self._averaging, partial(bodies.average, outcome), plan.averaging)
+        self._launch(self._round, learn, variant)
+        if self._is_alone:
+            if plan.averaging is not None and not bodies.moves_z:
+                self._launch(self._averaging, partial(bodies.average, outcome), plan.averaging)
+        else:
+            if plan.averaging is not None and self._averaged is not None:
+                rounds.device.wait(stream, self._averaged)
+            self._launch(self._correction, partial(bodies.correct, plan.averaging), plan.averaging)
         rounds.device.run("report", partial(bodies.report, slot.results), stream)
-        rounds.mark(slot, ALL_LEARNERS)
-        rounds.end(plan.index, slot, {ALL_LEARNERS: "round"})
+        last = {ALL_LEARNERS: self._round.name}
+        corrected = rounds.mark(slot, ALL_LEARNERS)
+        if not self._is_alone and plan.averaging is not None:
+            self._average_beside(outcome, slot, corrected)
+            last[AVERAGING_STREAM] = "averaging"
+        rounds.end(plan.index, slot, last)
+
+    def _average_beside(self, outcome: RoundOutcome, slot: Slot, corrected: Event) -> None:
+        """Averaging on its stream, after this round's corrections; the next that pull wait for it."""
+        device = self.rounds.device
+        device.wait(self.rounds.streams[AVERAGING_STREAM], corrected)
+        with self._span("averaging", AVERAGING_STREAM, outcome.plan.index):
+            self._launch(self._averaging, partial(self._bodies.average, outcome), outcome.plan.averaging)
+        self._averaged = self.rounds.mark(slot, AVERAGING_STREAM)
 
     def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
         """Launch; what cannot be captured runs eagerly from now on, beginning with this round."""

@@ -265,14 +265,35 @@ def test_capture_that_memory_does_not_hold_is_a_learners_error_and_leaves_no_gra
     assert runner.notes == []
 
 
-def test_averaging_over_several_devices_is_never_captured():
-    class Two(Collective):
-        num_devices = 2
+class Two(Collective):
+    """Two devices, of which the other adds nothing."""
 
+    num_devices = 2
+
+
+def test_averaging_over_several_devices_is_never_captured_and_runs_beside_the_next_rounds_learning():
     tasks, device = make_tasks(order="blocks"), RecordingStreams()
     tasks.collective = Two()
     run(FusedExecutor(tasks, device), tasks, 4)
-    assert [entry for entry in device.log if "capture" in entry] == ["s0 capture round"]
+    captured = [entry for entry in device.log if "capture" in entry]
+    assert captured == ["s0 capture learning", "s0 capture correction"]
+    second = device.log[device.log.index("s0 run report") + 1 :]
+    second = second[second.index("s0 run load") :]
+    assert second[:8] == [
+        "s0 run load", "s0 run learning", "s0 wait high#1", "s0 run correction", "s0 run report", "s0 record s0#2",
+        "high wait s0#2", "high run averaging",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3)], ids=["every", "third"])
+def test_any_order_that_streams_of_several_devices_allow_gives_what_serial_gives(seed, rule):
+    ours, reference = (
+        make_tasks(with_dropout, num_learners=3, rule=rule, data=IMAGES, order="blocks") for _ in range(2)
+    )
+    ours.collective = Two()
+    found = run(FusedExecutor(ours, ShuffledStreams(seed)), ours, 12)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
 
 
 def test_task_that_is_no_classification_reports_no_correct_predictions():
