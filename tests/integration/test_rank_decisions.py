@@ -45,7 +45,9 @@ def all_raised(found: list[Any], *kinds: str) -> list[Raised]:
 # Checkpoints
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", pytest.param("fused", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "executor", ["threads", *(pytest.param(executor, marks=pytest.mark.slow) for executor in ("serial", "fused"))]
+)
 def test_run_of_two_ranks_resumed_in_mid_epoch_equals_the_uninterrupted_one_in_every_bit(tmp_path, executor):
     whole, parts, options = tmp_path / "whole", tmp_path / "parts", {"executor": executor}
     uninterrupted = results(rank_jobs.train, 2, {**options, "output_dir": whole}, {"max_epochs": 3})
@@ -131,7 +133,10 @@ def test_fit_called_twice_is_one_run(tmp_path):
 # Stops
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, "terminated"), pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.slow)],
+)
 def test_signal_to_one_rank_stops_all_in_the_same_round_with_a_checkpoint(tmp_path, number, status):
     options, stops = {"train_data": images(400), "output_dir": tmp_path}, {"max_samples": 2400}
     found = results(rank_jobs.stopped_by_signal, 2, options, stops, number, 3)

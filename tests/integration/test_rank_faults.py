@@ -56,7 +56,7 @@ def test_rank_that_ends_is_noticed_at_once(tmp_path, executor):
     assert time.monotonic() - begun < SOON_S
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads"])
+@pytest.mark.parametrize("executor", ["threads", pytest.param("serial", marks=pytest.mark.slow)])
 def test_rank_that_hangs_is_named_by_the_other_which_ends(tmp_path, executor):
     stderr = tmp_path / "stderr"
     arguments = ({"executor": executor}, 5, "stop", str(stderr))
