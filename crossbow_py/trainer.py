@@ -112,10 +112,7 @@ class Trainer:
         begun = time.monotonic()
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
                                compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
-        with ranks.together():
-            _check_groups(optimizer, schedule, averaging, loss)
-            _check_policies(settings, optimizer, averaging, max_evaluation_batches, ranks)
-            _check_ranks(settings, averaging, ranks)
+        _check(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         self.callbacks = callbacks
         found, self._messages = _saved_run(resume, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
@@ -127,16 +124,11 @@ class Trainer:
             max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
-        named = {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
         self.run = Run(
-            parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, named,
+            parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, _named(model, names),
             str(found.folder) if found else None, distributed,
-            tuning=learner_tuning(settings.num_learners, parts.most_learners),
-            supply=worker_supply(settings.num_workers, parts.train_feed, ranks.num_local),
         )  # fmt: skip
-        with ranks.together():
-            if found:
-                self.run.restore(found)
+        _make_ready(self.run, found)
         self.run.state.wall_s += time.monotonic() - begun
 
     @property
@@ -214,6 +206,37 @@ class Trainer:
             raise UserError(f"output_dir {folder} cannot be written ({error}); choose another folder.") from error
         timeline = self.run.parts.timeline
         return listeners if timeline is None else [*listeners, TimelineFile(timeline, folder)]
+
+
+def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
+    """How the model and the data are called in records."""
+    return {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
+
+
+def _make_ready(run: Run, found: SavedCheckpoint | None) -> None:
+    """Tuning as far as it is asked for, and where the checkpoint stood. All ranks together."""
+    ranks = run.parts.ranks
+    run.tuning = learner_tuning(run.settings.num_learners, run.parts.most_learners)
+    run.supply = worker_supply(run.settings.num_workers, run.parts.train_feed, ranks.num_local)
+    with ranks.together():
+        if found:
+            run.restore(found)
+
+
+def _check(
+    settings: RunSettings,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    averaging: AveragingRule,
+    loss: Loss,
+    max_evaluation_batches: int | None,
+    ranks: Ranks,
+) -> None:
+    """Refuse what does not fit each other, on all ranks alike."""
+    with ranks.together():
+        _check_groups(optimizer, schedule, averaging, loss)
+        _check_policies(settings, optimizer, averaging, max_evaluation_batches, ranks)
+        _check_ranks(settings, averaging, ranks)
 
 
 def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> None:

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "crossbow_py").rglob("*.py"))
-FOLDERS = ("crossbow_py", "conf", "docs", "experiments", "tests")
+FOLDERS = ("crossbow_py", "conf", "docker", "docs", "experiments", "tests")
 TEXT = {".md", ".py", ".toml", ".txt", ".yaml"}
 MAXIMUM_FILE_LINES = 400
 MAXIMUM_FUNCTION_LINES = 60
