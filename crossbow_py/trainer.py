@@ -23,7 +23,7 @@ from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Metric
 from crossbow_py.run import Run
-from crossbow_py.run_settings import RunSettings, choose
+from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
 from crossbow_py.signals import StopSignal
@@ -116,8 +116,7 @@ class Trainer:
         self.callbacks = callbacks
         found, self._messages = _saved_run(resume, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
-        with ranks.together():
-            choices = choose(settings, found.part(0)["choices"] if found else None, ranks.num_ranks)
+        choices = _choose(settings, found, ranks)
         parts = build_parts(
             model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
             init_from=None if init_from is None or found else str(init_from), announce=self._announce,
@@ -206,6 +205,13 @@ class Trainer:
             raise UserError(f"output_dir {folder} cannot be written ({error}); choose another folder.") from error
         timeline = self.run.parts.timeline
         return listeners if timeline is None else [*listeners, TimelineFile(timeline, folder)]
+
+
+def _choose(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
+    """What `auto` becomes on each rank, as the checkpoint says where there is one; an error of one is that of all."""
+    with ranks.together():
+        choices = choose(settings, found.part(0)["choices"] if found else None, ranks.num_ranks)
+    return choices
 
 
 def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
