@@ -210,8 +210,7 @@ class Trainer:
 def _choose(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
     """What `auto` becomes on each rank, as the checkpoint says where there is one; an error of one is that of all."""
     with ranks.together():
-        choices = choose(settings, found.part(0)["choices"] if found else None, ranks.num_ranks)
-    return choices
+        return choose(settings, found.part(0)["choices"] if found else None, ranks.num_ranks)
 
 
 def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
