@@ -332,3 +332,24 @@ def end_in_a_round(ranks: Ranks, options: dict[str, Any], at: int, how: str, std
             os.kill(os.getpid(), signal.SIGSTOP)
 
     return train_watched(ranks, end, options, {"max_rounds": 100_000})
+
+
+def sums_of_collective(ranks: Ranks, apart: bool) -> tuple[int, bool, bool, list[float], list[float], int]:
+    """(num_devices, apart, is_alone, a sum, a mean over nodes, num_sums) of rank + 1 and ten times that."""
+    collective = ranks.collective(torch.device("cpu"), apart)
+    values = torch.tensor([1.0, 10.0]) * (ranks.rank + 1)
+    total = values.clone()
+    collective.all_reduce_sum(total)
+    mean = total.clone()
+    if collective.apart:
+        collective.mean_over_nodes(mean)
+    with collective.awaiting():
+        pass
+    return (
+        collective.num_devices,
+        collective.apart,
+        collective.is_alone,
+        total.tolist(),
+        mean.tolist(),
+        collective.num_sums,
+    )

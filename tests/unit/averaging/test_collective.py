@@ -1,32 +1,42 @@
-"""The all-reduce over devices, with two gloo processes."""
+"""The all-reduce over devices, with gloo processes."""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed
-import torch.multiprocessing
 
-from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
+from crossbow_py.averaging.collective import Collective
+from tests import rank_jobs
+from tests.ranks import on_ranks
 
 
 def test_collective_on_one_device_leaves_the_sum_alone():
-    values = torch.tensor([1.0, 2.0])
-    Collective().all_reduce_sum(values)
-    assert values.tolist() == [1.0, 2.0]
-
-
-def _rank(rank: int, store: str, out: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    collective = ProcessGroupCollective()
-    values = torch.tensor([1.0, 10.0]) * (rank + 1)
+    values, collective = torch.tensor([1.0, 2.0]), Collective()
     collective.all_reduce_sum(values)
-    torch.save((collective.num_devices, values), f"{out}.{rank}")
-    torch.distributed.destroy_process_group()
+    collective.mean_over_nodes(values)
+    with collective.awaiting():
+        assert values.tolist() == [1.0, 2.0]
+    assert collective.is_alone
 
 
-def test_collective_over_two_ranks_sums_alike_on_both(tmp_path):
-    out = str(tmp_path / "out")
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path / "store"), out), nprocs=2)
-    for rank in range(2):
-        num_devices, values = torch.load(f"{out}.{rank}")
-        assert (num_devices, values.tolist()) == (2, [3.0, 30.0])
+def test_collective_over_two_ranks_sums_alike_on_both():
+    expected = (2, False, False, [3.0, 30.0], [3.0, 30.0], 1)
+    assert on_ranks(rank_jobs.sums_of_collective, 2, False) == [expected] * 2
+
+
+def test_collective_that_keeps_two_nodes_apart_sums_in_each_and_means_over_both():
+    # Ranks have 1, 2 | 3, 4: sums of 3 | 7, and over nodes 5 in the mean.
+    found = on_ranks(rank_jobs.sums_of_collective, 4, True, num_nodes=2)
+    assert found[0] == found[1] == (2, True, False, [3.0, 30.0], [5.0, 50.0], 1)
+    assert found[2] == found[3] == (2, True, False, [7.0, 70.0], [5.0, 50.0], 1)
+
+
+def test_collective_asked_to_keep_nodes_apart_where_there_is_one_sums_over_it():
+    assert on_ranks(rank_jobs.sums_of_collective, 2, True)[0][:4] == (2, False, False, [3.0, 30.0])
+
+
+def test_collective_of_one_rank_a_node_is_not_alone():
+    found = on_ranks(rank_jobs.sums_of_collective, 2, True, num_nodes=2)
+    assert found == [
+        (1, True, False, [1.0, 10.0], [1.5, 15.0], 1),
+        (1, True, False, [2.0, 20.0], [1.5, 15.0], 1),
+    ]
