@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LAUNCH_FILE = ".launch"
 _NO_NAME = "none"  # what torchrun calls a launch that was given no --rdzv-id
+_SET_PARENT_DEATH_SIGNAL = 1  # as Linux has it in prctl.h
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,16 @@ def this_launch() -> Launch | None:
     """The call of torchrun this process belongs to; None where it was started otherwise."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     return None if run_id is None else Launch(run_id, f"{socket.gethostname()}:{os.getppid()}")
+
+
+def end_with_launcher() -> None:
+    """On Linux, SIGTERM comes to this process when its launcher ends.
+
+    torchrun ends its ranks with itself, unless it is killed. They would train on, hold the run's folder, and be in the
+    way of those that are started in their place.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def write_launch(folder: Path, launch: Launch) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, rendezvous  # type: ignore[attr-defined]
 
 from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
+from crossbow_py.distributed.launch import end_with_launcher, this_launch
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
@@ -52,6 +53,8 @@ def joined(
     if not launched():
         yield Ranks()
         return
+    if this_launch() is not None:
+        end_with_launcher()
     ranks = ProcessGroupRanks(settings, on_gpus=device != "cpu" and torch.cuda.is_available())
     try:
         yield ranks

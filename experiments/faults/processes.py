@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -58,7 +58,8 @@ def start(arguments: Sequence[str], log: Path, num_ranks: int = 1) -> Start:
     port = free_port()
     environments = [rank_environment(rank, num_ranks, port) if num_ranks > 1 else {} for rank in range(num_ranks)]
     processes = tuple(
-        context.Process(target=_train, args=(list(arguments), environment, str(log))) for environment in environments
+        context.Process(target=train_here, args=(list(arguments), environment, str(log)))
+        for environment in environments
     )
     for process in processes:
         process.start()
@@ -80,8 +81,8 @@ def free_port() -> int:
         return port
 
 
-def _train(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    """In the process: its output goes to the log, and its exit code is training's."""
+def train_here(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+    """Be that process: the output goes to the log, and the exit code is training's."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -93,8 +93,8 @@ def restarts_text(result: Result) -> str:
         f"repeated in {sum(run['epochs_checked'] for run in runs)} epochs. From the kill to the end of the first round "
         f"of both ranks: {_spread(back)} s (n = {len(back)}). One process, from its start with resume=auto to the end "
         f"of its first round: {_spread([each['wall_s'] for each in alone])} s, in which its processors worked "
-        f"{_spread([each['processor_s'] for each in alone])} s (n = {len(alone)}). Load is of the whole machine, the run "
-        "included."
+        f"{_spread([each['processor_s'] for each in alone])} s (n = {len(alone)}). Load is of the whole machine, the "
+        "run included."
     )
     return f"{text}\n\n{restarts_table(result)}"
 

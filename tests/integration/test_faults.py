@@ -1,0 +1,225 @@
+"""What production does to a run over several ranks: real signals, spoiled files and disks that refuse."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossbow_py.checkpoint import MANIFEST, checkpoints, load, part_name
+from crossbow_py.telemetry.records import read_summary
+from experiments.faults.campaign import Campaign, figures
+from experiments.faults.folder import resumed_from
+from tests.training_processes import (
+    DIGITS,
+    PATIENCE_S,
+    await_checkpoints,
+    await_true,
+    inside,
+    is_root,
+    outcome,
+    said,
+    start_with_own_mounts,
+    started,
+    train,
+)
+
+EPOCHS = "max_epochs=6"
+needs_root = pytest.mark.skipif(not is_root(), reason="mounts need root")
+Outcome = tuple[bytes, list[tuple[Any, ...]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Of two ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(folder, EPOCHS) == [0, 0]
+    return outcome(folder)
+
+
+def begin(folder: Path, num_checkpoints: int = 3) -> None:
+    """Two ranks, killed after so many checkpoints."""
+    with started(folder, EPOCHS) as begun:
+        await_checkpoints(folder, num_checkpoints, begun)
+        begun.kill([0, 1])
+        begun.wait()
+
+
+def samples_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def last_resumed_from(folder: Path) -> int | None:
+    return resumed_from((folder / "console.log").read_text())[-1]
+
+
+def test_five_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path):
+    run = Campaign(tmp_path, epochs=4, seed=1).run(num_ranks=1, executor="threads", num_kills=5, name="run").to_plain()
+    found = figures([run])
+    assert found["kills"] + found["before_first"] >= 1
+    assert found["resumed"] == found["kills"]
+    assert found["afresh"] == found["before_first"]
+    assert (found["corrupt"], found["ended"], found["equal_models"], found["equal_lines"]) == (0, 1, 1, 1)
+
+
+@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1)])
+def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp_path, killed, undisturbed):
+    folder = tmp_path / "run"
+    with started(folder, EPOCHS) as begun:
+        await_checkpoints(folder, 2, begun)
+        begun.kill(killed)
+        codes = begun.wait(PATIENCE_S)
+    assert codes == [-signal.SIGKILL if rank in killed else 1 for rank in range(2)]
+    if len(killed) == 1:
+        assert "another rank has ended, or its host cannot be reached any more" in said(folder)
+    newest = samples_of(checkpoints(folder)[0])
+    assert train(folder, EPOCHS) == [0, 0]
+    assert last_resumed_from(folder) == newest
+    assert outcome(folder) == undisturbed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank_ends_both_with_143_and_a_checkpoint_to_go_on_from(tmp_path, rank, undisturbed):
+    folder = tmp_path / "run"
+    with started(folder, EPOCHS) as begun:
+        await_checkpoints(folder, 2, begun)
+        os.kill(begun.processes[rank].pid, signal.SIGTERM)
+        assert begun.wait(PATIENCE_S) == [143, 143]
+    summary = read_summary(folder)
+    assert (summary["status"], summary["stop_reason"]) == ("terminated", "SIGTERM")
+    assert samples_of(checkpoints(folder)[0]) == summary["samples_seen"]
+    assert train(folder, EPOCHS) == [0, 0]
+    assert outcome(folder) == undisturbed
+
+
+def cut(checkpoint: Path) -> None:
+    part = checkpoint / part_name(1)
+    part.write_bytes(part.read_bytes()[:1000])
+
+
+def flip(checkpoint: Path) -> None:
+    part = checkpoint / part_name(1)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+
+
+def delete_part(checkpoint: Path) -> None:
+    (checkpoint / part_name(1)).unlink()
+
+
+def delete_manifest(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).unlink()
+
+
+def delete(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (cut, "is corrupted: the hash of rank-1.pt differs"),
+        (flip, "is corrupted: the hash of rank-1.pt differs"),
+        (delete_part, "cannot be read (FileNotFoundError"),
+        (delete_manifest, "has no readable manifest.json"),
+        (delete, None),
+    ],
+)
+def test_spoiled_checkpoint_is_passed_over_with_a_word_and_the_bits_stay(tmp_path, spoil, why, undisturbed):
+    folder = tmp_path / "run"
+    begin(folder)
+    newest, older = checkpoints(folder)[:2]
+    spoil(newest)
+    assert train(folder, EPOCHS) == [0, 0]
+    assert last_resumed_from(folder) == samples_of(older)
+    log = (folder / "console.log").read_text()
+    if why:
+        assert f"{newest} {why}" in log
+        assert "falling back to the one before" in log
+    assert outcome(folder) == undisturbed
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_path, num_ranks):
+    folder = tmp_path / "run"
+    begin(folder)
+    newest = checkpoints(folder)[0]
+    before = load(newest)["bank"]
+    stop = f"max_samples={samples_of(newest)}"
+    assert train(folder, stop, num_ranks=num_ranks) == [0] * num_ranks  # nothing is left, but a checkpoint of its own
+    assert sorted(path.name for path in newest.glob("*.pt")) == [part_name(rank) for rank in range(num_ranks)]
+    after = load(newest)["bank"]
+    for name in ("z", "z_prev"):
+        assert all(torch.equal(before[name][key], after[name][key]) for key in before[name])
+    assert train(folder, EPOCHS, num_ranks=num_ranks) == [0] * num_ranks
+    assert last_resumed_from(folder) == samples_of(newest)
+    summary = read_summary(folder)
+    assert summary["status"] == "finished"
+    assert summary["test_accuracy"] > 0.9
+
+
+@needs_root
+def test_disk_read_only_for_one_rank_is_told_by_the_first_and_training_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    arguments = [*DIGITS, "executor=serial", f"output_dir={folder}", "max_epochs=1000"]
+    begun = start_with_own_mounts(arguments, tmp_path / "output.log", rank=1, num_ranks=2, shared=folder)
+    try:
+        pid = begun.processes[1].pid
+        await_checkpoints(folder, 2, begun)
+        await_true(lambda: inside(pid, "mount", "-o", "remount,bind,ro", str(folder)), begun)  # a file is being written
+        refused = "No checkpoint was written (rank 1 cannot write its part); training goes on, make room soon."
+        await_true(lambda: refused in said(tmp_path), begun)
+        assert inside(pid, "mount", "-o", "remount,bind,rw", str(folder))
+        await_checkpoints(folder, 2, begun)
+        os.kill(pid, signal.SIGTERM)
+        assert begun.wait(PATIENCE_S) == [143, 143]
+    finally:
+        begun.kill([rank for rank in (0, 1) if begun.processes[rank].is_alive()])
+        begun.wait()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@needs_root
+def test_disk_that_is_full_in_mid_training_is_told_and_checkpoints_come_again_with_room(small_disk, tmp_path):
+    folder = small_disk / "run"
+    with started(folder, "max_epochs=1000") as begun:
+        await_checkpoints(folder, 2, begun)
+        fill(small_disk / "others")
+        await_true(lambda: "No space left on device" in said(folder), begun)
+        assert begun.runs
+        (small_disk / "others").unlink()
+        await_checkpoints(folder, 2, begun)
+        os.kill(begun.processes[0].pid, signal.SIGTERM)
+        assert begun.wait(PATIENCE_S) == [143, 143]
+    assert train(folder, f"max_samples={samples_of(checkpoints(folder)[0]) + 64}") == [0, 0]
+
+
+def fill(path: Path) -> None:
+    """All the room there is."""
+    with path.open("wb", buffering=0) as file:
+        for _ in itertools.count():
+            try:
+                file.write(bytes(4096))
+            except OSError:
+                return

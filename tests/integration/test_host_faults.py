@@ -1,0 +1,178 @@
+"""Launchers that are killed or stopped, hosts with other code, and a network that is cut: whole processes, so slow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crossbow_py.checkpoint import checkpoints
+from crossbow_py.telemetry.records import read_summary
+from experiments.common.machine import ROOT
+from experiments.faults.folder import resumed_from
+from experiments.faults.processes import free_port, rank_environment
+from tests.training_processes import (
+    DIGITS,
+    PATIENCE_S,
+    await_checkpoints,
+    await_true,
+    children,
+    environment,
+    is_alive,
+    is_root,
+    popen,
+    said,
+    train,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+ENDLESS = "max_epochs=1000"
+TRAIN = [sys.executable, "-m", "crossbow_py.train", *DIGITS, "executor=serial"]
+TIMEOUT_S = 5.0
+ENDS_WITHIN_S = 20.0  # beyond that: connections are closed, a checkpoint that was under way is brought to its end
+
+
+@contextlib.contextmanager
+def launched(folder: Path, *options: str, max_restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
+    """Two ranks by torchrun, without a `resume` of their own."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={max_restarts}"]
+    arguments = [*TRAIN[1:], f"output_dir={folder}", *options]
+    with popen([sys.executable, "-m", *torchrun, *arguments], folder, environment()) as launcher:
+        yield launcher
+
+
+def goes_on(folder: Path, num_ranks: int = 2) -> None:
+    """The run, from its newest checkpoint, for a few rounds more."""
+    newest = int(checkpoints(folder)[0].name.rpartition("-")[2])
+    assert train(folder, f"max_samples={newest + 640}", num_ranks=num_ranks) == [0] * num_ranks
+    assert resumed_from((folder / "console.log").read_text())[-1] == newest
+    assert read_summary(folder)["status"] == "finished"
+
+
+def test_killed_launcher_takes_its_ranks_along_and_the_run_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    with launched(folder, ENDLESS) as launcher:
+        await_checkpoints(folder, 2, launcher)
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2
+        try:
+            launcher.kill()
+            launcher.wait()
+            await_true(lambda: not any(is_alive(rank) for rank in ranks))
+            assert read_summary(folder)["status"] == "terminated"
+        finally:
+            for rank in filter(is_alive, ranks):
+                os.kill(rank, signal.SIGKILL)
+    goes_on(folder)
+
+
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_sigterm_under_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path, whom):
+    folder = tmp_path / "run"
+    with launched(folder, ENDLESS) as launcher:
+        await_checkpoints(folder, 2, launcher)
+        ranks = children(launcher.pid)
+        os.kill(launcher.pid if whom == "launcher" else ranks[1], signal.SIGTERM)
+        assert launcher.wait(PATIENCE_S) != 0
+        await_true(lambda: not any(is_alive(rank) for rank in ranks))
+    summary = read_summary(folder)
+    assert (summary["status"], summary["stop_reason"]) == ("terminated", "SIGTERM")
+    assert checkpoints(folder)[0].name == f"samples-{summary['samples_seen']:012d}"
+    if whom == "rank":
+        assert "exitcode  : 143" in said(folder)
+    goes_on(folder)
+
+
+def test_rank_killed_under_torchrun_is_started_again_and_the_run_ends(tmp_path):
+    folder = tmp_path / "run"
+    with launched(folder, "max_epochs=40", max_restarts=1) as launcher:
+        await_checkpoints(folder, 2, launcher)
+        os.kill(children(launcher.pid)[0], signal.SIGKILL)
+        assert launcher.wait(2 * PATIENCE_S) == 0
+    afresh, again = resumed_from((folder / "console.log").read_text())
+    assert afresh is None
+    assert again is not None
+    assert read_summary(folder)["status"] == "finished"
+
+
+def test_rank_with_a_changed_file_of_the_package_is_refused_at_the_start_and_the_difference_shown(tmp_path):
+    other, folder = tmp_path / "other", tmp_path / "run"
+    for name in ("crossbow_py", "conf"):
+        shutil.copytree(ROOT / name, other / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "crossbow_py" / "schedules.py").open("a") as file:
+        file.write("# changed\n")
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(popen([*TRAIN, f"output_dir={folder}"], tmp_path / f"rank{rank}", environment(
+                **rank_environment(rank, 2, port), **({"PYTHONPATH": str(other)} if rank else {})
+            )))
+            for rank in range(2)
+        ]  # fmt: skip
+        assert [rank.wait(PATIENCE_S) for rank in ranks] == [2, 2]
+    (line,) = [line for line in said(tmp_path / "rank0").splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: rank 1 is not like rank 0 (code.source: ")
+    assert "start all ranks with the same version of crossbow_py" in line
+    assert not folder.exists()
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces, joined by a cable: veth0 and veth1, 10.213.7.1 and 10.213.7.2."""
+    names = [f"crossbow-{os.getpid()}-{number}" for number in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("-n", names[0], "link", "add", "veth0", "type", "veth", "peer", "name", "veth1", "netns", names[1])
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.213.7.{number + 1}/24", "dev", f"veth{number}")
+            for device in ("lo", f"veth{number}"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def rank_alone(rank: int, port: int) -> dict[str, str]:
+    """What a launcher tells the only rank of its host."""
+    places = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank), "GROUP_WORLD_SIZE": "2"}
+    network = {"MASTER_ADDR": "10.213.7.1", "GLOO_SOCKET_IFNAME": f"veth{rank}"}
+    return {**rank_environment(rank, 2, port), **places, **network}
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@pytest.mark.skipif(not is_root(), reason="network namespaces need root")
+@pytest.mark.parametrize("cut", [0, 1])
+def test_network_cut_between_two_hosts_ends_both_with_a_word_and_the_run_goes_on_on_one(tmp_path, hosts, cut):
+    folder, port = tmp_path / "run", free_port()
+    command = [*TRAIN, f"output_dir={folder}", ENDLESS, f"distributed.timeout_s={TIMEOUT_S}"]
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(popen(
+                ["ip", "netns", "exec", host, *command], tmp_path / f"rank{rank}", environment(**rank_alone(rank, port))
+            ))
+            for rank, host in enumerate(hosts)
+        ]  # fmt: skip
+        await_checkpoints(folder, 2, ranks[0])
+        ip("-n", hosts[cut], "link", "set", f"veth{cut}", "down")
+        cut_s = time.monotonic()
+        assert [rank.wait(PATIENCE_S) for rank in ranks] == [1, 1]
+        assert time.monotonic() - cut_s < TIMEOUT_S + ENDS_WITHIN_S
+    for rank in range(2):
+        (line,) = [line for line in said(tmp_path / f"rank{rank}").splitlines() if line.startswith("error: ")]
+        assert f"rank {rank} has waited for" in line
+        assert "The run goes on from its newest checkpoint when it is started again with resume=auto." in line
+    assert "is lost" in said(tmp_path / "rank1")  # the store is on the other host
+    goes_on(folder)
