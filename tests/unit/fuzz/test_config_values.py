@@ -145,7 +145,7 @@ def plain_values() -> st.SearchStrategy[Any]:
     )
 
 
-@depths(60, 3000)
+@depths(60, 1000)
 def test_settings_from_any_values_are_settings_or_one_sentence(examples: int) -> None:
     kinds = [kind for registry in REGISTRIES.values() for kind in registry.values()]
 
