@@ -23,6 +23,7 @@ from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
 from experiments.common.results import EXPERIMENTS, read_results
 from experiments.estimate import report as estimate_report
+from experiments.faults import report as faults_report
 from experiments.flowers import report as flowers_report
 from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
@@ -63,6 +64,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "notes": estimate_report.notes,
         "machine": _machine,
     },
+    "faults": {"all": faults_report.result_text, "machine": _machine},
     "flowers": {"summary": flowers_report.summary_table, "machine": _machine},
     "loader": {"all": loader_report.result_text, "sides": loader_report.sides_table, "machine": _machine},
     "memory": {"all": memory_report.result_text, "machine": _machine},

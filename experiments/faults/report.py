@@ -45,16 +45,15 @@ def kill9_table(result: Result) -> str:
 def kill9_text(result: Result) -> str:
     """All there is to say about a result."""
     kills = [kill for run in result["runs"] for kill in run["kills"]]
-    one = sum(len(kill["ranks"]) == 1 and bool(kill["others"]) for kill in kills)
-    ended = [code for kill in kills for code in kill["others"]]
+    others = [code for kill in kills for code in kill["others"]]
     text = (
         f"Runs of {result['epochs']:g} epochs, killed in chains; {result['minutes']:g} minutes in all. A kill falls "
         f"{median(kill['after_s'] for kill in kills):.2f} s after the first sign of a round (median)."
     )
-    if one:
+    if others:
         text += (
-            f" In {one} of the kills of two ranks one alone was killed; the other ended by itself with exit code 1 in "
-            f"{ended.count(1)}."
+            f" In {len(others)} of the kills of two ranks one alone was killed; the other ended by itself with exit "
+            f"code 1 in {others.count(1)}, and with 0 in {others.count(0)}, where all was trained already."
         )
     return f"{text}\n\n{kill9_table(result)}"
 

@@ -32,6 +32,8 @@ from tests.training_processes import (
     train,
 )
 
+pytestmark = pytest.mark.timeout(300)
+slow = pytest.mark.slow
 EPOCHS = "max_epochs=6"
 needs_root = pytest.mark.skipif(not is_root(), reason="mounts need root")
 Outcome = tuple[bytes, list[tuple[Any, ...]]]
@@ -70,7 +72,7 @@ def test_five_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path):
     assert (found["corrupt"], found["ended"], found["equal_models"], found["equal_lines"]) == (0, 1, 1, 1)
 
 
-@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("killed", [(1,), pytest.param((0,), marks=slow), pytest.param((0, 1), marks=slow)])
 def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp_path, killed, undisturbed):
     folder = tmp_path / "run"
     with started(folder, EPOCHS) as begun:
@@ -86,7 +88,7 @@ def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp
     assert outcome(folder) == undisturbed
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 1])
 def test_sigterm_to_one_rank_ends_both_with_143_and_a_checkpoint_to_go_on_from(tmp_path, rank, undisturbed):
     folder = tmp_path / "run"
     with started(folder, EPOCHS) as begun:
@@ -127,11 +129,11 @@ def delete(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (cut, "is corrupted: the hash of rank-1.pt differs"),
+        pytest.param(cut, "is corrupted: the hash of rank-1.pt differs", marks=slow),
         (flip, "is corrupted: the hash of rank-1.pt differs"),
-        (delete_part, "cannot be read (FileNotFoundError"),
-        (delete_manifest, "has no readable manifest.json"),
-        (delete, None),
+        pytest.param(delete_part, "cannot be read (FileNotFoundError", marks=slow),
+        pytest.param(delete_manifest, "has no readable manifest.json", marks=slow),
+        pytest.param(delete, None, marks=slow),
     ],
 )
 def test_spoiled_checkpoint_is_passed_over_with_a_word_and_the_bits_stay(tmp_path, spoil, why, undisturbed):
@@ -148,7 +150,7 @@ def test_spoiled_checkpoint_is_passed_over_with_a_word_and_the_bits_stay(tmp_pat
     assert outcome(folder) == undisturbed
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=slow), 3])
 def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_path, num_ranks):
     folder = tmp_path / "run"
     begin(folder)
@@ -200,6 +202,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@slow
 @needs_root
 def test_disk_that_is_full_in_mid_training_is_told_and_checkpoints_come_again_with_room(small_disk, tmp_path):
     folder = small_disk / "run"

@@ -1,0 +1,70 @@
+"""Draws kills.png: into which moment of a checkpoint the kills fell, and where in the run.
+
+python experiments/faults/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.figure import Figure
+
+from experiments.common.results import EXPERIMENTS, read_results
+from experiments.faults.folder import BETWEEN, PHASES
+from experiments.faults.report import phases
+
+EXPERIMENT = "faults"
+PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "kills.png"
+_COLORS = {1: "#0072B2", 2: "#D55E00"}
+_BINS = 20
+
+
+def main() -> int:
+    """Draw the kills; returns the exit code."""
+    results = [result for result in read_results(EXPERIMENT).values() if result["kind"] == "kill9"]
+    if not results:
+        print("error: there are no results yet; run experiments/faults/kill9.py first.", file=sys.stderr)
+        return 2
+    draw(results[0]).savefig(PICTURE, dpi=130, metadata={"Software": None})
+    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
+    return 0
+
+
+def draw(result: Mapping[str, Any]) -> Figure:
+    """Kills by phase, a bar a number of ranks; and by the samples of the checkpoint that was gone on from."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    columns = sorted({run["num_ranks"] for run in result["runs"]})
+    for place, num_ranks in enumerate(columns):
+        counted = phases(result, num_ranks)
+        bars = left.barh(
+            [row + (place - (len(columns) - 1) / 2) * 0.4 for row in range(len(PHASES))],
+            [counted[phase] for phase in PHASES],
+            height=0.38,
+            color=_COLORS[num_ranks],
+            label=f"{num_ranks} rank{'s' if num_ranks > 1 else ''}",
+        )
+        left.bar_label(bars, padding=2, fontsize="small")
+    left.set_yticks(range(len(PHASES)), PHASES)
+    left.invert_yaxis()
+    left.set(xlabel="kills", title="when the kill fell")
+    left.legend(fontsize="small")
+    kills = [kill for run in result["runs"] for kill in run["kills"] if kill["whole"] is not None]
+    inside = [kill["whole"] for kill in kills if kill["phase"] != BETWEEN]
+    outside = [kill["whole"] for kill in kills if kill["phase"] == BETWEEN]
+    right.hist(
+        [inside, outside], bins=_BINS, stacked=True, color=["#009E73", "#999999"],
+        label=["inside a checkpoint's writing", "between checkpoints"],
+    )  # fmt: skip
+    right.set(xlabel="samples of the checkpoint the next start went on from", ylabel="kills", title="where in the run")
+    right.legend(fontsize="small")
+    return figure
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
