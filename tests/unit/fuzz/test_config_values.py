@@ -105,11 +105,11 @@ def test_overrides_of_any_text_are_a_configuration_or_one_sentence(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_every_key_with_every_odd_value_is_a_configuration_or_one_sentence() -> None:
+@pytest.mark.timeout(1800)
+def test_every_key_with_odd_values_is_a_configuration_or_one_sentence() -> None:
     with memory_of_at_most(300):
-        for key in KEYS:
-            for value in ODD:
+        for number, key in enumerate(KEYS):
+            for value in ODD[number % 8 :: 8]:  # an eighth for each key; all with all take a quarter of an hour
                 with suppress(UserError):
                     write_yaml(config_to_mapping(compose([f"{key}={value}"], EstimateConfig)))
 
