@@ -14,7 +14,8 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -220,15 +221,21 @@ def _whole(folder: Path) -> SavedCheckpoint:
     return saved
 
 
-def load(folder: Path) -> dict[str, Any]:
-    """The first rank's part of a checkpoint. Raises CheckpointError saying what is wrong with it."""
-    return _whole(folder).part(0)
+@contextmanager
+def taking_from(folder: Path) -> Iterator[None]:
+    """Around what uses a part's contents: hashes say that they are as written, not that a run has written them.
 
-
-def load_newest(path: Path) -> tuple[dict[str, Any], Path, list[str]]:
-    """The first rank's part of what `find_newest` finds, its folder, and what was passed over."""
-    saved, problems = find_newest(path)
-    return saved.part(0), saved.folder, problems
+    Raises CheckpointError where they are not what a checkpoint of this format holds.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} does not hold what a run of this version writes ({one_line(error)[:200]}); "
+            "use another one."
+        ) from error
 
 
 def checkpoints(run_folder: Path) -> list[Path]:
@@ -251,7 +258,7 @@ def differences(saved: Any, current: Any, path: str = "") -> list[str]:
     """
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         renamed = saved.get("name") != current.get("name")
-        keys = ["name"] if renamed else sorted(set(saved) | set(current))
+        keys = ["name"] if renamed else sorted(set(saved) | set(current), key=str)
         nested = (differences(saved.get(k), current.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
         return [line for lines in nested for line in lines]
     return [] if saved == current else [f"{path}: {saved} → {current}"]

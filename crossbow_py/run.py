@@ -12,7 +12,7 @@ from torch import nn
 
 from crossbow_py import checkpoint
 from crossbow_py.assembly import DataSets, Parts
-from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences
+from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, taking_from
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
@@ -155,7 +155,10 @@ class Run:
         With as many ranks as it has, every learner is what it was. With another number z is, and so is the schedule;
         learners beyond those that were there are clones of z. Raises CheckpointError when it is of another run.
         """
-        saved = checkpoint.part(0)
+        with taking_from(checkpoint.folder):
+            self._restore(checkpoint, checkpoint.part(0))
+
+    def _restore(self, checkpoint: SavedCheckpoint, saved: Mapping[str, Any]) -> None:
         changed = differences(saved["identity"], self.identity())
         if changed:
             shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_type_hints
 
 from crossbow_py.engine.rounds import RoundOutcome
+from crossbow_py.settings import fits
 
 
 @dataclass
@@ -78,6 +79,15 @@ class RunState:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> RunState:
-        """Rebuild from a checkpoint; counters a newer version added start at their defaults."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        """Rebuild from a checkpoint; counters a newer version added start at their defaults.
+
+        Raises TypeError or ValueError for what no run has written.
+        """
+        hints = get_type_hints(cls)
+        known = {name: value for name, value in values.items() if name in hints}
+        for name, value in known.items():
+            if not fits(value, hints[name]):
+                raise TypeError(f"state.{name} is {value!r}")
+            if isinstance(value, int) and not -1 <= value < 2**63:
+                raise ValueError(f"state.{name} is {value}")
+        return cls(**known)

@@ -56,7 +56,7 @@ def check(settings: Any) -> None:
         path = f"{group}.{field.name}" if group else field.name
         value = _convert(getattr(settings, field.name), hints[field.name])
         object.__setattr__(settings, field.name, value)
-        if not _fits(value, hints[field.name]):
+        if not fits(value, hints[field.name]):
             raise UserError(f"{path} must be {_describe(hints[field.name])}, got {_shown(value)}.")
         _check_texts(path, value)
         for number in value if isinstance(value, tuple) else (value,):
@@ -119,7 +119,8 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value is of the type that a field declares."""
     return any(_fits_one(value, option) for option in _options(hint))
 
 
@@ -131,7 +132,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
         return value in typing.get_args(hint)
     if origin is tuple:
         item = typing.get_args(hint)[0]
-        return isinstance(value, tuple) and all(_fits(entry, item) for entry in value)
+        return isinstance(value, tuple) and all(fits(entry, item) for entry in value)
     if origin is not None:
         return isinstance(value, origin)
     if hint in (int, float) and isinstance(value, bool):

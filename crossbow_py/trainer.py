@@ -12,7 +12,14 @@ from torch import nn
 
 from crossbow_py.assembly import DataSets, MakeModel, build_parts
 from crossbow_py.averaging import SMA, AveragingRule
-from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, find_newest, holds_run, open_checkpoint
+from crossbow_py.checkpoint import (
+    CheckpointSettings,
+    SavedCheckpoint,
+    find_newest,
+    holds_run,
+    open_checkpoint,
+    taking_from,
+)
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -210,7 +217,10 @@ class Trainer:
 def _choose(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
     """What `auto` becomes on each rank, as the checkpoint says where there is one; an error of one is that of all."""
     with ranks.together():
-        return choose(settings, found.part(0)["choices"] if found else None, ranks.num_ranks)
+        if found is None:
+            return choose(settings, None, ranks.num_ranks)
+        with taking_from(found.folder):
+            return choose(settings, found.part(0)["choices"], ranks.num_ranks)
 
 
 def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:

@@ -48,7 +48,7 @@ class Remembered:
     def _read(self) -> dict[str, str]:
         try:
             values = json.loads(self.path.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         plain = values if isinstance(values, dict) else {}
         return {str(key): value for key, value in plain.items() if isinstance(value, str)}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.checkpoint import MANIFEST, checkpoints, load, part_name
+from crossbow_py.checkpoint import MANIFEST, checkpoints, find_newest, part_name
 from crossbow_py.telemetry.records import read_summary
 from experiments.faults.campaign import Campaign, figures
 from experiments.faults.folder import resumed_from
@@ -155,11 +155,11 @@ def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_pat
     folder = tmp_path / "run"
     begin(folder)
     newest = checkpoints(folder)[0]
-    before = load(newest)["bank"]
+    before = find_newest(newest)[0].part(0)["bank"]
     stop = f"max_samples={samples_of(newest)}"
     assert train(folder, stop, num_ranks=num_ranks) == [0] * num_ranks  # nothing is left, but a checkpoint of its own
     assert sorted(path.name for path in newest.glob("*.pt")) == [part_name(rank) for rank in range(num_ranks)]
-    after = load(newest)["bank"]
+    after = find_newest(newest)[0].part(0)["bank"]
     for name in ("z", "z_prev"):
         assert all(torch.equal(before[name][key], after[name][key]) for key in before[name])
     assert train(folder, EPOCHS, num_ranks=num_ranks) == [0] * num_ranks

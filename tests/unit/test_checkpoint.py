@@ -16,8 +16,6 @@ from crossbow_py.checkpoint import (
     checkpoints,
     differences,
     find_newest,
-    load,
-    load_newest,
     open_checkpoint,
 )
 from crossbow_py.checkpoint_writer import save
@@ -124,7 +122,8 @@ def test_load_newest_takes_a_run_folder_its_checkpoints_folder_or_one_checkpoint
         (newer, 2, newer),
         (older, 1, older),
     ]:
-        saved, found, problems = load_newest(path)
+        checkpoint, problems = find_newest(path)
+        saved, found = checkpoint.part(0), checkpoint.folder
         assert (mark_of(saved), found, problems) == (mark, folder, [])
         assert find_newest(path)[0].folder == folder
 
@@ -168,7 +167,7 @@ def test_damaged_checkpoint_is_refused_alone_and_passed_over_for_the_one_before(
     newest = by_hand(tmp_path, 200, [2.0, 2.0])
     harm(newest)
     with pytest.raises(CheckpointError, match=rf"samples-000000000200 .*{message}") as caught:
-        load(newest)
+        find_newest(newest)[0].part(0)
     assert "\n" not in str(caught.value)
     saved, problems = find_newest(tmp_path)
     assert (mark_of(saved.part(1)), saved.folder.name) == (1.0, "samples-000000000100")
@@ -221,7 +220,7 @@ def test_newer_format_is_refused_with_the_remedy(tmp_path):
     folder = by_hand(tmp_path, 100, [1.0])
     edit(folder, lambda manifest: manifest.update(format_version=3))
     with pytest.raises(CheckpointError, match="has format 3, and this version reads up to 2; update crossbow_py"):
-        load(folder)
+        find_newest(folder)[0].part(0)
 
 
 def test_format_1_without_a_number_of_ranks_is_one_rank(tmp_path):
