@@ -16,6 +16,7 @@ from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differen
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.replicas import num_saved
 from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run_settings import RunSettings
@@ -173,7 +174,7 @@ class Run:
             bank.load_state_dict({**central, **own["bank"]})
             self.state = RunState.from_plain(own["state"])
         else:
-            bank.resize(saved["bank"]["num_learners"])
+            bank.resize(num_saved(saved["bank"]))
             sick = self._spread_out(checkpoint)
             self.state = RunState.from_plain({**saved["state"], "sick_learners": sick})
             state = self.state
@@ -187,7 +188,7 @@ class Run:
     def _spread_out(self, checkpoint: SavedCheckpoint) -> dict[int, int]:
         """Deal a checkpoint's learners out to another number of ranks. Returns those of this rank that are sick."""
         bank, sick = self.parts.bank, dict[int, int]()
-        num_learners = checkpoint.part(0)["bank"]["num_learners"]
+        num_learners = num_saved(checkpoint.part(0)["bank"])
         bank.load_central(self._central(checkpoint))
         for row in range(bank.num_learners):
             learner = bank.first_learner + row

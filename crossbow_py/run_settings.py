@@ -25,7 +25,10 @@ class RunSettings:
 
     batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
     num_learners: int | Literal["auto"] = setting(
-        "auto", "learners (replicas trained side by side) per device; auto finds the fastest number", minimum=1
+        "auto",
+        "learners (replicas trained side by side) per device; auto finds the fastest number",
+        minimum=1,
+        maximum=16_384,  # each has a module of its own: more take minutes to set up
     )
     max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
     executor: Literal["auto", "serial", "threads", "fused", "subarrays2", "subarrays4", "streams"] = setting(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
 from crossbow_py.engine.rounds import RoundOutcome
-from crossbow_py.settings import fits
+from crossbow_py.settings import known_fields
 
 
 @dataclass
@@ -83,11 +83,4 @@ class RunState:
 
         Raises TypeError or ValueError for what no run has written.
         """
-        hints = get_type_hints(cls)
-        known = {name: value for name, value in values.items() if name in hints}
-        for name, value in known.items():
-            if not fits(value, hints[name]):
-                raise TypeError(f"state.{name} is {value!r}")
-            if isinstance(value, int) and not -1 <= value < 2**63:
-                raise ValueError(f"state.{name} is {value}")
-        return cls(**known)
+        return cls(**known_fields(cls, values, least=-1))

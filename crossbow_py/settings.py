@@ -25,7 +25,9 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "maximum": ("at most", operator.le),
     "below": ("less than", operator.lt),
 }
+_LARGEST = 3.4e38  # float32
 _LONGEST_SHOWN = 200
+_MOST_COUNTED = 2**62  # what counts more is none of our counters
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
 
@@ -131,13 +133,33 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if origin is typing.Literal:
         return value in typing.get_args(hint)
     if origin is tuple:
-        item = typing.get_args(hint)[0]
-        return isinstance(value, tuple) and all(fits(entry, item) for entry in value)
+        return isinstance(value, tuple) and _fit_items(value, typing.get_args(hint))
     if origin is not None:
         return isinstance(value, origin)
     if hint in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, int | float) if hint is float else isinstance(value, hint)
+
+
+def _fit_items(values: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
+    of_any_length = len(hints) == 2 and hints[1] is ...
+    expected = hints[:1] * len(values) if of_any_length else hints
+    return len(values) == len(expected) and all(map(fits, values, expected))
+
+
+def known_fields(of: type, values: Mapping[str, Any], least: int) -> dict[str, Any]:
+    """Of values from a checkpoint, those that a class of counters has a field for: newer versions write others too.
+
+    Raises TypeError for one of another type than its field, ValueError for an integer out of range.
+    """
+    hints = typing.get_type_hints(of)
+    known = {name: value for name, value in values.items() if name in hints}
+    for name, value in known.items():
+        if not fits(value, hints[name]):
+            raise TypeError(f"{name} is {_shown(value)}")
+        if isinstance(value, int) and not least <= value < _MOST_COUNTED:
+            raise ValueError(f"{name} is {value}")
+    return known
 
 
 def _describe(hint: Any) -> str:
@@ -185,6 +207,8 @@ def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
         return
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path} must be a finite number, got {value}.")
+    if isinstance(value, float) and abs(value) > _LARGEST:
+        raise UserError(f"{path} must be a number that 32 bits can hold (up to {_LARGEST:.1e}), got {value}.")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise UserError(f"{path} must be a number of at most 63 bits, got {_shown(value)}.")
     for name, (words, holds) in _LIMITS.items():

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from crossbow_py.settings import check, setting
+from crossbow_py.settings import check, known_fields, setting
 
 Action = Literal["grow", "shrink", "stay"]
 Phase = Literal["growing", "shrinking", "checking", "settled"]
@@ -71,10 +71,8 @@ class AutoTunerState:
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> AutoTunerState:
         """Rebuild from a checkpoint; what a newer version added starts at its default."""
-        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        known["recent"] = tuple(known.get("recent", ()))
-        known["measured"] = tuple((count, images_per_s) for count, images_per_s in known.get("measured", ()))
-        return cls(**known)
+        recent, measured = tuple(values.get("recent", ())), tuple(map(tuple, values.get("measured", ())))
+        return cls(**known_fields(cls, {**values, "recent": recent, "measured": measured}, least=-(2**31)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,8 +167,13 @@ class Rows:
         return view.view(*lead, *block.shape)
 
     def load(self, row: int, values: Mapping[str, Tensor]) -> None:
-        """Copy tensors by name into a row; names the layout does not know are ignored."""
+        """Copy tensors by name into a row; names the layout does not know are ignored.
+
+        Raises ValueError for a tensor of another shape.
+        """
         for name, view in self.shaped(row).items():
+            if values[name].shape != view.shape:
+                raise ValueError(f"{name} is of the shape {list(values[name].shape)} instead of {list(view.shape)}")
             view.copy_(values[name].detach())
 
     def copy_row(self, row: int, source: Rows, source_row: int = 0) -> None:
@@ -178,6 +183,22 @@ class Rows:
     def zero_row(self, row: int) -> None:
         """Set a row to zero."""
         torch._foreach_zero_(self.flat(row))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRow:
+    """The trained part of one learner's row in every buffer: lists of vectors, side by side.
+
+    The first `num_decayed` of each list take weight decay. `shadow` is None where models run on the weights themselves.
+    """
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    corrections: list[Tensor]
+    state: dict[str, list[Tensor]]
+    z: list[Tensor]
+    shadow: list[Tensor] | None
+    num_decayed: int
 
 
 def _aligned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,26 +17,18 @@ from torch import Tensor, nn
 
 from crossbow_py.engine.central import checksum, level, mean_buffers, norm
 from crossbow_py.engine.dropout import replace_dropout
-from crossbow_py.engine.layout import Order, Rows, buffer_layout, clone_all, copy_present, parameter_layout
+from crossbow_py.engine.layout import (
+    Order,
+    Rows,
+    TrainedRow,
+    buffer_layout,
+    clone_all,
+    copy_present,
+    parameter_layout,
+)
 from crossbow_py.engine.precision import Precision, full_precision_parameters
 
 _COUNTER = "num_batches_tracked"
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedRow:
-    """The trained part of one learner's row in every buffer: lists of vectors, side by side.
-
-    The first `num_decayed` of each list take weight decay. `shadow` is None where models run on the weights themselves.
-    """
-
-    weights: list[Tensor]
-    gradients: list[Tensor]
-    corrections: list[Tensor]
-    state: dict[str, list[Tensor]]
-    z: list[Tensor]
-    shadow: list[Tensor] | None
-    num_decayed: int
 
 
 class ReplicaBank:
@@ -362,8 +353,8 @@ class ReplicaBank:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore `state_dict()` of a bank with the same architecture and optimizer; K follows the saved one."""
-        if saved["num_learners"] != self.num_learners:
-            self.resize(saved["num_learners"])
+        if num_saved(saved) != self.num_learners:
+            self.resize(num_saved(saved))
         self.load_central(saved)
         self._load_rows(saved, self.num_learners)
 
@@ -398,3 +389,11 @@ class ReplicaBank:
     def z_checksum(self) -> int:
         """52 bits that are others, in all likelihood, when a bit of z is. Host–device synchronisation."""
         return checksum(self.z.storage)
+
+
+def num_saved(saved: Mapping[str, Any]) -> int:
+    """How many learners a bank's `state_dict()` has. Raises ValueError when it is not one."""
+    number, counts = saved["num_learners"], saved["step_counts"]
+    if not number or len(counts) != number or any(type(count) is not int for count in counts):
+        raise ValueError(f"{number!r} learners with the step counts {counts!r}")
+    return len(counts)

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.engine.layout import TrainedRow
 from crossbow_py.engine.native.library import Averaging, Learner, NativeError, Vector, load
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.precision import BF16
-from crossbow_py.engine.replicas import ReplicaBank, TrainedRow
+from crossbow_py.engine.replicas import ReplicaBank
 
 _TOLERANCE = 1e-5
 _STRIPS = 64  # sums of squares a gradient, each with a fixed place, so that a norm is one whatever the threads

@@ -151,7 +151,8 @@ def test_slurm_script_starts_torchrun_with_options_that_it_has(tmp_path: Path) -
     words = job.said("srun.args")
     assert "+experiment=resnet32" in words
     options = [word.split("=")[0] for word in words[words.index("torchrun") + 1 : words.index("-m")]]
-    shown = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True, check=True).stdout
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]  # its script need not be on the PATH
+    shown = subprocess.run([*torchrun, "--help"], capture_output=True, text=True, check=True).stdout
     assert all(re.search(rf"^  (-\w, )?{option}\b", shown, re.MULTILINE) for option in options)
 
 

@@ -37,6 +37,7 @@ class Oven:
         ("degrees", 300, r"oven.degrees must be less than 300, got 300.0\."),
         ("degrees", math.nan, r"oven.degrees must be a finite number, got nan\."),
         ("degrees", math.inf, r"oven.degrees must be a finite number, got inf\."),
+        ("degrees", 1e39, r"oven.degrees must be a number that 32 bits can hold \(up to 3.4e\+38\), got 1e\+39\."),
         ("degrees", True, r"oven.degrees must be a number, got True\."),
         ("share", 0.0, r"oven.share must be greater than 0, got 0.0\."),
         ("share", 1.5, r"oven.share must be at most 1, got 1.5\."),
