@@ -50,12 +50,15 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Enqueue a kernel on the current stream; the host does not wait, except for compilation at the first call."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fuses: bool = True, **constants: Any) -> None:
+    """Enqueue a kernel on the current stream; the host does not wait, except for compilation at the first call.
+
+    `fuses` is whether a product and a sum may be one operation that rounds once; torch's operators round twice.
+    """
     for record in _RECORDS:
         record.append(Launch(kernel.__name__, grid, arguments))
-    # Said outright, as Triton's own default is about to change. Fused multiply-adds round once instead of twice.
-    kernel[grid](*arguments, enable_fp_fusion=True, **constants)
+    # Said outright, as Triton's own default is about to change.
+    kernel[grid](*arguments, enable_fp_fusion=fuses, **constants)
 
 
 @contextlib.contextmanager

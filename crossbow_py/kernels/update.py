@@ -171,17 +171,24 @@ def update(
 def move(z: Tensor, z_prev: Tensor, totals: Sequence[Tensor], momentum: float) -> None:
     """z' = z + Σ totals + μ·(z − z_prev), z_prev ← z; the sum, in order, is left in the first of the totals.
 
-    All are 1-dim and alike; at most four totals.
+    All are 1-dim and alike; at most four totals. To the bit what `AveragingRule.average` gives: ranks where kernels
+    serve, and those where torch's operators move z, are to have the same.
     """
     padded = [*totals, *[totals[0]] * (4 - len(totals))]
     grid = (triton.cdiv(z.numel(), TILE.value),)
-    launch(_move, grid, z, z_prev, *padded, z.numel(), *two_floats(momentum), TOTALS=len(totals))
+    launch(_move, grid, z, z_prev, *padded, z.numel(), *three_floats(momentum), fuses=False, TOTALS=len(totals))
 
 
 def two_floats(value: float) -> tuple[float, float]:
     """A number as a float32 and what that leaves: kernels take float32, and float64 rows want all digits."""
     (high,) = struct.unpack("f", struct.pack("f", value))
     return high, value - high
+
+
+def three_floats(value: float) -> tuple[float, float, float]:
+    """As three of float32, which hold all 53 binary digits; two hold 48."""
+    high, low = two_floats(value)
+    return high, *two_floats(low)
 
 
 # One program a tile. out[t, j] <- the sum of squares.
@@ -334,11 +341,14 @@ def _update(w, g, s0, s1, shadow, z, z_prev, total, tiles, values, total_squares
 
 # One program a tile of z.
 @triton.jit
-def _move(z, z_prev, total0, total1, total2, total3, count, momentum_high, momentum_low, TOTALS: tl.constexpr):
+def _move(z, z_prev, total0, total1, total2, total3, count, momentum_high, momentum_low, momentum_rest,
+          TOTALS: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < count
     kind = z.dtype.element_ty
-    momentum = tl.zeros((1,), kind) + momentum_high + momentum_low
+    momentum = tl.zeros((1,), kind) + momentum_high
+    if kind == tl.float64:
+        momentum = momentum + momentum_low + momentum_rest
     pulls = tl.load(total0 + at, mask=inside, other=0.0)
     if TOTALS > 1:
         pulls += tl.load(total1 + at, mask=inside, other=0.0)

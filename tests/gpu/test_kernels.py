@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from crossbow_py.averaging import SMA
+from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -103,6 +105,20 @@ def test_round_of_resnet20_in_float32_equals_serial(executor):
     run(executor, ours, 1)
     run(SerialExecutor, reference, 1)
     assert_learners_equal(ours.bank, reference.bank, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("momentum", [0.9, 1 / 3, 0.0])
+def test_move_of_z_by_the_kernel_equals_the_rules_to_the_bit(momentum, dtype):
+    from crossbow_py.kernels import update as kernels  # noqa: PLC0415  Triton is there with CUDA
+
+    torch.manual_seed(4)
+    z, z_prev, total = (torch.randn(100_003, dtype=dtype, device="cuda") for _ in range(3))
+    expected, expected_prev = z.clone(), z_prev.clone()
+    kernels.move(z, z_prev, [total], momentum)
+    SMA().average([expected], [expected_prev], [total], LinearRound(0.3, momentum))
+    assert torch.equal(z, expected)
+    assert torch.equal(z_prev, expected_prev)
 
 
 def test_rounds_by_kernels_repeat_to_the_bit():

@@ -26,11 +26,11 @@ _TYPES = {
 MODULES = (batch_norm, convolution, cross_entropy, images, update)
 
 
-def compiled(kernel, grid, *arguments, **constants):
+def compiled(kernel, grid, *arguments, fuses=True, **constants):
     """In place of a launch: compile for the capability asked for."""
     names = kernel.arg_names
     values = {**dict(zip(names, arguments, strict=False)), **{n: v for n, v in constants.items() if n in names}}
-    options = {name: value for name, value in constants.items() if name not in names}
+    options = {name: value for name, value in constants.items() if name not in names} | {"enable_fp_fusion": fuses}
     signature, fixed, attributes = {}, {}, {}
     for place, name in enumerate(names):
         value = values[name]
@@ -43,7 +43,7 @@ def compiled(kernel, grid, *arguments, **constants):
             signature[name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(kernel, signature=signature, constexprs=fixed, attrs=attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
-    print(kernel.__name__, len(binary.asm["cubin"]) > 0, binary.metadata.shared)
+    print(kernel.__name__, len(binary.asm["cubin"]) > 0, binary.metadata.shared, "fma.rn" in binary.asm["ptx"])
 
 
 def call_all():
@@ -85,7 +85,8 @@ def call_updates(cpu):
         update.squares(w, tiles, 8, double)
         update.prepare(double, double, double, double[0], double[0], w, 8, optimizer, loss_column=0, finite_column=1)
         update.update(rows, tiles, w, 8, optimizer, correction=0.1, momentum=0.9, total_squares=double[0])
-    update.move(z, z, [z, z], 0.9)
+    for rows in (z, z.double()):
+        update.move(rows, rows, [rows, rows], 0.9)
 
 
 if __name__ == "__main__":

@@ -25,5 +25,9 @@ def test_every_kernel_compiles_and_fits_a_processor(capability, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     made = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, _, _ in made} == KERNELS
-    assert all(whole == "True" and int(shared) <= SHARED_MEMORY[capability] for _, whole, shared in made)
+    assert {name for name, _, _, _ in made} == KERNELS
+    assert all(whole == "True" and int(shared) <= SHARED_MEMORY[capability] for _, whole, shared, _ in made)
+    # A product and a sum in one operation round once; `_move` rounds as torch's operators do.
+    fuse = {name for name, _, _, fuses in made if fuses == "True"}
+    assert "_update" in fuse
+    assert "_move" not in fuse
