@@ -43,7 +43,7 @@ def check_alike(config: Mapping[str, Any], ranks: Ranks) -> None:
 def _code() -> dict[str, str]:
     digest = hashlib.sha256()
     package = Path(__file__).parent
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
         digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())
     return {

@@ -56,7 +56,8 @@ class Parts:
     """What a run is made of, built once by the trainer.
 
     `warnings` are sentences for the user; the `timeline`, when there is one, gets a span of every task. `most_learners`
-    is how many memory holds, no more than the settings allow; `ranks` are those of the run.
+    is how many memory holds, no more than the settings allow; `ranks` are those of the run, and `nodes` their
+    `Ranks.nodes`, when nodes have an average model each.
     """
 
     choices: Choices
@@ -73,6 +74,7 @@ class Parts:
     compile_model: bool
     most_learners: int
     ranks: Ranks
+    nodes: list[int] | None
 
     @property
     def rule(self) -> AveragingRule:
@@ -130,6 +132,10 @@ class Parts:
             plan = Round(index, (), (), coefficients, self.collective.apart and self.rule.joins_nodes(index))
             self._tasks(seed=0).move(RoundOutcome(plan))
 
+    def restart(self) -> None:
+        """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together."""
+        self.bank.restart(self.rule.restart_momentum, self.ranks.adder)
+
     @property
     def feeds(self) -> list[Feed]:
         """Of training, validation and test data."""
@@ -155,7 +161,7 @@ class Parts:
         """
         if not self.rule.has_central_model:
             return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
-        state = self.bank.central_state(excluded, self.ranks.add if self.ranks.num_ranks > 1 else None)
+        state = self.bank.central_state(excluded, self.ranks.adder)
         if self.collective.apart:
             z = self.bank.new_flat()
             z.copy_row(0, self.bank.z)
@@ -230,6 +236,8 @@ def build_parts(
             _evaluation_feed(what, template, source, data, settings, choices, loss, ranks)
             for what, source in (("validation", data.validation), ("test", data.test))
         )
+    # What a host's libraries, or a model that draws from other generators, make another of must not be trained apart.
+    ranks.copy_first(value for value in [*template.parameters(), *template.buffers()] if value.is_floating_point())
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
     warnings += [warning] if warning else []
     notes: list[str] = []
@@ -256,10 +264,11 @@ def build_parts(
         channels_last=settings.channels_last,
     )
     warnings += [*notes, *bounded, *_refusals(choices)]
+    collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     return Parts(
         choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed,
-        ranks.collective(choices.device, apart=rule.node_period > 1), warnings, timeline, settings.compile_model,
-        most_learners, ranks,
+        collective, warnings, timeline, settings.compile_model, most_learners, ranks,
+        ranks.nodes() if collective.apart else None,
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ are there the checkpoint is concluded, and when one cannot be written it is give
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
-from crossbow_py.checkpoint_writer import CheckpointWriter
+from crossbow_py.checkpoint_writer import CheckpointWriter, Status
 from crossbow_py.reporter import Reporter
 from crossbow_py.run import Run
 
@@ -16,7 +17,7 @@ from crossbow_py.run import Run
 class CheckpointKeeper:
     """Owned by the training loop. Does nothing for a run without a folder."""
 
-    STATUSES = ("idle", "writing", "written", "failed")
+    STATUSES: tuple[Status, ...] = get_args(Status)
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
         ranks = run.parts.ranks

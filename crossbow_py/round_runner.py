@@ -125,8 +125,7 @@ class RoundRunner:
 
     def restart(self) -> None:
         """Restart the learners from z, when nothing is in flight."""
-        add = self.parts.ranks.add if self.parts.ranks.num_ranks > 1 else None
-        self.parts.bank.restart(self.parts.rule.restart_momentum, add)
+        self.parts.restart()
         self.reporter.message("The learning rate dropped: learners restart from the average model.")
 
     def reseed(self) -> None:
@@ -137,7 +136,7 @@ class RoundRunner:
         if not everywhere:
             return
         healthy = [learner for learner in range(bank.num_learners) if learner not in sick]
-        buffers = bank.central_buffers(healthy, ranks.add if ranks.num_ranks > 1 else None)
+        buffers = bank.central_buffers(healthy, ranks.adder)
         for learner in sick:
             bank.reseed(learner, buffers)
         said = [

@@ -73,23 +73,22 @@ class Run:
         return [self.parts.evaluator.module(state) for state in states]
 
     def save_models(self, models: Sequence[nn.Module]) -> str | None:
-        """Write them as safetensors into the run's folder, if it has one; the first rank does. Returns what to tell.
+        """Write them as safetensors into the run's folder, if it has one; the first rank does, all call it. Says where.
 
         Raises UserError when they cannot be written.
         """
         if self.output_dir is None:
             return None
         single = self.parts.rule.has_central_model
-        if not self.parts.ranks.is_first:
-            return None
         names = ["model.safetensors"] if single else [f"model_{j}.safetensors" for j in range(len(models))]
-        for name, module in zip(names, models, strict=True):
-            try:
-                save_weights(module, self.output_dir / name)
-            except OSError as error:
-                raise UserError(
-                    f"cannot write {self.output_dir / name} ({error}); make room there and resume the run."
-                ) from error
+        with self.parts.ranks.together():
+            for name, module in zip(names, models, strict=True) if self.parts.ranks.is_first else ():
+                try:
+                    save_weights(module, self.output_dir / name)
+                except OSError as error:
+                    raise UserError(
+                        f"cannot write {self.output_dir / name} ({error}); make room there and resume the run."
+                    ) from error
         return str(self.output_dir / names[0]) if single else str(self.output_dir)
 
     def newest_checkpoint(self) -> str | None:
@@ -113,6 +112,7 @@ class Run:
             "identity": self.identity(),
             "state": self.state.to_plain(),
             "epoch_sums": list(self.epoch_sums()),
+            "nodes": self.parts.nodes,
             "bank": own,
             "tuner": self.tuning.to_plain() if self.tuning else None,
         }
@@ -157,33 +157,43 @@ class Run:
         learners beyond those that were there are clones of z. Raises CheckpointError when it is of another run.
         """
         with taking_from(checkpoint.folder):
-            self._restore(checkpoint, checkpoint.part(0))
+            saved = checkpoint.part(0)
+            self._check_identity(saved["identity"])
+            if checkpoint.num_ranks == self.parts.ranks.num_ranks:
+                self._take_own(checkpoint)
+            else:
+                self._take_share(checkpoint)
+            if self.tuning and saved.get("tuner"):
+                self.tuning.restore(saved["tuner"])
+                self.parts.bank.resize(self.tuning.state.num_learners)
 
-    def _restore(self, checkpoint: SavedCheckpoint, saved: Mapping[str, Any]) -> None:
-        changed = differences(saved["identity"], self.identity())
+    def _check_identity(self, saved: Mapping[str, Any]) -> None:
+        changed = differences(saved, self.identity())
         if changed:
             shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
             raise CheckpointError(
                 f"checkpoint {self.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
                 "and paths: use the same settings, or start afresh without resume."
             )
-        bank, ranks = self.parts.bank, self.parts.ranks
-        if checkpoint.num_ranks == ranks.num_ranks:
-            own = checkpoint.part(ranks.rank)
-            central = {name: saved["bank"][name] for name in ("z", "z_prev")}
-            bank.load_state_dict({**central, **own["bank"]})
-            self.state = RunState.from_plain(own["state"])
-        else:
-            bank.resize(num_saved(saved["bank"]))
-            sick = self._spread_out(checkpoint)
-            self.state = RunState.from_plain({**saved["state"], "sick_learners": sick})
-            state = self.state
-            whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
-            sums = whole if ranks.is_first else (0.0, 0, None if self.state.num_correct is None else 0.0)
-            self.state.loss_sum, self.state.num_losses, self.state.num_correct = sums
-        if self.tuning and saved.get("tuner"):
-            self.tuning.restore(saved["tuner"])
-            bank.resize(self.tuning.state.num_learners)
+
+    def _take_own(self, checkpoint: SavedCheckpoint) -> None:
+        """This rank's part. z is its node's where nodes had one each, and ranks are in nodes as they were."""
+        own = checkpoint.part(self.parts.ranks.rank)
+        nodes = self.parts.nodes
+        central = own["bank"] if nodes and nodes == own.get("nodes") else self._central(checkpoint)
+        self.parts.bank.load_state_dict({**own["bank"], "z": central["z"], "z_prev": central["z_prev"]})
+        self.state = RunState.from_plain(own["state"])
+
+    def _take_share(self, checkpoint: SavedCheckpoint) -> None:
+        """Of the learners of another number of ranks, and of the epoch's sums."""
+        saved = checkpoint.part(0)
+        self.parts.bank.resize(num_saved(saved["bank"]))
+        sick = self._spread_out(checkpoint)
+        state = RunState.from_plain({**saved["state"], "sick_learners": sick})
+        whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
+        none = (0.0, 0, None if state.num_correct is None else 0.0)
+        state.loss_sum, state.num_losses, state.num_correct = whole if self.parts.ranks.is_first else none
+        self.state = state
 
     def _spread_out(self, checkpoint: SavedCheckpoint) -> dict[int, int]:
         """Deal a checkpoint's learners out to another number of ranks. Returns those of this rank that are sick."""
@@ -201,11 +211,13 @@ class Run:
         return sick
 
     def _central(self, checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
-        """z and z_prev: the first rank's, or their means where nodes had one each."""
+        """z and z_prev: the first rank's, or their means over ranks where nodes had one each."""
+        first = checkpoint.part(0)
+        if not first.get("nodes"):
+            return first["bank"]  # type: ignore[no-any-return]
         banks = [checkpoint.part(rank)["bank"] for rank in range(checkpoint.num_ranks)]
-        with_z = [bank for bank in banks if "z" in bank]
         return {
-            name: {key: sum(bank[name][key] for bank in with_z) / len(with_z) for key in with_z[0][name]}
+            name: {key: sum(bank[name][key] for bank in banks) / len(banks) for key in first["bank"][name]}
             for name in ("z", "z_prev")
         }
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from crossbow_py.assembly import DataSets, MakeModel, build_parts
 from crossbow_py.averaging import SMA, AveragingRule
-from crossbow_py.checkpoint import (
-    CheckpointSettings,
-    SavedCheckpoint,
-    find_newest,
-    holds_run,
-    open_checkpoint,
-    taking_from,
-)
+from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
+from crossbow_py.compatibility import check_compatible
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -29,8 +22,9 @@ from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Metric
+from crossbow_py.resuming import choose_alike, saved_run
 from crossbow_py.run import Run
-from crossbow_py.run_settings import Choices, RunSettings, choose
+from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
 from crossbow_py.signals import StopSignal
@@ -119,11 +113,11 @@ class Trainer:
         begun = time.monotonic()
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
                                compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
-        _check(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
+        check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         self.callbacks = callbacks
-        found, self._messages = _saved_run(resume, ranks)
+        found, self._messages = saved_run(resume, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
-        choices = _choose(settings, found, ranks)
+        choices = choose_alike(settings, found, ranks)
         parts = build_parts(
             model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
             init_from=None if init_from is None or found else str(init_from), announce=self._announce,
@@ -189,8 +183,7 @@ class Trainer:
 
     def restart(self) -> None:
         """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`."""
-        ranks = self.run.parts.ranks
-        self.run.parts.bank.restart(self.run.parts.rule.restart_momentum, ranks.add if ranks.num_ranks > 1 else None)
+        self.run.parts.restart()
 
     def _announce(self, message: str) -> None:
         for listener in self.callbacks:
@@ -214,15 +207,6 @@ class Trainer:
         return listeners if timeline is None else [*listeners, TimelineFile(timeline, folder)]
 
 
-def _choose(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
-    """What `auto` becomes on each rank, as the checkpoint says where there is one; an error of one is that of all."""
-    with ranks.together():
-        if found is None:
-            return choose(settings, None, ranks.num_ranks)
-        with taking_from(found.folder):
-            return choose(settings, found.part(0)["choices"], ranks.num_ranks)
-
-
 def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
     """How the model and the data are called in records."""
     return {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
@@ -238,50 +222,6 @@ def _make_ready(run: Run, found: SavedCheckpoint | None) -> None:
             run.restore(found)
 
 
-def _check(
-    settings: RunSettings,
-    optimizer: Optimizer,
-    schedule: Schedule,
-    averaging: AveragingRule,
-    loss: Loss,
-    max_evaluation_batches: int | None,
-    ranks: Ranks,
-) -> None:
-    """Refuse what does not fit each other, on all ranks alike."""
-    with ranks.together():
-        _check_groups(optimizer, schedule, averaging, loss)
-        _check_policies(settings, optimizer, averaging, max_evaluation_batches, ranks)
-        _check_ranks(settings, averaging, ranks)
-
-
-def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> None:
-    for name, value, base, example in (
-        ("optimizer", optimizer, Optimizer, "SGD()"),
-        ("schedule", schedule, Schedule, "Constant()"),
-        ("averaging", averaging, AveragingRule, "SMA()"),
-    ):
-        if not isinstance(value, base):
-            raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {value!r}.")
-    if not callable(loss):
-        raise UserError(f"loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got {loss!r}.")
-
-
-def _check_policies(
-    settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, max_evaluation_batches: int | None, ranks: Ranks
-) -> None:
-    optimizer.check_learners(settings.num_learners)
-    if settings.num_learners == "auto" and not rule.has_central_model:
-        raise UserError(f"averaging={rule.NAME} trains num_learners models, got auto; set how many: num_learners=4.")
-    if max_evaluation_batches is not None and max_evaluation_batches < 1:
-        raise UserError(f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}.")
-    several = settings.several or ranks.num_ranks > 1
-    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and several):
-        raise UserError(
-            f"on_nonfinite=reseed clones the average model, and averaging={rule.NAME} with "
-            f"num_learners={settings.num_learners} has none; set on_nonfinite=stop."
-        )
-
-
 def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
@@ -290,32 +230,3 @@ def _timeline(trace: bool, output_dir: str | Path | None) -> Timeline | None:
     if trace and output_dir is None:
         raise UserError("trace writes trace.json into the run's folder, got no output_dir; set one, or trace=false.")
     return Timeline() if trace else None
-
-
-def _saved_run(resume: str | Path | None, ranks: Ranks) -> tuple[SavedCheckpoint | None, list[str]]:
-    """The checkpoint the first rank finds whole, and what is to be said of others."""
-    if resume is None:
-        return None, []
-
-    def find() -> str:
-        found, problems = find_newest(Path(resume))
-        return json.dumps([str(found.folder), problems])
-
-    folder, problems = json.loads(ranks.from_first(find))
-    with ranks.together():
-        found = open_checkpoint(Path(folder))
-    return found, problems
-
-
-def _check_ranks(settings: RunSettings, rule: AveragingRule, ranks: Ranks) -> None:
-    if ranks.num_ranks > 1 and not rule.has_central_model:
-        raise UserError(
-            f"averaging={rule.NAME} trains models that never meet, on one device, got {ranks.num_ranks} ranks; start "
-            "it without torchrun, once for each device."
-        )
-    per_node = ranks.num_ranks // ranks.num_nodes * settings.first_learners
-    if rule.node_period > 1 and ranks.num_nodes > 1 and per_node == 1:
-        raise UserError(
-            f"averaging.node_period={rule.node_period} keeps an average model in each node, which needs two learners "
-            "there, got one; set num_learners=2 or averaging.node_period=1."
-        )

@@ -20,6 +20,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.precision import FP64
+from crossbow_py.resuming import choose_alike
 from crossbow_py.tuning import LearnerTuning
 from tests.trainers import Recorder, image_model, images, make_trainer
 
@@ -353,3 +354,18 @@ def sums_of_collective(ranks: Ranks, apart: bool) -> tuple[int, bool, bool, list
         mean.tolist(),
         collective.num_sums,
     )
+
+
+def model_of_this_process() -> torch.nn.Module:
+    """As `image_model`, of weights that are no other process's: as of a generator that is not torch's."""
+    module = image_model()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(int(os.environ["RANK"]) + 1.0)
+    return module
+
+
+def choose_apart(ranks: Ranks) -> None:
+    """Ranks whose processors make another of precision=auto."""
+    settings = run_settings.RunSettings(device="cpu", precision=("fp32", "bf16")[ranks.rank])
+    choose_alike(settings, None, ranks)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from crossbow_py.signals import StopSignal
+
 MEET_EVERY_S = 0.05
-_SIGNALS = (None, "terminated", "interrupted")
+_SIGNALS = (None, *StopSignal.REASONS)  # the gravest last
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Report:
 
     Attributes:
         elapsed_s: of training, on its clock.
-        signal: which has come: 0 none, 1 SIGTERM, 2 Ctrl-C.
+        signal: which has come, a `signal_number`.
         fails: whether it cannot go on, for a reason that is told afterwards.
         out_of_memory: whether its learners did not fit.
         num_sick: learners that were gated and not reseeded yet.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -55,12 +55,33 @@ class Ranks:
         """Every rank's text, in rank order. Blocks until all have come."""
         return [text]
 
+    def nodes(self) -> list[int]:
+        """Of every rank, in rank order, the first rank that is in the same node."""
+        nodes = [node for (node,) in self.gather([self.node])]
+        return [nodes.index(node) for node in nodes]
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Over ranks, added in rank order, so that it is one to the bit everywhere."""
         return [sum(each) for each in zip(*self.gather(values), strict=True)]
 
     def add(self, values: Tensor) -> None:
         """values ← Σ over ranks, in place, on the host; to the bit alike everywhere."""
+
+    @property
+    def adder(self) -> Callable[[Tensor], None] | None:
+        """`add`, where there is another rank to add."""
+        return self.add if self.num_ranks > 1 else None
+
+    def copy_first(self, values: Iterable[Tensor]) -> None:
+        """values ← the first rank's, in place, to the bit but for the sign of zero; float32 or float64."""
+        if self.num_ranks == 1:
+            return
+        for tensor in values:
+            on_host = torch.zeros(tensor.shape, dtype=tensor.dtype)
+            if self.is_first:
+                on_host.copy_(tensor.detach())
+            self.add(on_host)
+            tensor.detach().copy_(on_host)
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What the first rank makes. What it fails with is raised on all."""

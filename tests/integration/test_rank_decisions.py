@@ -319,4 +319,4 @@ def test_node_period_with_one_learner_a_node_is_refused():
     first, _ = all_raised(
         on_ranks(rank_jobs.train, 2, options, {"max_rounds": 1}, num_nodes=2), "UserError", "RankError"
     )
-    assert "which needs two learners there, got one" in first.text
+    assert "which needs two learners in each, got one" in first.text

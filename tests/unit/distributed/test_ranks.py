@@ -39,6 +39,27 @@ def test_rank_alone_without_a_failure_raises_nothing():
         pass
 
 
+def copied(ranks: Ranks) -> list[float]:
+    values = [torch.full((2,), ranks.rank + 0.1), torch.tensor(ranks.rank + 0.5, dtype=torch.float64)]
+    ranks.copy_first(values)
+    return [*values[0].tolist(), values[1].item()]
+
+
+def test_copy_first_gives_all_the_values_of_the_first():
+    own = torch.tensor(0.1).item()
+    assert on_threads(copied, 3) == [[own, own, 0.5]] * 3
+    assert copied(ALONE) == [own, own, 0.5]
+
+
+def nodes_of(ranks: Ranks) -> list[int]:
+    ranks.node = (1, 0, 1)[ranks.rank]
+    return ranks.nodes()
+
+
+def test_nodes_are_named_by_their_first_rank():
+    assert on_threads(nodes_of, 3) == [[0, 1, 0]] * 3
+
+
 def fail_on(ranks: Ranks, failures: dict[int, CrossbowError]) -> int:
     with ranks.together():
         if ranks.rank in failures:

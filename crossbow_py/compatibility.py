@@ -1,0 +1,72 @@
+"""What of a run's settings does not go together, which no group of them can see for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crossbow_py.averaging import AveragingRule
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.errors import UserError
+from crossbow_py.run_settings import RunSettings
+from crossbow_py.schedules import Schedule
+
+
+def check_compatible(
+    settings: RunSettings,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    averaging: AveragingRule,
+    loss: Loss,
+    max_evaluation_batches: int | None,
+    ranks: Ranks,
+) -> None:
+    """Refuse what does not fit each other. All ranks call it together. Raises UserError, on all of them alike."""
+    least_local = int(min(count for (count,) in ranks.gather([ranks.num_local])))
+    with ranks.together():
+        _check_groups(optimizer, schedule, averaging, loss)
+        _check_policies(settings, optimizer, averaging, max_evaluation_batches, ranks)
+        _check_ranks(settings, averaging, ranks, least_local)
+
+
+def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> None:
+    for name, value, base, example in (
+        ("optimizer", optimizer, Optimizer, "SGD()"),
+        ("schedule", schedule, Schedule, "Constant()"),
+        ("averaging", averaging, AveragingRule, "SMA()"),
+    ):
+        if not isinstance(value, base):
+            raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {value!r}.")
+    if not callable(loss):
+        raise UserError(f"loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got {loss!r}.")
+
+
+def _check_policies(
+    settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, max_evaluation_batches: int | None, ranks: Ranks
+) -> None:
+    optimizer.check_learners(settings.num_learners)
+    if settings.num_learners == "auto" and not rule.has_central_model:
+        raise UserError(f"averaging={rule.NAME} trains num_learners models, got auto; set how many: num_learners=4.")
+    if max_evaluation_batches is not None and max_evaluation_batches < 1:
+        raise UserError(f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}.")
+    several = settings.several or ranks.num_ranks > 1
+    if settings.on_nonfinite == "reseed" and not (rule.has_central_model and several):
+        raise UserError(
+            f"on_nonfinite=reseed clones the average model, and averaging={rule.NAME} with "
+            f"num_learners={settings.num_learners} has none; set on_nonfinite=stop."
+        )
+
+
+def _check_ranks(settings: RunSettings, rule: AveragingRule, ranks: Ranks, least_local: int) -> None:
+    if ranks.num_ranks > 1 and not rule.has_central_model:
+        raise UserError(
+            f"averaging={rule.NAME} trains models that never meet, on one device, got {ranks.num_ranks} ranks; start "
+            "it without torchrun, once for each device."
+        )
+    alone = least_local * settings.first_learners == 1
+    if rule.node_period > 1 and ranks.num_nodes > 1 and alone:
+        raise UserError(
+            f"averaging.node_period={rule.node_period} keeps an average model in each node, which needs two learners "
+            "in each, got one; set num_learners=2 or averaging.node_period=1."
+        )

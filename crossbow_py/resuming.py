@@ -1,0 +1,48 @@
+"""What all ranks begin with alike: the checkpoint that is gone on from, and what `auto` stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from crossbow_py.checkpoint import SavedCheckpoint, differences, find_newest, open_checkpoint, taking_from
+from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.errors import UserError
+from crossbow_py.run_settings import Choices, RunSettings, choose
+
+
+def saved_run(resume: str | Path | None, ranks: Ranks) -> tuple[SavedCheckpoint | None, list[str]]:
+    """The checkpoint the first rank finds whole, and what is to be said of others. All ranks call it together."""
+    if resume is None:
+        return None, []
+
+    def find() -> str:
+        found, problems = find_newest(Path(resume))
+        return json.dumps([str(found.folder), problems])
+
+    folder, problems = json.loads(ranks.from_first(find))
+    with ranks.together():
+        found = open_checkpoint(Path(folder))
+    return found, problems
+
+
+def choose_alike(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
+    """What `auto` becomes, as the checkpoint says where there is one. All ranks call it together.
+
+    Raises UserError, on all of them, when it would not be the same everywhere.
+    """
+    with ranks.together():
+        if found is None:
+            chosen = choose(settings, None, ranks.num_ranks)
+        else:
+            with taking_from(found.folder):
+                chosen = choose(settings, found.part(0)["choices"], ranks.num_ranks)
+    first, *others = [json.loads(text) for text in ranks.gather_texts(json.dumps(chosen.to_plain()))]
+    for rank, other in enumerate(others, 1):
+        if differing := differences(first, other):
+            error = UserError(
+                f"rank {rank} would not train as rank 0 does ({'; '.join(differing)}): their machines are not alike; "
+                "set device and precision to what all of them have."
+            )
+            ranks.raise_any(error if ranks.is_first else None)
+    return chosen
