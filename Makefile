@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.crossbow-installed
 PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 help:  ## show this list
@@ -33,10 +34,11 @@ train: setup  ## train on the built-in digits and say where the results are
 	@echo "look at the curves of all runs with: $(BIN)/tensorboard --logdir runs"
 
 test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 
 test-all: setup  ## the whole suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
+	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m gpu --quiet
 
 gpu: setup  ## the GPU tests, and all that is to be measured on a GPU, in 8 minutes
@@ -49,7 +51,7 @@ gpu: setup  ## the GPU tests, and all that is to be measured on a GPU, in 8 minu
 	$(BIN)/python experiments/tables.py
 
 unit: setup  ## the unit tests alone
-	$(BIN)/python -m pytest tests/unit -m 'not slow'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/unit -m 'not slow'
 
 lint: setup  ## ruff
 	$(BIN)/python -m ruff check .

@@ -256,9 +256,9 @@ def test_resume_auto_with_nothing_to_resume_says_so(capsys: pytest.CaptureFixtur
 
 
 def test_more_learners_than_memory_holds_is_the_users_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["+experiment=digits", "model.hidden=[4096,4096]", "num_learners=1000000", "device=cpu"]) == 2
+    assert main(["+experiment=digits", "model.hidden=[4096,4096]", "num_learners=16384", "device=cpu"]) == 2
     said = error_line(capsys)
-    assert "num_learners=1000000 replicas of this model cannot be allocated on cpu" in said
+    assert "num_learners=16384 replicas of this model cannot be allocated on cpu" in said
     assert said.endswith("lower num_learners.\n")
 
 
