@@ -236,8 +236,8 @@ def build_parts(
             _evaluation_feed(what, template, source, data, settings, choices, loss, ranks)
             for what, source in (("validation", data.validation), ("test", data.test))
         )
-    # What a host's libraries, or a model that draws from other generators, make another of must not be trained apart.
-    ranks.copy_first(value for value in [*template.parameters(), *template.buffers()] if value.is_floating_point())
+    # Hosts' libraries, or a model that draws from other generators than torch's, may have made another of it.
+    ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
     warnings += [warning] if warning else []
     notes: list[str] = []
@@ -255,14 +255,9 @@ def build_parts(
     if not rule.has_central_model:
         _begin_apart(bank, make_model, settings.seed, init_from)
     evaluator = Evaluator(
-        template,
-        precision=choices.precision,
-        loss=loss,
-        metrics=metrics,
-        batch_size=evaluation_batch_size(batch.inputs[0].numel()),
-        max_batches=max_evaluation_batches,
-        channels_last=settings.channels_last,
-    )
+        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_evaluation_batches,
+        batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
+    )  # fmt: skip
     warnings += [*notes, *bounded, *_refusals(choices)]
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     return Parts(

@@ -20,7 +20,7 @@ from typing import Any
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.checkpoint import checkpoints, differences, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
-from crossbow_py.distributed.launch import is_of_launch, this_launch, write_launch
+from crossbow_py.distributed.launch import Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.errors import RankError, UserError
 from crossbow_py.file_locks import is_locked, locked
@@ -64,10 +64,11 @@ def open_run(config: TrainConfig, ranks: Ranks = ALONE) -> Iterator[RunFolder]:
             checkpoint asked for does not exist; the configuration differs in more than stops, logging and paths; or
             another host does not see the folder.
     """
+    launch = this_launch(ranks)
     with ExitStack() as stack:
 
         def enter() -> str:
-            folder = stack.enter_context(_opened(config))
+            folder = stack.enter_context(_opened(config, launch))
             return json.dumps([str(folder.path), str(folder.resume) if folder.resume else None, folder.note])
 
         path, resume, note = json.loads(ranks.from_first(enter))
@@ -81,8 +82,8 @@ def open_run(config: TrainConfig, ranks: Ranks = ALONE) -> Iterator[RunFolder]:
 
 
 @contextmanager
-def _opened(config: TrainConfig) -> Iterator[RunFolder]:
-    config = _relaunched(config)
+def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
+    config = _relaunched(config, launch)
     plain = config_to_mapping(config)
     resume, source = _resume_from(config, plain)
     chosen = Path(config.output_dir).expanduser() if config.output_dir else source
@@ -97,7 +98,7 @@ def _opened(config: TrainConfig) -> Iterator[RunFolder]:
         if resume is None:  # a run killed before its first checkpoint starts afresh
             for name in (METRICS_FILE, SUMMARY_FILE):
                 (path / name).unlink(missing_ok=True)
-        _write_config(path, plain)
+        _write_config(path, plain, launch)
         try:
             yield RunFolder(path, resume, _NOTHING_TO_RESUME if config.resume and resume is None else None)
         except (UserError, RankError) as error:
@@ -106,9 +107,8 @@ def _opened(config: TrainConfig) -> Iterator[RunFolder]:
             raise
 
 
-def _relaunched(config: TrainConfig) -> TrainConfig:
+def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
     """As asked for; but ranks that torchrun has started anew, with the same command, go on with the run it began."""
-    launch = this_launch()
     if launch is None or config.resume is not None:
         return config
     if config.output_dir:
@@ -227,8 +227,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(f"output_dir {path} cannot be written ({error.strerror}); choose another folder.")
 
 
-def _write_config(path: Path, plain: Mapping[str, Any]) -> None:
-    launch = this_launch()
+def _write_config(path: Path, plain: Mapping[str, Any], launch: Launch | None) -> None:
     try:
         write_atomically(path / CONFIG_FILE, write_yaml(plain))
         if launch is not None:

@@ -6,9 +6,12 @@ own, the training loop decides over gloo in the other, on whatever device learne
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal
@@ -17,20 +20,23 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
-from crossbow_py.distributed.launch import end_with_launcher, this_launch
+from crossbow_py.distributed.launch import end_with_launcher
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
+from crossbow_py.engine.executors.device_streams import prepare_environment
 from crossbow_py.errors import CrossbowError, RankLostError, UserError
 from crossbow_py.host import read_host
 from crossbow_py.targets import one_line
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_START_S = 1800.0  # for all ranks to come, and for what the first does before training
+_START_S = 1800.0  # for all ranks to come, and to connect
+_LOADING_S = 7 * 24 * 3600.0  # before training one rank of a host downloads data or fills a cache, and others wait
 _GRACE_S = 60.0  # the watch, which can say who hangs, comes before the process group's own timeout
-_jobs = 0
+_PAUSES_S = (0.005, 0.5)  # between two looks into the store; each is twice the one before
 
 
 def launched() -> bool:
@@ -50,11 +56,10 @@ def joined(
         UserError: there are more ranks on this host than GPUs.
         RankLostError: some did not come.
     """
+    end_with_launcher()
     if not launched():
         yield Ranks()
         return
-    if this_launch() is not None:
-        end_with_launcher()
     ranks = ProcessGroupRanks(settings, on_gpus=device != "cpu" and torch.cuda.is_available())
     try:
         yield ranks
@@ -78,8 +83,10 @@ class ProcessGroupRanks(Ranks):
         if on_gpus:
             self._take_gpu()
         self._keep_local()
-        store = self._new_store()
         try:
+            found = _launchers_store(tuple(os.environ[name] for name in _LAUNCHED))
+            self.token = agree_on_start(PrefixStore("crossbow", found), self.rank, self.num_ranks, _START_S)
+            store = PrefixStore(f"crossbow/{self.token}", found)
             torch.distributed.init_process_group(
                 "gloo", store=PrefixStore("decisions", store), rank=self.rank, world_size=self.num_ranks,
                 timeout=timedelta(seconds=_START_S),
@@ -89,9 +96,11 @@ class ProcessGroupRanks(Ranks):
         except Exception as error:
             raise RankLostError(f"not all {self.num_ranks} ranks have come ({one_line(error)})") from error
         self.watch = watch
-        self.token = self.from_first(lambda: uuid.uuid4().hex[:12])
+        # From the start of training on it is the watch that ends who waits, after `timeout_s`.
+        _set_pg_timeout(timedelta(seconds=max(_LOADING_S, self._timeout_s + _GRACE_S)))
 
     def _take_gpu(self) -> None:
+        prepare_environment()
         count = torch.cuda.device_count()
         if self.local_rank >= count:
             raise UserError(
@@ -102,16 +111,9 @@ class ProcessGroupRanks(Ranks):
 
     def _keep_local(self) -> None:
         """Ranks of one host talk over its loopback interface, unless the user names another: nobody else can listen."""
-        if self.num_local == self.num_ranks:
+        if sys.platform == "linux" and self.num_local == self.num_ranks:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
-
-    def _new_store(self) -> Store:
-        """The launcher's, with keys of its own for each start of the ranks and each run a process trains."""
-        global _jobs  # noqa: PLW0603  the process's, like the environment
-        _jobs += 1
-        found: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=_START_S))))[0]
-        return PrefixStore(f"crossbow/{_number('TORCHELASTIC_RESTART_COUNT')}/{_jobs}", found)
 
     def collective(self, device: torch.device, apart: bool = False) -> Collective:
         """See Ranks."""
@@ -130,7 +132,11 @@ class ProcessGroupRanks(Ranks):
     def _new_group(self, device: torch.device, ranks: list[int]) -> ProcessGroup:
         backend = "nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=self._timeout_s + _GRACE_S)
-        group: ProcessGroup = torch.distributed.new_group(ranks, timeout=timeout, backend=backend)
+        try:
+            with self.watch.waiting():
+                group: ProcessGroup = torch.distributed.new_group(ranks, timeout=timeout, backend=backend)
+        except Exception as error:
+            raise RankLostError(f"not all of {len(ranks)} ranks have connected ({one_line(error)})") from error
         return group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
@@ -173,6 +179,67 @@ class ProcessGroupRanks(Ranks):
         self.watch.close()
         with suppress(Exception):
             torch.distributed.destroy_process_group()
+
+
+@functools.cache
+def _launchers_store(environment: tuple[str, ...]) -> Store:  # noqa: ARG001  which `rendezvous` reads itself
+    """Where all ranks find each other. Without torchrun the first holds it, for all runs that the process trains."""
+    found: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=_START_S))))[0]
+    return found
+
+
+def agree_on_start(
+    store: Store,
+    rank: int,
+    num_ranks: int,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """A name for this start of the ranks, alike on all, and another one for every start. Blocks until all have come.
+
+    The store may hold what former starts have put there, and torchrun's count of them is each host's own. So a rank
+    says hello by a name it has made just now, takes only what is answered to that, and says so under the start's own
+    name. The first rank answers all hellos, also those of processes that have ended, until all that live have taken it.
+
+    Raises:
+        TimeoutError: they have not within `limit_s` seconds; names them.
+    """
+    tries = _tries(limit_s, clock, sleep)
+    if rank == 0:
+        return _answer_all(store, set(range(1, num_ranks)), tries)
+    own = _new_name()
+    store.set(f"hello/{rank}", own)
+    for _ in tries:
+        if store.check([f"answer/{own}"]):
+            name = store.get(f"answer/{own}").decode()
+            store.set(f"{name}/taken/{rank}", own)
+            return name
+    raise TimeoutError("rank 0 did not answer")
+
+
+def _answer_all(store: Store, awaited: set[int], tries: Iterator[None]) -> str:
+    name = _new_name()
+    for _ in tries:
+        for rank in awaited:
+            if store.check([f"hello/{rank}"]):
+                store.set(f"answer/{store.get(f'hello/{rank}').decode()}", name)
+        awaited = {rank for rank in awaited if not store.check([f"{name}/taken/{rank}"])}
+        if not awaited:
+            return name
+    raise TimeoutError(f"nothing from rank {', '.join(map(str, sorted(awaited)))}")
+
+
+def _tries(limit_s: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> Iterator[None]:
+    end_s, (pause_s, longest_s) = clock() + limit_s, _PAUSES_S
+    while clock() < end_s:
+        yield
+        sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _own_connection(store: Store) -> Store:
