@@ -64,10 +64,14 @@ class Executor(ABC):
 
     def settle(self) -> None:
         """Wait for what is in flight, whose outcomes still come when they would have come. Failures come with them."""
+        with self.tasks.collective.awaiting():
+            self._settle()
 
     def drain(self) -> list[RoundOutcome]:
         """Wait for everything in flight; afterwards the bank may be read and changed by the caller."""
         outcomes = self._collect(leave=0)
+        with self.tasks.collective.awaiting():
+            self._wait_for_z()
         self.scheduler.synchronize()
         if self._spans is not None:
             self._spans.resolve()
@@ -88,7 +92,13 @@ class Executor(ABC):
 
     @abstractmethod
     def _wait(self, outcome: RoundOutcome) -> None:
-        """Block until the round's last task is over."""
+        """Block until the round's last task is over; outcomes do not hang on z, so averaging may go on."""
+
+    def _wait_for_z(self) -> None:
+        """Block until averaging is over, once all outcomes have come. Raises LearnerError when it failed."""
+
+    def _settle(self) -> None:
+        """Block until every task is over. Does not raise."""
 
     def close(self) -> None:
         """Stop threads and release streams. Does not raise; tasks not yet started are dropped."""

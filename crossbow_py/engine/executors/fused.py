@@ -198,8 +198,11 @@ class FusedExecutor(Executor):
             self._on_device.read(outcome)
             self._note_loops()
 
-    def settle(self) -> None:
-        """See Executor."""
+    def _wait_for_z(self) -> None:
+        if self._on_device is not None:
+            self._on_device.rounds.finish_average()
+
+    def _settle(self) -> None:
         if self._on_device is not None:
             self._on_device.rounds.settle()
 

@@ -62,14 +62,14 @@ class FusedRounds:
         self._is_alone = tasks.collective.is_alone
         averages_on = ALL_LEARNERS if self._is_alone else AVERAGING_STREAM
         names = list(dict.fromkeys([ALL_LEARNERS, averages_on]))
-        self.rounds = DeviceRounds(device, "fused", names, (tasks.bank.num_learners, NUM_RESULTS))
+        results, awaiting = (tasks.bank.num_learners, NUM_RESULTS), tasks.collective.awaiting
+        self.rounds = DeviceRounds(device, "fused", names, results, awaiting)
         program, pool = self.rounds.program, device.new_pool()
         self._round = program("round" if self._is_alone else "learning", ALL_LEARNERS, pool)
         self._correction = program("correction", ALL_LEARNERS, pool)
         self._averaging = program("averaging", averages_on, pool)
         # NCCL stays out of graphs.
         self._averaging.captures = self._is_alone
-        self._averaged: Event | None = None  # the end of the last averaging that may still run
 
     def issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         """Enqueue a round that has begun. Blocks the host only where a graph is captured or the feed blocks it."""
@@ -90,8 +90,8 @@ class FusedRounds:
             if plan.averaging is not None and not bodies.moves_z:
                 self._launch(self._averaging, partial(bodies.average, outcome), plan.averaging)
         else:
-            if plan.averaging is not None and self._averaged is not None:
-                rounds.device.wait(stream, self._averaged)
+            if plan.averaging is not None:
+                rounds.wait_for_average(ALL_LEARNERS)
             self._launch(self._correction, partial(bodies.correct, plan.averaging), plan.averaging)
         rounds.device.run("report", partial(bodies.report, slot.results), stream)
         last = {ALL_LEARNERS: self._round.name}
@@ -107,7 +107,7 @@ class FusedRounds:
         device.wait(self.rounds.streams[AVERAGING_STREAM], corrected)
         with self._span("averaging", AVERAGING_STREAM, outcome.plan.index):
             self._launch(self._averaging, partial(self._bodies.average, outcome), outcome.plan.averaging)
-        self._averaged = self.rounds.mark(slot, AVERAGING_STREAM)
+        self.rounds.mark(slot, AVERAGING_STREAM)
 
     def _launch(self, program: Program, body: Body, variant: Hashable) -> None:
         """Launch; what cannot be captured runs eagerly from now on, beginning with this round."""
@@ -123,7 +123,7 @@ class FusedRounds:
         self._notes.append(_EAGER.format(reason))
 
     def read(self, outcome: RoundOutcome) -> None:
-        """Block the host until the device is past the round, then read its results."""
+        """Block the host until the learners' stream is past the round, then read its results."""
         self._bodies.read(outcome, self.rounds.wait(outcome.plan.index))
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +23,8 @@ from crossbow_py.telemetry.timeline import Timeline
 WARM_UP_ROUNDS = 2
 # A round's results and events stay until the host has read them, and that is after the next round was issued.
 ROUNDS_IN_FLIGHT = 2
+
+Awaiting = Callable[[], AbstractContextManager[None]]
 
 
 class CaptureError(UserError):
@@ -49,6 +52,7 @@ class Program:
     stream: Stream
     pool: Pool
     captures: bool = True
+    awaiting: Awaiting = nullcontext
     eager_rounds: dict[Hashable, int] = field(default_factory=dict)
     graphs: dict[Hashable, Graph] = field(default_factory=dict)
 
@@ -80,7 +84,8 @@ class Program:
 
     def _capture(self, body: Body) -> Graph:
         try:
-            return self.device.capture(self.name, body, self.stream, self.pool)
+            with self.awaiting():
+                return self.device.capture(self.name, body, self.stream, self.pool)
         except Exception as error:
             if is_out_of_memory(error):  # likelier here than anywhere, with pools of their own
                 raise
@@ -95,7 +100,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Slot:
-    """A round in flight: the event at the end of each stream that had work, and its results on the host."""
+    """A round in flight: the event at the end of each stream that had work, and its results on the host.
+
+    Averaging may be in flight for longer. Its event is recorded anew only by a later averaging, which comes after all
+    that waits for this one was enqueued.
+    """
 
     events: dict[str, Event]
     results: Tensor
@@ -112,14 +121,22 @@ class DeviceRounds:
         executor: its name.
         names: of the streams; the averaging stream has high priority.
         results: shape of a round's results, float64.
+        awaiting: around what blocks the host until the device is through, which may be in a sum with other ranks.
 
     Attributes:
         streams: by name.
         bank_changed: whether others may have changed the bank since the last round.
     """
 
-    def __init__(self, device: DeviceStreams, executor: str, names: Sequence[str], results: tuple[int, int]) -> None:
-        self.device, self._executor = device, executor
+    def __init__(
+        self,
+        device: DeviceStreams,
+        executor: str,
+        names: Sequence[str],
+        results: tuple[int, int],
+        awaiting: Awaiting = nullcontext,
+    ) -> None:
+        self.device, self._executor, self._awaiting = device, executor, awaiting
         self.streams = {name: device.new_stream(high_priority=name == AVERAGING_STREAM) for name in names}
         self.bank_changed = True
         self._programs: list[Program] = []
@@ -130,10 +147,12 @@ class DeviceRounds:
         ]
         self._num_issued = 0
         self._pending: dict[int, tuple[dict[str, str], Slot]] = {}
+        self._averaged: tuple[int, Event] | None = None  # the last averaging that may still run: its round and its end
 
     def program(self, name: str, stream: str, pool: Pool) -> Program:
         """A program on a stream; programs that share a pool never run at the same time."""
-        self._programs.append(Program(self.device, self._executor, name, self.streams[stream], pool))
+        made = Program(self.device, self._executor, name, self.streams[stream], pool, awaiting=self._awaiting)
+        self._programs.append(made)
         return self._programs[-1]
 
     def begin(self) -> Slot:
@@ -153,28 +172,48 @@ class DeviceRounds:
 
     def end(self, index: int, slot: Slot, last: dict[str, str]) -> None:
         """After a round's last launch; `last` is the name of the last task on each stream that was marked."""
-        self._pending[index] = (last, slot)
+        if AVERAGING_STREAM in last:
+            self._averaged = index, slot.events[AVERAGING_STREAM]
+        self._pending[index] = {name: task for name, task in last.items() if name != AVERAGING_STREAM}, slot
         self.bank_changed = False
 
     def wait(self, index: int) -> Tensor:
-        """Block the host until every stream is past the round. Returns its results.
+        """Block the host until every stream but the averaging stream is past the round. Returns its results.
 
-        Raises LearnerError for what only the device saw.
+        Outcomes do not hang on z: a sum over ranks may take longer than its round. Raises LearnerError for what only
+        the device saw.
         """
         last, slot = self._pending.pop(index)
         for stream, task in last.items():
-            try:
-                self.device.synchronize_event(slot.events[stream])  # host–device synchronisation
-            except Exception as error:
-                raise LearnerError(task, index, stream, error) from error
+            self._synchronize(slot.events[stream], task, index, stream)
         return slot.results
 
+    def _synchronize(self, event: Event, task: str, index: int, stream: str) -> None:
+        try:
+            self.device.synchronize_event(event)  # host–device synchronisation
+        except Exception as error:
+            raise LearnerError(task, index, stream, error) from error
+
+    def wait_for_average(self, stream: str) -> None:
+        """Work on the stream from now on starts after the last averaging. Does not block the host."""
+        if self._averaged is not None:
+            self.device.wait(self.streams[stream], self._averaged[1])
+
+    def finish_average(self) -> None:
+        """Block the host until the last averaging is over, which is enough for all: they are on one stream.
+
+        Raises LearnerError for what only the device saw.
+        """
+        if self._averaged is not None:
+            (index, event), self._averaged = self._averaged, None
+            self._synchronize(event, "averaging", index, AVERAGING_STREAM)
+
     def settle(self) -> None:
-        """Block the host until every stream is past every round; what failed is raised by `wait`."""
-        for last, slot in self._pending.values():
-            for stream in last:
-                with contextlib.suppress(Exception):
-                    self.device.synchronize_event(slot.events[stream])  # host–device synchronisation
+        """Block the host until every stream is past every round; `wait` and `finish_average` raise what failed."""
+        events = [slot.events[stream] for last, slot in self._pending.values() for stream in last]
+        for event in [*events, *([self._averaged[1]] if self._averaged else [])]:
+            with contextlib.suppress(Exception):
+                self.device.synchronize_event(event)  # host–device synchronisation
 
     def spans(self, timeline: Timeline) -> SpansOfStreams:
         """Spans on all streams. Blocks the host until the first of them is idle."""
@@ -186,7 +225,7 @@ class DeviceRounds:
 
         A round that died on the way has left its steps in some rows, so the device's own counts are the ones kept.
         """
-        with contextlib.suppress(Exception):  # a device that failed has said so before
+        with contextlib.suppress(Exception), self._awaiting():  # a device that failed has said so before
             self.device.synchronize()  # host–device synchronisation
             if not self.bank_changed:
                 count_steps()

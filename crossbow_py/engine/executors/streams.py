@@ -61,7 +61,8 @@ class StreamsExecutor(Executor):
         self._bodies = self._make_bodies(tasks)
         learners = range(self.scheduler.num_learners)
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
-        self._rounds = DeviceRounds(device, self.NAME, names, (tasks.bank.num_learners, NUM_RESULTS))
+        results, awaiting = (tasks.bank.num_learners, NUM_RESULTS), tasks.collective.awaiting
+        self._rounds = DeviceRounds(device, self.NAME, names, results, awaiting)
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
@@ -106,7 +107,9 @@ class StreamsExecutor(Executor):
     def _launch(self, launch: Launch, outcome: RoundOutcome, host: Tensor) -> None:
         stream, task = self._rounds.streams[launch.stream], launch.task
         for other in launch.after:
-            if other in self._marks:  # else the host itself has waited for it
+            if isinstance(other, AveragingTask):
+                self._rounds.wait_for_average(launch.stream)
+            elif other in self._marks:  # else the host itself has waited for it
                 self._rounds.device.wait(stream, self._marks[other])
         with self.span(task.NAME, launch.stream, task.round_index):
             if isinstance(task, LearningTask):
@@ -138,15 +141,17 @@ class StreamsExecutor(Executor):
         self._rounds.device.run(f"report({learner})", partial(bodies.report, learner, host), stream)
 
     def _wait(self, outcome: RoundOutcome) -> None:
-        """Block the host until every stream is past the round, then read its results."""
+        """Block the host until every learner's stream is past the round, then read its results."""
         index = outcome.plan.index
         results = self._rounds.wait(index)
         # The host has waited for these: no stream needs to, and their events may be recorded anew.
         self._marks = {task: event for task, event in self._marks.items() if task.round_index > index}
         self._bodies.read(outcome, results)
 
-    def settle(self) -> None:
-        """See Executor."""
+    def _wait_for_z(self) -> None:
+        self._rounds.finish_average()
+
+    def _settle(self) -> None:
         self._rounds.settle()
 
     def close(self) -> None:

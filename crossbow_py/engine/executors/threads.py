@@ -98,8 +98,7 @@ class ThreadsExecutor(Executor):
         if self._failure:
             raise self._failure
 
-    def settle(self) -> None:
-        """See Executor."""
+    def _settle(self) -> None:
         for event in self._events.values():
             event.wait()
 

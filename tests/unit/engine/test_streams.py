@@ -48,8 +48,8 @@ ROUND_1 = [
     "s0 wait high#1", "s0 run correction(0)", "s0 run report(0)", "s0 record s0#2",
     "s1 wait high#1", "s1 run correction(1)", "s1 run report(1)", "s1 record s1#2",
     "high wait s0#2", "high wait s1#2", "high run averaging", "high record high#2",
-    # only now does the host look at round 0
-    "host wait s0#1", "host wait s1#1", "host wait high#1",
+    # only now does the host look at round 0, and not at its average
+    "host wait s0#1", "host wait s1#1",
 ]  # fmt: skip
 ROUND_2 = [
     # captured, one after another, each on its own stream, and replayed at once
@@ -58,7 +58,7 @@ ROUND_2 = [
     "s0 wait high#2", "s0 capture correction(0)", "s0 replay correction(0)", "s0 run report(0)", "s0 record s0#3",
     "s1 wait high#2", "s1 capture correction(1)", "s1 replay correction(1)", "s1 run report(1)", "s1 record s1#3",
     "high wait s0#3", "high wait s1#3", "high capture averaging", "high replay averaging", "high record high#3",
-    "host wait s0#2", "host wait s1#2", "host wait high#2",
+    "host wait s0#2", "host wait s1#2",
 ]  # fmt: skip
 DRAIN = ["host wait s0#3", "host wait s1#3", "host wait high#3"]
 CLOSE = [
@@ -152,13 +152,14 @@ def test_round_without_averaging_waits_for_no_average():
     tasks, device = make_tasks(rule=SMA(averaging_period=2)), RecordingStreams()
     run(StreamsExecutor(tasks, device), tasks, 5)
     waits = [entry for entry in device.log if entry.startswith(("s0 wait", "s0 record", "high"))]
-    # Averaging after rounds 1 and 3; the host waits for round n once round n + 1 is submitted.
+    # Averaging after rounds 1 and 3: only round 3 waits for the first.
     assert waits == [
         "s0 wait caller#1", "high wait caller#1",
         "s0 record s0#1",
         "s0 record s0#2", "high wait s0#2", "high wait s1#2", "high run averaging", "high record high#1",
         "s0 record s0#3",
-        "s0 record s0#4", "high wait s0#4", "high wait s1#4", "high run averaging", "high record high#2",
+        "s0 wait high#1", "s0 record s0#4",
+        "high wait s0#4", "high wait s1#4", "high run averaging", "high record high#2",
         "s0 record s0#5",
     ]  # fmt: skip
 
@@ -465,15 +466,22 @@ def test_failing_replay_raises_with_task_round_and_stream():
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_failure_that_only_the_device_saw_is_raised_with_the_stream_it_ended():
+@pytest.mark.parametrize(
+    ("label", "failed"),
+    [
+        ("s1#1", r"correction\(1\) failed in round 0 on learner 1"),
+        ("high#2", "averaging failed in round 1 on averaging"),
+    ],
+)
+def test_failure_that_only_the_device_saw_is_raised_with_the_stream_it_ended(label, failed):
     class Fails(RecordingStreams):
         def synchronize_event(self, event):
-            if event.label == "high#1":
+            if event.label == label:
                 raise RuntimeError("illegal memory access")
 
     tasks = make_tasks()
     runner = StreamsExecutor(tasks, Fails())
-    with pytest.raises(LearnerError, match="averaging failed in round 0 on averaging: RuntimeError: illegal memory"):
+    with pytest.raises(LearnerError, match=rf"{failed}: RuntimeError: illegal memory"):
         run(runner, tasks, 2)
 
 
