@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from crossbow_py.config import TrainConfig, compose, read_yaml
+from crossbow_py.distributed import launch as launching
 from crossbow_py.distributed.launch import Launch, write_launch
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.errors import RankError, UserError
@@ -224,12 +224,12 @@ def test_resume_with_another_data_root_is_allowed() -> None:
 
 
 @pytest.fixture
-def launched_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Let this process be of a call of torchrun: its --rdzv-id, and the process that started it."""
+def launched_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Let this process be of a launch: its --rdzv-id, and the process that started it."""
 
-    def launch(run_id: str, launcher: int) -> None:
+    def launch(run_id: str, launcher: str) -> None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-        monkeypatch.setattr(os, "getppid", lambda: launcher)
+        monkeypatch.setattr(launching, "process_name", lambda pid: launcher)
 
     return launch
 
@@ -237,23 +237,31 @@ def launched_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
 @pytest.mark.parametrize("output_dir", [None, "a"])
 @pytest.mark.parametrize("run_id", ["none", "job"])
 def test_ranks_started_anew_go_on_with_the_run_they_began(launched_by, output_dir, run_id) -> None:
-    launched_by(run_id, 7)
+    launched_by(run_id, "a:7")
     begun = past_run(output_dir=output_dir)
     with open_run(config(output_dir=output_dir)) as folder:
         assert folder.path == folder.resume == begun
         assert folder.note is None
 
 
-def test_ranks_started_anew_on_another_host_go_on_with_the_run_of_their_name(launched_by) -> None:
-    launched_by("job", 7)
-    begun = past_run()
-    launched_by("job", 8)
+def test_ranks_started_anew_without_the_first_host_go_on_with_the_run_they_began(launched_by, monkeypatch) -> None:
+    launched_by("job", "a:7")
+    host = threading.local()
+    monkeypatch.setattr(launching, "process_name", lambda pid: f"{host.name}:7")
+
+    def begin(ranks: Ranks) -> Path:
+        host.name = "ab"[ranks.rank]
+        with open_run(config(), ranks) as folder:
+            return record(folder.path) if ranks.is_first else folder.path
+
+    begun, _ = on_threads(begin, 2)
+    host.name = "b"
     with open_run(config()) as folder:
         assert folder.resume == begun
 
 
 def test_ranks_started_anew_before_the_first_checkpoint_start_afresh_in_the_same_folder(launched_by) -> None:
-    launched_by("none", 7)
+    launched_by("none", "a:7")
     begun = past_run(samples=None)
     (begun / "metrics.jsonl").write_text("{}\n")
     with open_run(config()) as folder:
@@ -263,36 +271,38 @@ def test_ranks_started_anew_before_the_first_checkpoint_start_afresh_in_the_same
 
 def test_ranks_started_anew_take_the_newest_of_the_runs_of_their_launch(launched_by) -> None:
     runs = []
-    for launcher, age_s in ((1, 60), (2, 30), (3, 0)):
+    for launcher, age_s in (("a:1", 60), ("a:2", 30), ("a:3", 0)):
         launched_by("none", launcher)
         runs.append(past_run(age_s=age_s))
     for run in runs[:2]:
-        write_launch(run, Launch("none", f"{socket.gethostname()}:7"))
-    launched_by("none", 7)
+        write_launch(run, Launch("none", ["a:7"]))
+    launched_by("none", "a:7")
     with open_run(config()) as folder:
         assert folder.resume == runs[1]
 
 
-def test_another_launch_of_the_same_command_begins_a_run_of_its_own(launched_by) -> None:
-    launched_by("none", 7)
+@pytest.mark.parametrize("run_id", ["none", "job"])
+def test_another_launch_of_the_same_command_begins_a_run_of_its_own(launched_by, run_id) -> None:
+    launched_by(run_id, "a:7")
     begun = past_run()
-    launched_by("none", 8)
+    launched_by(run_id, "a:8")
     with open_run(config()) as folder:
         assert folder.path != begun
         assert folder.resume is None
 
 
-def test_another_launch_into_a_folder_that_holds_a_run_is_refused(launched_by) -> None:
-    launched_by("none", 7)
+@pytest.mark.parametrize("run_id", ["none", "job"])
+def test_another_launch_into_a_folder_that_holds_a_run_is_refused(launched_by, run_id) -> None:
+    launched_by(run_id, "a:7")
     past_run(output_dir="a")
-    launched_by("none", 8)
+    launched_by(run_id, "a:8")
     with pytest.raises(UserError, match="already holds a run"), open_run(config(output_dir="a")):
         pass
 
 
 @pytest.mark.parametrize("status", ["finished", "target_reached"])
 def test_ranks_started_anew_leave_a_run_that_is_done_alone(launched_by, status) -> None:
-    launched_by("none", 7)
+    launched_by("none", "a:7")
     done = past_run(status=status)
     with open_run(config()) as folder:
         assert folder.path != done
@@ -300,7 +310,7 @@ def test_ranks_started_anew_leave_a_run_that_is_done_alone(launched_by, status) 
 
 @pytest.mark.parametrize("status", [None, "failed", "terminated"])
 def test_ranks_started_anew_go_on_with_a_run_that_failed(launched_by, status) -> None:
-    launched_by("none", 7)
+    launched_by("none", "a:7")
     begun = past_run(status=status)
     with open_run(config()) as folder:
         assert folder.resume == begun
@@ -308,16 +318,16 @@ def test_ranks_started_anew_go_on_with_a_run_that_failed(launched_by, status) ->
 
 def test_ranks_started_anew_do_as_resume_says_when_it_is_set(launched_by) -> None:
     other = past_run(output_dir="a")
-    launched_by("none", 7)
+    launched_by("none", "a:7")
     past_run()
     with open_run(config(resume="a")) as folder:
         assert folder.path == other
 
 
 def test_launch_that_takes_up_a_run_of_another_one_is_its_launch_from_then_on(launched_by) -> None:
-    launched_by("none", 7)
+    launched_by("none", "a:7")
     begun = past_run(output_dir="a")
-    launched_by("none", 8)
+    launched_by("none", "a:8")
     with open_run(config(output_dir="a", resume="auto")) as folder:
         assert folder.resume == begun
     with open_run(config(output_dir="a")) as folder:
