@@ -20,12 +20,15 @@ class Waits(Protocol):
 
 
 class Collective:
-    """One device: sums are already global. Base of the real ones; called from the averaging stream only.
+    """One device: sums are already global. Base of the real ones.
+
+    Sums of rounds begin on the executor's averaging stream, in the order of rounds. The training loop's thread calls it
+    only after a drain or a close, when none is in flight: for a round the device sits out, and for z over nodes.
 
     Attributes:
         num_devices: that sum together.
         apart: whether nodes sum for themselves, and z differs between them but after `mean_over_nodes`.
-        num_sums: how often `all_reduce_sum` was begun.
+        num_sums: how often `all_reduce_sum` was begun; stays 0 on one device, where nobody waits for a sum.
     """
 
     num_devices = 1
@@ -75,6 +78,7 @@ class ProcessGroupCollective(Collective):
     def all_reduce_sum(self, values: Tensor) -> None:
         """Blocks the calling thread with gloo; with NCCL it is enqueued on the current stream.
 
+        The first one with NCCL blocks as well, until all ranks have come to it, as it sets up the communicator.
         Raises RankLostError when another rank is gone.
         """
         self.num_sums += 1
@@ -90,9 +94,8 @@ class ProcessGroupCollective(Collective):
         return nullcontext() if self._blocks or self._watch is None else self._watch.waiting()
 
     def _reduce(self, values: Tensor, group: ProcessGroup | None) -> None:
-        waits = self._watch.waiting() if self._blocks and self._watch else nullcontext()
         try:
-            with waits:
+            with self._watch.waiting() if self._watch else nullcontext():
                 torch.distributed.all_reduce(values, group=group)
         except RuntimeError as error:
             raise RankLostError from error

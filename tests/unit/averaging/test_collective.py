@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
 import torch
 
-from crossbow_py.averaging.collective import Collective
+from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
 from tests import rank_jobs
 from tests.ranks import on_ranks
 
@@ -40,3 +43,29 @@ def test_collective_of_one_rank_a_node_is_not_alone():
         (1, True, False, [1.0, 10.0], [1.5, 15.0], 1),
         (1, True, False, [2.0, 20.0], [1.5, 15.0], 1),
     ]
+
+
+class Watch:
+    """Counts who waits now."""
+
+    waits = 0
+
+    @contextlib.contextmanager
+    def waiting(self):
+        self.waits += 1
+        yield
+        self.waits -= 1
+
+
+@pytest.mark.parametrize(("backend", "on_host"), [("nccl", 1), ("gloo", 0)])
+def test_watch_is_told_of_every_sum_and_of_waiting_for_one_on_a_device(backend, on_host, monkeypatch):
+    """NCCL's first sum sets up its communicator, for which the host waits for the others."""
+    watch, seen = Watch(), []
+    monkeypatch.setattr("torch.distributed.get_backend", lambda group: backend)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda values, group: seen.append((group, watch.waits)))
+    collective = ProcessGroupCollective("node", 2, watch=watch, world="world", num_ranks=4)
+    collective.all_reduce_sum(torch.ones(2))
+    collective.mean_over_nodes(torch.ones(2))
+    assert (seen, watch.waits) == ([("node", 1), ("world", 1)], 0)
+    with collective.awaiting():
+        assert watch.waits == on_host
