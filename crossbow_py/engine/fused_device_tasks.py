@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -127,13 +128,10 @@ class FusedDeviceTasks(RoundValues):
 
     def average(self, outcome: RoundOutcome) -> None:
         """Move z, where `moves_z` does not hold; the kernels have summed the corrections already."""
-        averaging = outcome.plan.averaging
         if self._kernels is None:
             super().average(outcome)
-        elif not self._kernels.moves and averaging is not None:
-            self.tasks.collective.all_reduce_sum(self.tasks.bank.total.storage)
-            self._kernels.move(averaging)
-            self.tasks.join_nodes(outcome.plan)
+        elif not self._kernels.moves:
+            self.tasks.move(outcome, self._kernels.move)
 
     def report(self, host: Tensor) -> None:
         """Copy the results to `host` [K, 3], pinned memory on CUDA; the host goes on."""
@@ -193,16 +191,12 @@ class SubArrayTasks:
 
     def average(self, outcome: RoundOutcome) -> None:
         """Z moves by all groups' corrections, summed over devices."""
-        averaging, bank, collective = outcome.plan.averaging, self._tasks.bank, self._tasks.collective
-        assert averaging is not None, "z moves in rounds that average"
         totals = self._totals
-        if not collective.is_alone:
+        if not self._tasks.collective.is_alone:
             for total in totals[1:]:
                 totals[0].storage.add_(total.storage)
-            collective.all_reduce_sum(bank.total.storage)
             totals = totals[:1]
-        move_z(bank, totals, averaging)
-        self._tasks.join_nodes(outcome.plan)
+        self._tasks.move(outcome, partial(move_z, self._tasks.bank, totals))
 
     def report(self, group: int, host: Tensor) -> None:
         """See `FusedDeviceTasks.report`."""

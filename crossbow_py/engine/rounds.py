@@ -145,19 +145,21 @@ class RoundTasks:
         self.update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
         self.move(outcome)
 
-    def move(self, outcome: RoundOutcome) -> None:
-        """All-reduce the sum of corrections over devices, and move z by it."""
+    def move(self, outcome: RoundOutcome, step: Callable[[LinearRound], None] | None = None) -> None:
+        """All-reduce the sum of corrections over devices, and move z by it; then join nodes, where the round does.
+
+        `step` moves z by `bank.total`, where the caller has another way than the update's.
+        """
         bank, coefficients = self.bank, outcome.plan.averaging
         assert coefficients is not None, "z moves in rounds that average"
         bank.total_squares = None  # `total` is written
         self.collective.all_reduce_sum(bank.total.storage)
-        self.update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], coefficients)
-        self.join_nodes(outcome.plan)
-
-    def join_nodes(self, plan: Round) -> None:
-        """z and z_prev ← their means over nodes, in rounds that join them."""
-        if plan.joins_nodes:
-            for row in (self.bank.z, self.bank.z_prev):
+        if step is None:
+            self.update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], coefficients)
+        else:
+            step(coefficients)
+        if outcome.plan.joins_nodes:
+            for row in (bank.z, bank.z_prev):  # ← their means over nodes
                 self.collective.mean_over_nodes(row.storage)
 
 

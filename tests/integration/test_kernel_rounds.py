@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.subarrays import TwoSubArrays
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.errors import LearnerError
@@ -116,6 +120,42 @@ def test_counters_of_batches_are_one_launch_and_count_for_every_learner():
     run(kernel_executor(tasks), tasks, 2)
     states = [tasks.bank.learner_state(learner) for learner in range(3)]
     assert [int(state["norm.num_batches_tracked"]) for state in states] == [2, 2, 2]
+
+
+class Nodes(Collective):
+    """Two nodes of two devices; the others add nothing to a sum and have the same z. Notes what it is given."""
+
+    num_devices, apart = 2, True
+
+    def __init__(self, bank):
+        self.seen = []
+        self._names = {getattr(bank, name).storage.data_ptr(): name for name in ("total", "z", "z_prev")}
+
+    def all_reduce_sum(self, values):
+        self.seen.append(("sum", self._names[values.data_ptr()]))
+
+    def mean_over_nodes(self, values):
+        self.seen.append(("mean", self._names[values.data_ptr()]))
+
+
+@pytest.mark.parametrize(
+    "executor",
+    [SerialExecutor, kernel_executor, lambda tasks: TwoSubArrays(tasks, RecordingStreams())],
+    ids=["serial", "fused", "subarrays"],
+)
+def test_averaging_over_nodes_sums_moves_z_and_joins_nodes_alike_whoever_moves_z(executor):
+    tasks, alone = (make_tasks(num_learners=3, order="blocks") for _ in range(2))
+    tasks.collective = nodes = Nodes(tasks.bank)
+    runner = executor(tasks)
+    tasks.bank.total_squares = torch.ones(1)  # of an update that left the sum alone
+    for n in range(2):
+        runner.submit(dataclasses.replace(plan(tasks, n), joins_nodes=n == 1))
+    runner.drain()
+    runner.close()
+    run(SerialExecutor(alone), alone, 2, rate=lambda n: 0.1)
+    assert nodes.seen == [("sum", "total")] * 2 + [("mean", "z"), ("mean", "z_prev")]
+    assert_learners_equal(tasks.bank, alone.bank)
+    assert tasks.bank.correction_norm() == pytest.approx(alone.bank.correction_norm(), rel=1e-9)
 
 
 def resnet32():
