@@ -36,7 +36,7 @@ def settle_executor(
 ) -> tuple[Choices, list[str]]:
     """Try an executor that was asked for, or take the fastest; see `calibration`. Raises UserError.
 
-    With several ranks on CPUs `serial` is left out: it would wait for the others where `threads` goes on.
+    With several ranks on CPUs `serial` is left out: it would wait for the others where `threads` and `fused` go on.
 
     `announce` is given a sentence when something is measured, which takes some seconds.
     """

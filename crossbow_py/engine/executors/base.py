@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from crossbow_py.engine.executors.spans import TaskSpans, spans_on
@@ -43,12 +44,20 @@ class Executor(ABC):
         """Around work as it runs, after what it waits for: measured when the executor traces, else nothing."""
         return nullcontext() if self._spans is None else self._spans.span(name, row, round_index)
 
-    def run_task(self, launch: Launch, outcome: RoundOutcome) -> None:
-        """Run a launch's body in the calling thread, as a span on the launch's stream when the executor traces."""
+    def run_task(
+        self, launch: Launch, outcome: RoundOutcome, body: Callable[[RoundOutcome], None] | None = None
+    ) -> None:
+        """Run a launch's body in the calling thread, as a span on the launch's stream when the executor traces.
+
+        `body` is for an executor that has another than `RoundTasks.run`.
+        """
         self.running[launch.stream] = launch.task
         try:
             with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
-                self.tasks.run(launch.task, outcome)
+                if body is None:
+                    self.tasks.run(launch.task, outcome)
+                else:
+                    body(outcome)
         finally:
             del self.running[launch.stream]
 

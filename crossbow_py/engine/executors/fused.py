@@ -1,25 +1,28 @@
 """All learners in one pass over one graph: operators run once for K learners, with all of the device's threads.
 
 What small batches leave idle is filled by other learners' work in the same operator. On CPU the host gates, updates and
-averages after each pass; on CUDA whole rounds are graphs (`fused_device.py`). Nothing runs at the same time as anything
-else, so results follow serial's.
+averages after each pass; on CUDA whole rounds are graphs (`fused_device.py`). Over several devices averaging(n), which
+waits for the others, goes on beside the passes up to the next corrections that pull, as the scheduler says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from crossbow_py.engine.device_update import knows
 from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.memory import is_out_of_memory, keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
-from crossbow_py.engine.scheduler import Launch
+from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
+from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update import NativeUpdate, StackedRows
 from crossbow_py.errors import CrossbowError, LearnerError
 from crossbow_py.targets import one_line
@@ -64,6 +67,9 @@ class FusedExecutor(Executor):
         self._noted = False
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
         self._device = device
+        # With NCCL the host does not wait for a sum.
+        blocks = bank.device.type == "cpu" and device is None and not tasks.collective.is_alone
+        self._averaging = AveragingThread() if blocks else None
         self._timeline: Timeline | None = None
         self._build(kernels)
         # Until a round by kernels was whole: what a round that fails before its update may have changed.
@@ -139,6 +145,8 @@ class FusedExecutor(Executor):
     def _run(self, outcome: RoundOutcome) -> None:
         with self.span("pass", ALL_LEARNERS, outcome.plan.index):
             gradients = self._learn(outcome)
+        if outcome.plan.averaging is not None:
+            self._wait_for_z()
         with self.span("update", ALL_LEARNERS, outcome.plan.index):
             self._update(gradients, outcome)
         self._note_loops()
@@ -163,13 +171,29 @@ class FusedExecutor(Executor):
             update.correct_all(self._rows, averaging, steps, moves=alone)
             self._rows.gradients = tasks.bank.stacked_gradients()  # lets go of autograd's
             if averaging is not None and not alone:
-                tasks.move(outcome)
+                self._average(tasks.move, outcome)
             return
         tasks.bank.store_stacked_gradients(gradients)
         for learner in learners:
             tasks.correct(learner, outcome)
         if averaging is not None:
-            tasks.average(outcome)
+            self._average(tasks.average, outcome)
+
+    def _average(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
+        """The step of z: now, or begun on a thread where it waits for other devices."""
+        if self._averaging is None:
+            body(outcome)
+        else:
+            self._averaging.begin(partial(self._average_beside, body, outcome))
+
+    def _average_beside(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
+        task = AveragingTask(outcome.plan.index)
+        try:
+            self.run_task(Launch(task, AVERAGING_STREAM), outcome, body)
+        except CrossbowError:
+            raise
+        except Exception as error:
+            raise LearnerError(str(task), task.round_index, AVERAGING_STREAM, error) from error
 
     def _in_place(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Gradients where autograd left them, if their values lie as the bank's do; else copied to the bank's."""
@@ -193,23 +217,31 @@ class FusedExecutor(Executor):
         return learned.gradients
 
     def _wait(self, outcome: RoundOutcome) -> None:
-        """On CPU the round was over when it was issued."""
+        """On CPU the round was over when it was issued, but for averaging."""
         if self._on_device is not None:
             self._on_device.read(outcome)
             self._note_loops()
+        if self._averaging is not None:
+            self._averaging.check()
 
     def _wait_for_z(self) -> None:
         if self._on_device is not None:
             self._on_device.rounds.finish_average()
+        if self._averaging is not None:
+            self._averaging.finish()
 
     def _settle(self) -> None:
         if self._on_device is not None:
             self._on_device.rounds.settle()
+        if self._averaging is not None:
+            self._averaging.settle()
 
     def close(self) -> None:
         """See Executor."""
         if self._on_device is not None:
             self._on_device.close()
+        if self._averaging is not None:
+            self._averaging.close()
 
 
 def _lies_as(tensor: Tensor, other: Tensor) -> bool:
