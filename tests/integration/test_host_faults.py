@@ -6,11 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,12 +43,39 @@ ENDS_WITHIN_S = 20.0  # beyond that: connections are closed, a checkpoint that w
 
 
 @contextlib.contextmanager
-def launched(folder: Path, *options: str, max_restarts: int = 0) -> Iterator[subprocess.Popen[bytes]]:
-    """Two ranks by torchrun, without a `resume` of their own."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={max_restarts}"]
-    arguments = [*TRAIN[1:], f"output_dir={folder}", *options]
-    with popen([sys.executable, "-m", *torchrun, *arguments], folder, environment()) as launcher:
+def launched(
+    folder: Path, *options: str, max_restarts: int = 0, num_ranks: int = 2
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Ranks by torchrun, without a `resume` of their own."""
+    torchrun = ["--standalone", f"--nproc-per-node={num_ranks}", f"--max-restarts={max_restarts}"]
+    with popen(torchrun_of(folder, torchrun, *options), folder, environment()) as launcher:
         yield launcher
+
+
+def launched_on_a_host(folder: Path, port: int, *options: str) -> contextlib.AbstractContextManager[Any]:
+    """One of two torchruns that meet at a port, with a rank each, as on two hosts."""
+    torchrun = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job"]
+    command = torchrun_of(folder, [*torchrun, f"--rdzv-endpoint=127.0.0.1:{port}"], "resume=null", *options)
+    return popen(command, folder, environment(GLOO_SOCKET_IFNAME="lo"))
+
+
+def is_listened_to(port: int) -> bool:
+    """Whether anybody of this host does."""
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+def is_asked_to_end(pid: int) -> bool:
+    """Whether SIGTERM waits for a process that is stopped."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    (pending,) = [int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:")]
+    return bool(pending >> (signal.SIGTERM - 1) & 1)
+
+
+def torchrun_of(folder: Path, torchrun: list[str], *options: str) -> list[str]:
+    """The command line."""
+    start = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+    return [*start, *TRAIN[1:], f"output_dir={folder}", *options]
 
 
 def goes_on(folder: Path, num_ranks: int = 2) -> None:
@@ -57,12 +86,13 @@ def goes_on(folder: Path, num_ranks: int = 2) -> None:
     assert read_summary(folder)["status"] == "finished"
 
 
-def test_killed_launcher_takes_its_ranks_along_and_the_run_goes_on(tmp_path):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_killed_launcher_takes_its_ranks_along_and_the_run_goes_on(tmp_path, num_ranks):
     folder = tmp_path / "run"
-    with launched(folder, ENDLESS) as launcher:
+    with launched(folder, ENDLESS, num_ranks=num_ranks) as launcher:
         await_checkpoints(folder, 2, launcher)
         ranks = children(launcher.pid)
-        assert len(ranks) == 2
+        assert len(ranks) == num_ranks
         try:
             launcher.kill()
             launcher.wait()
@@ -71,7 +101,7 @@ def test_killed_launcher_takes_its_ranks_along_and_the_run_goes_on(tmp_path):
         finally:
             for rank in filter(is_alive, ranks):
                 os.kill(rank, signal.SIGKILL)
-    goes_on(folder)
+    goes_on(folder, num_ranks)
 
 
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
@@ -97,6 +127,26 @@ def test_rank_killed_under_torchrun_is_started_again_and_the_run_ends(tmp_path):
         await_checkpoints(folder, 2, launcher)
         os.kill(children(launcher.pid)[0], signal.SIGKILL)
         assert launcher.wait(2 * PATIENCE_S) == 0
+    afresh, again = resumed_from((folder / "console.log").read_text())
+    assert afresh is None
+    assert again is not None
+    assert read_summary(folder)["status"] == "finished"
+
+
+def test_rank_killed_on_one_of_two_hosts_is_started_again_though_these_count_starts_differently(tmp_path):
+    folder, port = tmp_path / "run", free_port()
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(launched_on_a_host(folder, port, "max_epochs=2"))
+        await_true(lambda: is_listened_to(port), first)  # the launcher's store, which the next start finds again
+        second = stack.enter_context(launched_on_a_host(folder, port, "max_epochs=2"))
+        await_checkpoints(folder, 2, first)
+        (stopped,), (killed,) = children(first.pid), children(second.pid)
+        os.kill(stopped, signal.SIGSTOP)
+        os.kill(killed, signal.SIGKILL)
+        # Its launcher starts it again as the other has come anew, and not as it has failed: that alone is counted.
+        await_true(lambda: is_asked_to_end(stopped), first)
+        os.kill(stopped, signal.SIGCONT)
+        assert [launcher.wait(PATIENCE_S) for launcher in (first, second)] == [0, 0]
     afresh, again = resumed_from((folder / "console.log").read_text())
     assert afresh is None
     assert again is not None
