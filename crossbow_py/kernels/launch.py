@@ -50,15 +50,16 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, fuses: bool = True, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Enqueue a kernel on the current stream; the host does not wait, except for compilation at the first call.
 
-    `fuses` is whether a product and a sum may be one operation that rounds once; torch's operators round twice.
+    A product and a sum may become one operation, which rounds once, unless `constants` have `enable_fp_fusion=False`;
+    torch's operators round twice.
     """
     for record in _RECORDS:
         record.append(Launch(kernel.__name__, grid, arguments))
     # Said outright, as Triton's own default is about to change.
-    kernel[grid](*arguments, enable_fp_fusion=fuses, **constants)
+    kernel[grid](*arguments, **{"enable_fp_fusion": True, **constants})
 
 
 @contextlib.contextmanager

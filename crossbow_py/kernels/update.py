@@ -176,7 +176,8 @@ def move(z: Tensor, z_prev: Tensor, totals: Sequence[Tensor], momentum: float) -
     """
     padded = [*totals, *[totals[0]] * (4 - len(totals))]
     grid = (triton.cdiv(z.numel(), TILE.value),)
-    launch(_move, grid, z, z_prev, *padded, z.numel(), *three_floats(momentum), fuses=False, TOTALS=len(totals))
+    parts = three_floats(momentum)
+    launch(_move, grid, z, z_prev, *padded, z.numel(), *parts, enable_fp_fusion=False, TOTALS=len(totals))
 
 
 def two_floats(value: float) -> tuple[float, float]:

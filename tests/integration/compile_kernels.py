@@ -26,11 +26,11 @@ _TYPES = {
 MODULES = (batch_norm, convolution, cross_entropy, images, update)
 
 
-def compiled(kernel, grid, *arguments, fuses=True, **constants):
+def compiled(kernel, grid, *arguments, **constants):
     """In place of a launch: compile for the capability asked for."""
     names = kernel.arg_names
     values = {**dict(zip(names, arguments, strict=False)), **{n: v for n, v in constants.items() if n in names}}
-    options = {name: value for name, value in constants.items() if name not in names} | {"enable_fp_fusion": fuses}
+    options = {"enable_fp_fusion": True, **{name: value for name, value in constants.items() if name not in names}}
     signature, fixed, attributes = {}, {}, {}
     for place, name in enumerate(names):
         value = values[name]
