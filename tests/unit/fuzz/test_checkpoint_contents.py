@@ -82,7 +82,7 @@ def resume(whole_run: Path, part: Any) -> tuple[int, str]:
         return main(RESUMED), said.getvalue()
 
 
-@depths(15, 400)
+@depths(15, 150)
 def test_part_of_other_values_is_resumed_from_or_refused_in_one_line(whole_run: Path, examples: int) -> None:
     part = torch.load(part_of(whole_run), weights_only=True)
 
