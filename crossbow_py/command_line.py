@@ -67,7 +67,8 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
     configs = [_in_own_folder(compose(texts, kind), swept, now) for texts, swept in expand_sweeps(overrides)]
     worst = 0
     for number, config in enumerate(configs, start=1):
-        print(f"run {number} of {len(configs)}", flush=True)
+        if os.environ.get("RANK", "0") == "0":  # of ranks, one speaks
+            print(f"run {number} of {len(configs)}", flush=True)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
         if code in _STOPPED_FROM_OUTSIDE:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from crossbow_py.averaging import AveragingRule
-from crossbow_py.distributed.ranks import Ranks
+from crossbow_py.distributed.process_group import launched
+from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
@@ -23,6 +25,12 @@ def check_compatible(
     ranks: Ranks,
 ) -> None:
     """Refuse what does not fit each other. All ranks call it together. Raises UserError, on all of them alike."""
+    if ranks is ALONE and launched():
+        warnings.warn(
+            "torchrun has started several ranks, and this Trainer was given none: each of them trains a model of its "
+            "own. For one model, use `with joined() as ranks:` and Trainer(..., ranks=ranks).",
+            stacklevel=3,
+        )
     least_local = int(min(count for (count,) in ranks.gather([ranks.num_local])))
     with ranks.together():
         _check_groups(optimizer, schedule, averaging, loss)

@@ -89,8 +89,8 @@ class RankLostError(CrossbowError):
 
     def __init__(self, found: str = "another rank has ended, or its host cannot be reached any more") -> None:
         super().__init__(
-            f"{found}; its own output and the launcher's say why. Started again with resume=auto, the run goes on from "
-            "its newest checkpoint."
+            f"{found}; its own output and the launcher's say why. With torchrun --max-restarts the run goes on by "
+            "itself from its newest checkpoint, otherwise when it is started again with resume=auto."
         )
 
 

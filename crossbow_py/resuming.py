@@ -5,25 +5,42 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from crossbow_py.checkpoint import SavedCheckpoint, differences, find_newest, open_checkpoint, taking_from
+from crossbow_py.checkpoint import SavedCheckpoint, checkpoints, differences, find_newest, open_checkpoint, taking_from
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.errors import UserError
 from crossbow_py.run_settings import Choices, RunSettings, choose
 
 
-def saved_run(resume: str | Path | None, ranks: Ranks) -> tuple[SavedCheckpoint | None, list[str]]:
-    """The checkpoint the first rank finds whole, and what is to be said of others. All ranks call it together."""
+def saved_run(
+    resume: str | Path | None, output_dir: str | Path | None, ranks: Ranks
+) -> tuple[SavedCheckpoint | None, list[str]]:
+    """The checkpoint the first rank finds whole, and what there is to say of it. All ranks call it together.
+
+    `auto` is the newest in `output_dir`, or none.
+    """
     if resume is None:
         return None, []
 
     def find() -> str:
-        found, problems = find_newest(Path(resume))
+        if resume == "auto" and output_dir is None:
+            raise UserError("resume=auto goes on in output_dir, got none; set one.")
+        asked = Path(str(output_dir)) if resume == "auto" else Path(resume)
+        if resume == "auto" and not checkpoints(asked):
+            return json.dumps([None, []])
+        found, problems = find_newest(asked)
         return json.dumps([str(found.folder), problems])
 
-    folder, problems = json.loads(ranks.from_first(find))
+    folder, said = json.loads(ranks.from_first(find))
+    if folder is None:
+        return None, said
     with ranks.together():
         found = open_checkpoint(Path(folder))
-    return found, problems
+    if found.num_ranks != ranks.num_ranks:
+        said.append(
+            f"The checkpoint is of another number of ranks ({found.num_ranks}, now {ranks.num_ranks}): the average "
+            "model and the schedule are what they were, and learners that are missing start as its clones."
+        )
+    return found, said
 
 
 def choose_alike(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:

@@ -117,7 +117,8 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
         runs = (path for path in (RUNS / config.experiment).glob("*") if (path / CONFIG_FILE).is_file())
         begun = sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True)
     for path in begun:
-        if is_of_launch(path, launch) and read_summary(path).get("status") not in DONE:
+        # A folder that was named may be of a sweep's run that is done: then nothing is left to train.
+        if is_of_launch(path, launch) and (config.output_dir or read_summary(path).get("status") not in DONE):
             return dataclasses.replace(config, resume="auto", output_dir=str(path))
     return config
 

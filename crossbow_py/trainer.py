@@ -50,7 +50,8 @@ class Trainer:
         metrics: further means to evaluate, by name.
         augmentation, mean, std: for uint8 image tensors.
         output_dir: where the run is recorded; nothing is written to disk without it.
-        resume: a run folder, its checkpoints folder, or one checkpoint to go on from.
+        resume: a run folder, its checkpoints folder, or one checkpoint to go on from; `auto` is the newest in
+            `output_dir`, and a fresh start where there is none.
         init_from: safetensors to start from (fine-tuning).
         callbacks: listeners, called from the training loop's thread.
         names: how the model and the data are called in records.
@@ -114,8 +115,8 @@ class Trainer:
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
                                compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
-        self.callbacks = callbacks
-        found, self._messages = saved_run(resume, ranks)
+        self.callbacks, self._continues = callbacks, resume == "auto"
+        found, self._messages = saved_run(resume, output_dir, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
         choices = choose_alike(settings, found, ranks)
         parts = build_parts(
@@ -193,9 +194,9 @@ class Trainer:
         folder, begun = self.run.output_dir, self.state.round_index > 0
         if folder is None:
             return []
-        if not begun and holds_run(folder):
+        if not (begun or self._continues) and holds_run(folder):
             raise UserError(
-                f"output_dir {folder} already holds a run; give resume={folder} to continue it, or another folder."
+                f"output_dir {folder} already holds a run; give resume='auto' to continue it, or another folder."
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -351,9 +351,8 @@ class TrainingLoop:
         model_path = self.job.save_models(models)
         summary = self.reporter.summarize(self.state, status, reason, self._final, model_path)
         independent = [] if self.parts.rule.has_central_model else models
-        return Result(
-            status, reason, summary.test_accuracy, summary.images_per_s, models[0], independent, summary
-        )
+        (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # the first rank's, as in its records
+        return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
 
     def _close_partial_epoch(self) -> None:
         """Record where a run stopped inside an epoch; the epoch's sums are kept, for a resume with a later stop."""

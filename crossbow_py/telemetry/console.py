@@ -152,8 +152,8 @@ def header_lines(info: RunInfo) -> list[str]:
         f"{info.experiment}: {info.model} ({info.num_parameters:,} parameters) on {info.data} "
         f"({info.num_train_samples:,} training and {info.num_test_samples:,} test samples)",
         f"{_count(info.num_learners, 'learner')} of batch size {info.batch_size} on "
-        f"{_count(info.num_devices, 'device')} ({info.device}) · averaging {info.averaging} · "
-        f"executor {info.executor} · {info.precision} · seed {info.seed}",
+        f"{'each of ' if info.num_devices > 1 else ''}{_count(info.num_devices, 'device')} ({info.device}) · "
+        f"averaging {info.averaging} · executor {info.executor} · {info.precision} · seed {info.seed}",
     ]
     if info.output_dir:
         lines.append(f"writing to {info.output_dir}")

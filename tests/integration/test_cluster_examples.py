@@ -226,5 +226,5 @@ def test_trainjob_waits_longer_for_a_checkpoint_than_torchrun_does_and_keeps_the
     assert ranks_s and pod["terminationGracePeriodSeconds"] >= int(ranks_s[1]) + 30
     (container,) = pod["containers"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts == {"runs": "/workspace/runs", "shared-memory": "/dev/shm"}
+    assert mounts == {"runs": "/workspace/runs", "data": "/data", "shared-memory": "/dev/shm"}
     assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}

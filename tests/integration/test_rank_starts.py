@@ -52,3 +52,11 @@ def test_ranks_that_would_train_in_other_precisions_are_refused():
     assert "rank 1 would not train as rank 0 does (precision: fp32 → bf16)" in first.text
     assert first.text in second.text
     assert (first.exit_code, second.exit_code) == (2, 2)
+
+
+def test_resume_by_another_number_of_ranks_says_so(tmp_path):
+    options: dict[str, Any] = {"executor": "serial", "output_dir": tmp_path, "resume": "auto"}
+    results(rank_jobs.train, 2, options, {"max_rounds": 2})
+    first, *_ = results(rank_jobs.train, 3, options, {"max_rounds": 2})
+    assert any("is of another number of ranks (2, now 3)" in message for message in first.messages)
+    assert first.rounds == 4

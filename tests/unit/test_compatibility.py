@@ -67,3 +67,14 @@ def test_node_with_one_learner_of_its_own_is_refused_on_all_ranks_wherever_it_is
         assert all("needs two learners in each, got one" in str(each) for each in found)
     else:
         assert found == [None] * len(num_local)
+
+
+def test_trainer_of_one_rank_where_torchrun_has_started_several_is_warned_of(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="each of them trains a model of its own"):
+        check()
+    on_threads(check, 2)  # with ranks of theirs nothing is said
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check()

@@ -300,6 +300,13 @@ def test_another_launch_into_a_folder_that_holds_a_run_is_refused(launched_by, r
         pass
 
 
+def test_ranks_started_anew_in_a_sweep_have_nothing_left_of_a_run_that_is_done(launched_by) -> None:
+    launched_by("none", "a:7")
+    begun = past_run(output_dir="sweep/seed=1", status="finished")
+    with open_run(config(output_dir="sweep/seed=1")) as folder:
+        assert folder.path == folder.resume == begun
+
+
 @pytest.mark.parametrize("status", ["finished", "target_reached"])
 def test_ranks_started_anew_leave_a_run_that_is_done_alone(launched_by, status) -> None:
     launched_by("none", "a:7")

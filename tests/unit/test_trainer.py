@@ -324,7 +324,7 @@ def test_state_dict_holds_only_tensors_and_plain_types(tmp_path):
 def test_fresh_fit_into_a_folder_that_holds_a_run_is_refused_and_spoils_nothing(tmp_path):
     make_trainer(output_dir=tmp_path).fit(max_epochs=1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match="already holds a run; give resume="):
+    with pytest.raises(UserError, match="already holds a run; give resume='auto'"):
         make_trainer(output_dir=tmp_path).fit(max_epochs=1)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -383,3 +383,19 @@ def test_restart_on_demand_takes_every_learner_to_the_average_model():
     assert bank.spread() > 0
     trainer.restart()
     assert bank.spread() == 0
+
+
+def test_resume_auto_starts_afresh_goes_on_and_needs_a_folder(tmp_path):
+    folder = tmp_path / "run"
+    first = make_trainer(output_dir=folder, resume="auto")
+    first.fit(max_rounds=3)
+    again = make_trainer(output_dir=folder, resume="auto")
+    assert again.state.round_index == 3
+    with pytest.raises(UserError, match="resume=auto goes on in output_dir, got none; set one"):
+        make_trainer(resume="auto")
+
+
+def test_resume_auto_after_a_kill_before_the_first_checkpoint_drops_what_was_recorded(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"samples_seen": 7}\n')
+    make_trainer(output_dir=tmp_path, resume="auto").fit(max_epochs=1)
+    assert [line["samples_seen"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [40]
