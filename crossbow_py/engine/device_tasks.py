@@ -14,7 +14,7 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.device_update import DeviceUpdate, OneLearner
-from crossbow_py.engine.dropout import MaskTape, counter_seed
+from crossbow_py.engine.dropout import MaskTape
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
 
@@ -45,9 +45,7 @@ class RoundValues:
         self._classifies = [False] * len(self.learners)
 
     def _seed(self, learner: int, plan: Round) -> None:
-        own = self.tasks.bank.first_learner + learner
-        seed = counter_seed(self.tasks.seed, "dropout", plan.index, own)
-        self.tasks.bank.generators[learner].manual_seed(seed)
+        self.tasks.seed_dropout(learner, plan)
 
     def _keep(self, static: Batch | None, batch: Batch) -> Batch:
         """The batch where a graph reads it: in tensors like those of the first one. Raises UserError for another."""

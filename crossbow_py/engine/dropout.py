@@ -31,7 +31,7 @@ class CounterDropout(nn.Module):
         if not self.training or self.p == 0:
             return inputs
         shape = inputs.shape[:2] + (1,) * (inputs.ndim - 2) if self.whole_channels else inputs.shape
-        return inputs * take_masks(shape, self.p, [self.generator], inputs)[0]
+        return inputs * take_masks(shape, [self.p], [self.generator], inputs)[0]
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,29 @@ class _Masks:
     """Masks `[N, *shape]`, one of each of N generators."""
 
     values: Tensor
-    p: float
+    p: tuple[float, ...]
     generators: Sequence[torch.Generator]
 
     def draw(self) -> None:
-        for own, generator in zip(self.values, self.generators, strict=True):
-            own.bernoulli_(1 - self.p, generator=generator)
-        self.values.div_(max(1 - self.p, torch.finfo(self.values.dtype).tiny))
+        for own, p, generator in zip(self.values, self.p, self.generators, strict=True):
+            own.bernoulli_(1 - p, generator=generator)
+            own.div_(max(1 - p, torch.finfo(self.values.dtype).tiny))
 
 
 _THREAD = threading.local()  # `tape`: the one this thread's pass records or plays
 
 
-def take_masks(shape: Sequence[int], p: float, generators: Sequence[torch.Generator], like: Tensor) -> Tensor:
+def take_masks(
+    shape: Sequence[int], p: Sequence[float], generators: Sequence[torch.Generator], like: Tensor
+) -> Tensor:
     """Masks `[len(generators), *shape]`, 0 with probability p and 1/(1−p) else, of the dtype and device of `like`.
 
-    From the thread's tape when one is playing, else drawn from one generator each.
+    From the thread's tape when one is playing, else drawn from one generator each, which has its own p.
     """
     tape: MaskTape | None = getattr(_THREAD, "tape", None)
     if tape is not None and tape.is_playing:
-        return tape.next((len(generators), *shape), p)
-    drawn = _Masks(like.new_empty((len(generators), *shape), requires_grad=False), p, generators)
+        return tape.next((len(generators), *shape), tuple(p))
+    drawn = _Masks(like.new_empty((len(generators), *shape), requires_grad=False), tuple(p), generators)
     drawn.draw()
     if tape is not None:
         tape.add(drawn)
@@ -104,7 +106,7 @@ class MaskTape:
         """What a recorded pass drew."""
         self._masks.append(drawn)
 
-    def next(self, shape: tuple[int, ...], p: float) -> Tensor:
+    def next(self, shape: tuple[int, ...], p: tuple[float, ...]) -> Tensor:
         """What a played pass takes. Raises RuntimeError when something else was recorded."""
         found = self._masks[self._position] if self._position < len(self._masks) else None
         if found is None or (tuple(found.values.shape), found.p) != (shape, p):
@@ -123,6 +125,18 @@ def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:
         else:
             found = replace_dropout(child, generator) or found
     return found
+
+
+def dropout_rates(module: nn.Module) -> tuple[float, ...]:
+    """The p of every dropout layer below `module`, in order; before `replace_dropout`, or after it."""
+    return tuple(float(child.p) for child in module.modules() if isinstance(child, (CounterDropout, *_KINDS)))
+
+
+def set_dropout_rate(module: nn.Module, rate: float) -> None:
+    """Let every dropout layer below `module`, in which they have been replaced, drop that share."""
+    for child in module.modules():
+        if isinstance(child, CounterDropout):
+            child.p = rate
 
 
 def counter_seed(seed: int, purpose: str, round_index: int, learner: int) -> int:

@@ -44,6 +44,8 @@ class ReplicaBank:
         order: of the rows in memory, see `engine.layout`; default `rows` on CPU and `blocks` elsewhere.
         num_devices: that have a bank each around one z, with as many learners.
         device_index: of this one among them.
+        training: whether there is room for what training takes; without it a bank has weights and buffers alone, and no
+            z of its own.
 
     Attributes:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
@@ -51,6 +53,7 @@ class ReplicaBank:
         total_squares: sums of squares of that sum, piece by piece, from an update that leaves `total` alone; else None.
         step_counts: optimizer steps taken, per learner.
         has_dropout: whether modules draw from the learners' generators.
+        dropout_rates: of each learner, in place of what its dropout layers say; None leaves it to these.
         counters: `[capacity, n]`, the learners' own BatchNorm counters of batches, of `counter_names`.
     """
 
@@ -67,6 +70,7 @@ class ReplicaBank:
         order: Order | None = None,
         num_devices: int = 1,
         device_index: int = 0,
+        training: bool = True,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self.num_devices, self.device_index = num_devices, device_index
@@ -75,8 +79,8 @@ class ReplicaBank:
         self.buffer_layout = buffer_layout(self.template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         self.num_trained = self.layout.count("decayed", "undecayed")
-        self.num_learners = num_learners
-        self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3))
+        self.num_learners, self._training = num_learners, training
+        self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.total_squares: Tensor | None = None
         self._allocate(max(capacity or num_learners, num_learners))
         self.z.load(0, dict(self.template.named_parameters()))
@@ -109,24 +113,24 @@ class ReplicaBank:
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
-        self.weights, self.gradients, self.corrections = (self._rows(capacity) for _ in range(3))
-        self.state = {name: self._rows(capacity) for name in self.state_names}
+        self.weights, trained = self._rows(capacity), capacity if self._training else 0
+        self.gradients, self.corrections = self._rows(trained), self._rows(trained)
+        self.state = {name: self._rows(trained) for name in self.state_names}
         self.buffers = Rows(self.buffer_layout, capacity, self.precision.master, self.device)
         self.shadow = self.weights
         if self.precision.has_shadow:
             self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
         self.step_counts = [0] * capacity
         self.generators = [torch.Generator(self.device) for _ in range(capacity)]
+        self.dropout_rates: list[float | None] = [None] * capacity
         self.counter_names = [name for name, _ in self.template.named_buffers() if name.endswith(_COUNTER)]
         self.counters = torch.zeros(capacity, len(self.counter_names), dtype=torch.int64, device=self.device)
         self._modules = [self._bind(learner) for learner in range(capacity)]
         # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
         named = [dict(module.named_parameters()) for module in self._modules]
         self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
-        self._gradient_views = [
-            list(self.gradients.shaped(learner).values())[: self.num_trained] for learner in range(capacity)
-        ]
-        self._trained_rows = [self._trained_row(learner) for learner in range(capacity)]
+        self._gradient_views = [list(self.gradients.shaped(j).values())[: self.num_trained] for j in range(trained)]
+        self._trained_rows = [self._trained_row(learner) for learner in range(trained)]
         self._stacked_gradients: dict[range, list[Tensor]] = {}
 
     def _trained_row(self, learner: int) -> TrainedRow:
@@ -158,10 +162,10 @@ class ReplicaBank:
             elif name in self.counter_names:
                 counter = self.counters[learner, self.counter_names.index(name)]
                 buffer.data = counter.copy_(buffer)
-        return module.train()
+        return module.train(self._training)
 
     def module(self, learner: int) -> nn.Module:
-        """Learner's model on its row, in training mode."""
+        """Learner's model on its row, in training mode, or in evaluation mode where the bank is not for training."""
         return self._modules[learner]
 
     def trained_parameters(self, learner: int) -> list[nn.Parameter]:
@@ -206,8 +210,7 @@ class ReplicaBank:
     def reset_learner(self, learner: int) -> None:
         """w_j ← z with zero optimizer state: what a new learner starts from."""
         self.weights.copy_row(learner, self.z)
-        self.corrections.zero_row(learner)
-        for rows in self.state.values():
+        for rows in (self.corrections, *self.state.values()) if self._training else ():
             rows.zero_row(learner)
         self.step_counts[learner] = 0
         self.refresh_shadow(learner)
@@ -316,11 +319,7 @@ class ReplicaBank:
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""
-        return {
-            **self._integer_buffers(learner),
-            **self.weights.shaped(learner),
-            **self.buffers.shaped(learner),
-        }
+        return {**self._integer_buffers(learner), **self.weights.shaped(learner), **self.buffers.shaped(learner)}
 
     def _integer_buffers(self, learner: int) -> dict[str, Tensor]:
         named = self._modules[learner].named_buffers()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,13 @@ from crossbow_py.engine.update import Step, TorchUpdate
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+class Draws(NamedTuple):
+    """A learner alone in a run with this seed, in the round with this index."""
+
+    seed: int
+    index: int
+
+
 @dataclass(frozen=True)
 class Round:
     """One round's plan.
@@ -35,6 +43,7 @@ class Round:
         learning_rates: γ of each learner.
         averaging: coefficients, or None when nothing is averaged in this round.
         joins_nodes: whether nodes that average for themselves average z between them in this round.
+        draws: where each learner's dropout draws from, when learners are not of one run; else none.
     """
 
     index: int
@@ -42,6 +51,7 @@ class Round:
     learning_rates: tuple[float, ...]
     averaging: LinearRound | None
     joins_nodes: bool = False
+    draws: tuple[Draws, ...] = ()
 
 
 @dataclass
@@ -103,8 +113,7 @@ class RoundTasks:
         """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
         bank = self.bank
         if bank.has_dropout:
-            seed = counter_seed(self.seed, "dropout", outcome.plan.index, bank.first_learner + learner)
-            bank.generators[learner].manual_seed(seed)
+            self.seed_dropout(learner, outcome.plan)
         batch = self.feed.batch(outcome.plan.starts[learner])
         output = self.model(learner)(batch.inputs).to(bank.precision.master)
         loss = self.loss(output, batch.targets)
@@ -112,6 +121,13 @@ class RoundTasks:
         bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
         outcome.num_correct[learner] = count_correct(output.detach(), batch.targets)
+
+    def seed_dropout(self, learner: int, plan: Round) -> None:
+        """Set the learner's generator to where the round's masks begin."""
+        own = self.bank.first_learner + learner
+        seed, index = plan.draws[learner] if plan.draws else (self.seed, plan.index)
+        seed = counter_seed(seed, "dropout", index, 0 if plan.draws else own)
+        self.bank.generators[learner].manual_seed(seed)
 
     def correct(self, learner: int, outcome: RoundOutcome) -> None:
         """C_j ← correction from the weights the gradient was taken at; then w_j ← w_j − γ·u_j − c_j.

@@ -13,7 +13,6 @@ from functools import partial
 from torch import Tensor
 
 from crossbow_py.engine.device_update import knows
-from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
@@ -208,8 +207,8 @@ class FusedExecutor(Executor):
     def _learn(self, outcome: RoundOutcome) -> Sequence[Tensor | None]:
         """Gradients `[K, *shape]` of all learners; losses and correct predictions to the outcome."""
         bank, plan = self.tasks.bank, outcome.plan
-        for learner, generator in enumerate(bank.generators[: bank.num_learners]):
-            generator.manual_seed(counter_seed(self.tasks.seed, "dropout", plan.index, bank.first_learner + learner))
+        for learner in range(bank.num_learners) if bank.has_dropout else ():
+            self.tasks.seed_dropout(learner, plan)
         learned = self._pass.learn(self._pass.batch(plan), self._pass.shares(plan))
         outcome.losses = learned.losses.tolist()  # host–device synchronisation on CUDA
         if learned.num_correct is not None:

@@ -230,7 +230,9 @@ def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         return own
     whole_channels = "feature" in str(call.target)
     shape = (*call.shape[:2], *(1,) * (len(call.shape) - 2)) if whole_channels else call.shape
-    mask = take_masks(shape, p, call.generators[: call.num_learners], own.tensor)
+    rates = (call.dropout_rates[learner] for learner in call.learners)
+    own_p = [p if rate is None else rate for rate in rates]
+    mask = take_masks(shape, own_p, call.generators[: call.num_learners], own.tensor)
     if own.layout is Layout.CHANNELS:
         return Fused(own.tensor * channels(Fused(mask, Layout.STACK), call.num_learners), Layout.CHANNELS)
     return Fused(stack(own, call.num_learners) * mask, Layout.STACK)

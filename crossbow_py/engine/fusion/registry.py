@@ -25,6 +25,8 @@ class Call:
         shape: of one learner's result; None when it is no tensor.
         num_learners: K.
         generators: each learner's own stream of random numbers.
+        dropout_rates: each learner's own share to drop, or None, where the operator's own holds; read in every run.
+        learners: which of these rates are theirs.
         may_write: of an in-place operator, whether it may overwrite the memory of its first argument.
         must_write: whether it has to: what it changes is a buffer, and outlives the run.
     """
@@ -33,6 +35,8 @@ class Call:
     shape: tuple[int, ...] | None
     num_learners: int
     generators: list[torch.Generator]
+    dropout_rates: Sequence[float | None]
+    learners: range
     may_write: bool = False
     must_write: bool = False
 

@@ -113,11 +113,11 @@ def test_tape_drawn_ahead_gives_a_pass_the_masks_it_would_have_drawn_in_the_same
 
     def passed(masks_ahead):
         with tape.over(masks_ahead):
-            return [take_masks((3, 4), 0.5, [generator], like), take_masks((5,), 0.2, [generator], like)]
+            return [take_masks((3, 4), [0.5], [generator], like), take_masks((5,), [0.2], [generator], like)]
 
     kept = passed(masks_ahead=False)
     generator.manual_seed(7)
-    expected = [take_masks((3, 4), 0.5, [generator], like), take_masks((5,), 0.2, [generator], like)]
+    expected = [take_masks((3, 4), [0.5], [generator], like), take_masks((5,), [0.2], [generator], like)]
     generator.manual_seed(7)
     tape.draw()
     found = passed(masks_ahead=True)
@@ -128,11 +128,11 @@ def test_tape_drawn_ahead_gives_a_pass_the_masks_it_would_have_drawn_in_the_same
 def test_tape_refuses_a_pass_unlike_the_one_recorded():
     generator, tape, like = torch.Generator(), MaskTape(), torch.empty(1)
     with tape.over(masks_ahead=False):
-        take_masks((3,), 0.5, [generator], like)
+        take_masks((3,), [0.5], [generator], like)
     for shape, p in (((4,), 0.5), ((3,), 0.4)):
         with pytest.raises(RuntimeError, match="other shapes"), tape.over(masks_ahead=True):
-            take_masks(shape, p, [generator], like)
+            take_masks(shape, [p], [generator], like)
     with pytest.raises(RuntimeError, match="took 0 masks, and 1 in the rounds before"), tape.over(masks_ahead=True):
         pass
-    first, second = (take_masks((3,), 0.5, [generator], like) for _ in range(2))
+    first, second = (take_masks((3,), [0.5], [generator], like) for _ in range(2))
     assert first is not second  # no tape is left in place
