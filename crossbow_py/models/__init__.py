@@ -5,9 +5,10 @@ from __future__ import annotations
 from crossbow_py.models.alexnet import AlexNet
 from crossbow_py.models.base import ModelSettings
 from crossbow_py.models.custom import CustomModel
-from crossbow_py.models.densenet import DenseNet121
+from crossbow_py.models.densenet import DenseNet40, DenseNet121
 from crossbow_py.models.lenet import LeNet
 from crossbow_py.models.mlp import MLP
+from crossbow_py.models.mobilenet import MobileNet
 from crossbow_py.models.resnet import ResNet20, ResNet32, ResNet44, ResNet56, ResNet110
 from crossbow_py.models.resnet3d import ResNet3d10, ResNet3d18
 from crossbow_py.models.resnet_imagenet import ResNet18, ResNet34, ResNet50, ResNet101, ResNet152
@@ -18,7 +19,7 @@ MODELS: dict[str, type[ModelSettings]] = {
     for cls in (
         *(MLP, LeNet, ResNet20, ResNet32, ResNet44, ResNet56, ResNet110, VGG16),
         *(ResNet18, ResNet34, ResNet50, ResNet101, ResNet152),
-        *(AlexNet, DenseNet121, ResNet3d10, ResNet3d18),
+        *(AlexNet, DenseNet40, DenseNet121, MobileNet, ResNet3d10, ResNet3d18),
         CustomModel,
     )
 }
@@ -29,8 +30,10 @@ __all__ = [
     "VGG16",
     "AlexNet",
     "CustomModel",
+    "DenseNet40",
     "DenseNet121",
     "LeNet",
+    "MobileNet",
     "ModelSettings",
     "ResNet3d10",
     "ResNet3d18",

@@ -1,9 +1,10 @@
-"""Densely connected networks for large images (Huang et al., Densely Connected Convolutional Networks, CVPR 2017).
+"""Densely connected networks, DenseNet-BC (Huang et al., Densely Connected Convolutional Networks, CVPR 2017).
 
-The stem of a ResNet, then four blocks in which every layer sees what all layers before it in the block have given:
-`x ← [x, layer(x)]`, where a layer is BatchNorm, ReLU and a 1x1 convolution to 128 channels, then BatchNorm, ReLU and a
-3x3 one to 32 (DenseNet-BC with a growth rate of 32). Between blocks a 1x1 convolution halves the channels, and an
-average pooling the image; global average pooling and a linear layer end it.
+A stem, then blocks in which every layer sees what all layers before it in the block have given: `x ← [x, layer(x)]`,
+where a layer is BatchNorm, ReLU and a 1x1 convolution to 4k channels, then BatchNorm, ReLU and a 3x3 one to k, the
+growth rate. Between blocks a 1x1 convolution halves the channels, and an average pooling the image; global average
+pooling and a linear layer end it. For large images k is 32, the stem that of a ResNet, and there are four blocks; for
+small ones k is 12, the stem a 3x3 convolution to 2k channels, and there are three.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from crossbow_py.models.base import ModelSettings, image_shape
 
 # Five halvings leave one position, so a batch of training images this small needs two of them for BatchNorm.
 MINIMUM_PIXELS = 32
+# Two halvings leave 2x2 positions.
+MINIMUM_SMALL_PIXELS = 8
 STEM_CHANNELS = 64
 GROWTH_RATE = 32
+SMALL_GROWTH_RATE = 12
 BOTTLENECK = 4  # channels of the 1x1 convolution, in growth rates
 
 
 class DenseLayer(nn.Module):
-    """`[x, layer(x)]`: `[B, in, H, W]` → `[B, in + 32, H, W]`."""
+    """`[x, layer(x)]`: `[B, in, H, W]` → `[B, in + growth_rate, H, W]`."""
 
-    def __init__(self, in_channels: int) -> None:
+    def __init__(self, in_channels: int, growth_rate: int = GROWTH_RATE) -> None:
         super().__init__()
-        width = BOTTLENECK * GROWTH_RATE
+        width = BOTTLENECK * growth_rate
         self.layer = nn.Sequential(
             *_normalised(in_channels), _convolution(in_channels, width, 1),
-            *_normalised(width), _convolution(width, GROWTH_RATE, 3),
+            *_normalised(width), _convolution(width, growth_rate, 3),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,24 +44,24 @@ class DenseLayer(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Four blocks with `num_layers` layers: `[B, in_channels, H, W]` → logits `[B, num_classes]`."""
+    """Blocks with `num_layers` layers: `[B, in_channels, H, W]` → logits `[B, num_classes]`.
 
-    def __init__(self, num_layers: tuple[int, ...], in_channels: int, num_classes: int) -> None:
+    `small` chooses the stem and the growth rate for small images.
+    """
+
+    def __init__(self, num_layers: tuple[int, ...], in_channels: int, num_classes: int, *, small: bool = False) -> None:
         super().__init__()
-        width = STEM_CHANNELS
-        self.stem = nn.Sequential(
-            _convolution(in_channels, width, 7, stride=2),
-            *_normalised(width),
-            nn.MaxPool2d(3, stride=2, padding=1),
-        )
+        growth_rate = SMALL_GROWTH_RATE if small else GROWTH_RATE
+        width = 2 * SMALL_GROWTH_RATE if small else STEM_CHANNELS
+        self.stem = _convolution(in_channels, width, 3) if small else _large_stem(in_channels, width)
         blocks: list[nn.Module] = []
         for block, count in enumerate(num_layers):
             if block > 0:
                 blocks += [*_normalised(width), _convolution(width, width // 2, 1), nn.AvgPool2d(2)]
                 width //= 2
             for _ in range(count):
-                blocks.append(DenseLayer(width))
-                width += GROWTH_RATE
+                blocks.append(DenseLayer(width, growth_rate))
+                width += growth_rate
         self.blocks = nn.Sequential(*blocks, *_normalised(width))
         self.fc = nn.Linear(width, num_classes)
         nn.init.zeros_(self.fc.bias)
@@ -66,6 +70,15 @@ class DenseNet(nn.Module):
         """Logits of a batch of images."""
         logits: Tensor = self.fc(self.blocks(self.stem(x)).mean((2, 3)))
         return logits
+
+
+def _large_stem(in_channels: int, width: int) -> nn.Module:
+    """`[B, in_channels, H, W]` → `[B, width, H/4, W/4]`."""
+    return nn.Sequential(
+        _convolution(in_channels, width, 7, stride=2),
+        *_normalised(width),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    )
 
 
 def _normalised(channels: int) -> list[nn.Module]:
@@ -85,11 +98,12 @@ class _DenseNetSettings(ModelSettings):
     """What the depths share."""
 
     NUM_LAYERS: ClassVar[tuple[int, ...]]
+    SMALL: ClassVar[bool] = False
 
     def build(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
-        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels."""
-        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_PIXELS)
-        return DenseNet(self.NUM_LAYERS, channels, num_classes)
+        """Logits `[B, num_classes]` from images `[B, channels, H, W]` of at least 32x32 pixels, 8x8 if it is small."""
+        channels, _, _ = image_shape(self.NAME, input_shape, MINIMUM_SMALL_PIXELS if self.SMALL else MINIMUM_PIXELS)
+        return DenseNet(self.NUM_LAYERS, channels, num_classes, small=self.SMALL)
 
 
 @dataclass(frozen=True)
@@ -98,3 +112,12 @@ class DenseNet121(_DenseNetSettings):
 
     NAME: ClassVar[str] = "densenet121"
     NUM_LAYERS: ClassVar[tuple[int, ...]] = (6, 12, 24, 16)
+
+
+@dataclass(frozen=True)
+class DenseNet40(_DenseNetSettings):
+    """DenseNet-BC of 40 layers with a growth rate of 12, 0.18 M parameters, for images of 32x32 pixels or so."""
+
+    NAME: ClassVar[str] = "densenet40"
+    NUM_LAYERS: ClassVar[tuple[int, ...]] = (6, 6, 6)
+    SMALL: ClassVar[bool] = True

@@ -14,14 +14,23 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.models import alexnet, resnet3d
 from crossbow_py.models.alexnet import OneTower
 from crossbow_py.models.densenet import DenseNet
+from crossbow_py.models.mobilenet import MobileNetV2
 from crossbow_py.models.resnet3d import ResNet3d
 from tests.support import assert_learners_equal, features, make_tasks, plan
 
 CLASSES = 5
-SHAPES = {"alexnet": (3, 63, 63), "densenet": (3, 32, 32), "resnet3d": (3, 8, 16, 16)}
+SHAPES = {
+    "alexnet": (3, 63, 63),
+    "densenet": (3, 32, 32),
+    "densenet40": (3, 8, 8),
+    "mobilenet": (3, 16, 16),
+    "resnet3d": (3, 8, 16, 16),
+}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "alexnet": lambda: OneTower(3, CLASSES, dropout=0.5),
     "densenet": lambda: DenseNet((1, 3, 1, 2), 3, CLASSES),
+    "densenet40": lambda: DenseNet((2, 1, 1), 3, CLASSES, small=True),
+    "mobilenet": lambda: MobileNetV2(0.25, 3, CLASSES),
     "resnet3d": lambda: ResNet3d((1, 1, 2, 1), 3, CLASSES),
 }
 
