@@ -1,0 +1,275 @@
+"""Hyperband and successive halving, synchronously: which trials train how far, and which may train on now.
+
+Pure. A search is `brackets` and the `results` of the segments that are over; everything follows from these two alone,
+whatever the order in which the results came. A trial goes on to the next rung only when every trial of its bracket that
+reached its rung has a result there, and it is among the best of them:
+
+    brackets   s = s_max .. 0, with s_max = floor(log_eta(max_epochs / min_epochs))
+    trials     n = ceil((s_max + 1) · eta^s / (s + 1))
+    rung i     floor(n · eta^-i) trials, measured at max_epochs · eta^(i - s) epochs
+
+Li et al., "Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization" (JMLR 2018), algorithm 1, with
+min_epochs as the unit of resource. Pruners that decide when a trial reports compare it with earlier arrivals only:
+among trials that report in lockstep, those would keep all or one, depending on the order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, TypeAlias, get_args
+
+from crossbow_py.errors import UserError
+from crossbow_py.settings import suggestion
+
+Method = Literal["hyperband", "successive_halving", "none"]
+
+_MAX_TRIALS = 100_000
+_MAX_RATIO = 1e6  # of the epochs of the last rung to those of the first
+_ROUNDING = 1e-9  # 2.7 / 0.1 is 27, so that rung exists
+
+
+@dataclass(frozen=True, order=True)
+class Segment:
+    """The training of one trial from the rung before, or from the start, to this rung."""
+
+    trial: int
+    rung: int
+
+
+Outcome: TypeAlias = float | None  # the value measured at the rung; None when the trial raised or diverged on the way
+Results: TypeAlias = Mapping[Segment, Outcome]
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """Trials that are compared with each other.
+
+    Attributes:
+        index: place among the brackets of the search.
+        first_trial: their lowest number; `num_trials` follow on each other.
+        epochs: where each rung is measured, rising; the last is the same in every bracket.
+        sizes: how many trials reach each rung when none fails.
+    """
+
+    index: int
+    first_trial: int
+    num_trials: int
+    epochs: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def trials(self) -> range:
+        """The numbers of its trials."""
+        return range(self.first_trial, self.first_trial + self.num_trials)
+
+
+class TrialState(StrEnum):
+    """What is known of a trial; one that trains at the moment is still WAITING or PROMOTED."""
+
+    WAITING = "waiting"  # has no result yet
+    PAUSED = "paused"  # measured at a rung that others have still to reach
+    PROMOTED = "promoted"  # may train, or trains, towards its next rung
+    PRUNED = "pruned"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class TrialStanding:
+    """Where a trial is: its last rung with a value, and that value; None before the first."""
+
+    state: TrialState
+    rung: int | None = None
+    value: float | None = None
+
+
+# --- brackets ---------------------------------------------------------------------------------------------------------
+
+
+def make_brackets(
+    method: Method, *, num_trials: int | None, min_epochs: float, max_epochs: float, eta: int
+) -> tuple[Bracket, ...]:
+    """The brackets of a search, its trials numbered from 0.
+
+    Args:
+        method: `hyperband` repeats its pass over all brackets, `successive_halving` has brackets of eta^s_max trials
+            that start at the lowest rung, `none` trains every trial to the end.
+        num_trials: cuts the last bracket, so that exactly so many exist; None is one pass, or one bracket.
+        min_epochs: least epochs of the first rung; `none` does not read it.
+        max_epochs: epochs of the last rung.
+        eta: one of so many trials goes on to the next rung.
+
+    Raises:
+        UserError: for what gives no brackets.
+    """
+    _check(method, num_trials, max_epochs, eta)
+    if method == "none":
+        kinds = [(num_trials or 0, 0)]
+    else:
+        s_max = _deepest(min_epochs, max_epochs, eta)
+        depths = range(s_max, -1, -1) if method == "hyperband" else range(s_max, s_max + 1)
+        kinds = [(-(-(s_max + 1) * eta**s // (s + 1)), s) for s in depths]
+    one_pass = sum(size for size, _ in kinds)
+    if num_trials is None and one_pass > _MAX_TRIALS:
+        raise UserError(
+            f"search: {method} from {min_epochs} to {max_epochs} epochs with eta {eta} has {one_pass} trials, and the "
+            f"most is {_MAX_TRIALS}; set num_trials, or a higher min_epochs."
+        )
+    total = one_pass if num_trials is None else num_trials
+    brackets: list[Bracket] = []
+    first = 0
+    while first < total:
+        size, depth = kinds[len(brackets) % len(kinds)]
+        size = min(size, total - first)
+        brackets.append(_bracket(len(brackets), first, size, depth, max_epochs, eta))
+        first += size
+    return tuple(brackets)
+
+
+def _bracket(index: int, first_trial: int, num_trials: int, depth: int, max_epochs: float, eta: int) -> Bracket:
+    epochs = tuple(max_epochs / eta ** (depth - rung) for rung in range(depth + 1))
+    # One that was cut may have fewer trials than rungs: its best one still trains to the end.
+    sizes = tuple(max(1, num_trials // eta**rung) for rung in range(depth + 1))
+    return Bracket(index, first_trial, num_trials, epochs, sizes)
+
+
+def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
+    """s_max: the most rungs below the last one."""
+    if not (math.isfinite(min_epochs) and 0 < min_epochs <= max_epochs):
+        raise UserError(
+            f"search.min_epochs must be greater than 0 and at most max_epochs ({max_epochs}), got {min_epochs}."
+        )
+    ratio = max_epochs / min_epochs
+    if ratio > _MAX_RATIO:
+        raise UserError(
+            f"search.min_epochs must be at least a millionth of max_epochs ({max_epochs}), got {min_epochs}."
+        )
+    depth = 0
+    while eta ** (depth + 1) <= ratio * (1 + _ROUNDING):
+        depth += 1
+    return depth
+
+
+def _check(method: str, num_trials: int | None, max_epochs: float, eta: int) -> None:
+    if method not in get_args(Method):
+        raise UserError(f"search.method has no {method!r}{suggestion(method, get_args(Method))}")
+    if num_trials is None and method == "none":
+        raise UserError("search.num_trials must be set where search.method is none, got null.")
+    if num_trials is not None and not 1 <= num_trials <= _MAX_TRIALS:
+        raise UserError(f"search.num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}.")
+    if not (math.isfinite(max_epochs) and max_epochs > 0):
+        raise UserError(f"search.max_epochs must be a finite number greater than 0, got {max_epochs}.")
+    if eta < 2:
+        raise UserError(f"search.eta must be at least 2, got {eta}.")
+
+
+def bracket_of(brackets: Sequence[Bracket], trial: int) -> Bracket:
+    """The bracket the trial is in."""
+    found = bisect.bisect_right(brackets, trial, key=lambda bracket: bracket.first_trial) - 1
+    bracket = brackets[max(found, 0)]
+    assert trial in bracket.trials, f"no bracket has trial {trial}"
+    return bracket
+
+
+def from_epochs(brackets: Sequence[Bracket], segment: Segment) -> float:
+    """Epochs the trial has been trained for when the segment starts."""
+    return bracket_of(brackets, segment.trial).epochs[segment.rung - 1] if segment.rung else 0.0
+
+
+def to_epochs(brackets: Sequence[Bracket], segment: Segment) -> float:
+    """Epochs the trial has been trained for when the segment is over and it is measured."""
+    return bracket_of(brackets, segment.trial).epochs[segment.rung]
+
+
+# --- rungs ------------------------------------------------------------------------------------------------------------
+
+
+def survivors(outcomes: Mapping[int, Outcome], keep: int, *, maximize: bool) -> tuple[int, ...]:
+    """The `keep` best trials of a rung by `outcomes` (by trial), ascending.
+
+    Ties go to the lower trial number. Fewer are left when fewer have a finite value: no other survives.
+    """
+    finite = [(value, trial) for trial, value in outcomes.items() if value is not None and math.isfinite(value)]
+    finite.sort(key=lambda pair: (-pair[0] if maximize else pair[0], pair[1]))
+    return tuple(sorted(trial for _, trial in finite[:keep]))
+
+
+def ready(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> list[Segment]:
+    """The segments that may run now; those that run at the moment are among them, as they have no result yet.
+
+    Trials that were promoted come first, those of earlier brackets before those of later ones, and then the trials
+    that have not begun: so brackets interleave, and new trials take the rows that a narrowing rung leaves.
+    """
+    promoted: list[Segment] = []
+    new: list[Segment] = []
+    for bracket in brackets:
+        rungs = _rungs(bracket, results, maximize)
+        segments = (Segment(trial, len(rungs) - 1) for trial in rungs[-1])
+        (promoted if len(rungs) > 1 else new).extend(each for each in segments if each not in results)
+    return promoted + new
+
+
+def is_over(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> bool:
+    """Whether nothing is left to run."""
+    return not ready(brackets, results, maximize=maximize)
+
+
+def standing(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> dict[int, TrialStanding]:
+    """Where each trial is, by trial, ascending."""
+    found: dict[int, TrialStanding] = {}
+    for bracket in brackets:
+        last = len(bracket.epochs) - 1
+        for rung, trials in enumerate(_rungs(bracket, results, maximize)):
+            is_complete = all(Segment(trial, rung) in results for trial in trials)
+            for trial in trials:
+                before = found.get(trial, TrialStanding(TrialState.WAITING))
+                found[trial] = _at_rung(before, results, Segment(trial, rung), last, is_complete)
+    return found
+
+
+def _at_rung(
+    before: TrialStanding, results: Results, segment: Segment, last_rung: int, is_complete: bool
+) -> TrialStanding:
+    """Where a trial is that took part in a rung; one that survives is looked at again at the next."""
+    if segment not in results:
+        state = TrialState.PROMOTED if segment.rung else TrialState.WAITING
+        return TrialStanding(state, before.rung, before.value)
+    value = results[segment]
+    if value is None or not math.isfinite(value):
+        return TrialStanding(TrialState.FAILED, before.rung, before.value)
+    if segment.rung == last_rung:
+        return TrialStanding(TrialState.COMPLETE, segment.rung, value)
+    return TrialStanding(TrialState.PRUNED if is_complete else TrialState.PAUSED, segment.rung, value)
+
+
+def best(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> int | None:
+    """The trial with the best value, ties to the lower number; None while there is no value.
+
+    Only values at the most epochs that any trial has been measured at are compared.
+    """
+    measured: dict[float, dict[int, Outcome]] = {}
+    for bracket in brackets:
+        for rung, trials in enumerate(_rungs(bracket, results, maximize)):
+            for trial in trials:
+                value = results.get(Segment(trial, rung))
+                if value is not None and math.isfinite(value):
+                    measured.setdefault(bracket.epochs[rung], {})[trial] = value
+    return survivors(measured[max(measured)], 1, maximize=maximize)[0] if measured else None
+
+
+def _rungs(bracket: Bracket, results: Results, maximize: bool) -> list[tuple[int, ...]]:
+    """The trials that take part in each rung that has been opened: every one after a complete rung with survivors."""
+    rungs = [tuple(bracket.trials)]
+    for rung, keep in enumerate(bracket.sizes[1:]):
+        reached = [Segment(trial, rung) for trial in rungs[-1]]
+        if not all(segment in results for segment in reached):
+            break
+        kept = survivors({segment.trial: results[segment] for segment in reached}, keep, maximize=maximize)
+        if not kept:
+            break
+        rungs.append(kept)
+    return rungs
