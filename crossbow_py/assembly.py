@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.averaging import AveragingRule, LinearRound
 from crossbow_py.averaging.collective import Collective
@@ -75,6 +75,7 @@ class Parts:
     most_learners: int
     ranks: Ranks
     nodes: list[int] | None
+    label_smoothing: float
 
     @property
     def rule(self) -> AveragingRule:
@@ -103,6 +104,7 @@ class Parts:
             seed=seed,
             collective=self.collective,
             compile_model=self.compile_model,
+            label_smoothing=smoothing_rows(self.label_smoothing, self.bank),
         )
 
     def plan(self, index: int, cursor: int, factor: float) -> Round:
@@ -263,8 +265,13 @@ def build_parts(
     return Parts(
         choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed,
         collective, warnings, timeline, settings.compile_model, most_learners, ranks,
-        ranks.nodes() if collective.apart else None,
+        ranks.nodes() if collective.apart else None, settings.label_smoothing,
     )  # fmt: skip
+
+
+def smoothing_rows(share: float, bank: ReplicaBank) -> Tensor | None:
+    """The label smoothing of every row of a bank; None for none."""
+    return torch.full((bank.capacity,), share, dtype=bank.precision.master, device=bank.device) if share else None
 
 
 def _begin_apart(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:
@@ -356,6 +363,7 @@ def _feed(
         kernels=choices.device.type == "cuda" and _no_batch_kernels(choices) is None,
         num_workers=first_workers(settings.num_workers, choices.device, training, ranks.num_local),
         num_ranks=ranks.num_ranks if training else 1,
+        order_seed=settings.order_seed,
     )
 
 

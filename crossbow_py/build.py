@@ -66,6 +66,8 @@ def build_trainer(
         seed=config.seed,
         on_nonfinite=config.on_nonfinite,
         num_workers=config.num_workers,
+        order_seed=config.order_seed,
+        label_smoothing=config.label_smoothing,
         distributed=config.distributed,
         ranks=ranks,
     )

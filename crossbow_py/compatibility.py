@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch import nn
+
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.distributed.process_group import launched
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -34,7 +36,7 @@ def check_compatible(
     least_local = int(min(count for (count,) in ranks.gather([ranks.num_local])))
     with ranks.together():
         _check_groups(optimizer, schedule, averaging, loss)
-        _check_policies(settings, optimizer, averaging, max_evaluation_batches, ranks)
+        _check_policies(settings, optimizer, averaging, loss, max_evaluation_batches, ranks)
         _check_ranks(settings, averaging, ranks, least_local)
 
 
@@ -51,9 +53,19 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
 
 
 def _check_policies(
-    settings: RunSettings, optimizer: Optimizer, rule: AveragingRule, max_evaluation_batches: int | None, ranks: Ranks
+    settings: RunSettings,
+    optimizer: Optimizer,
+    rule: AveragingRule,
+    loss: Loss,
+    max_evaluation_batches: int | None,
+    ranks: Ranks,
 ) -> None:
     optimizer.check_learners(settings.num_learners)
+    if settings.label_smoothing and loss is not nn.functional.cross_entropy:
+        raise UserError(
+            f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "
+            "set label_smoothing=0, and smooth inside the loss."
+        )
     if settings.num_learners == "auto" and not rule.has_central_model:
         raise UserError(f"averaging={rule.NAME} trains num_learners models, got auto; set how many: num_learners=4.")
     if max_evaluation_batches is not None and max_evaluation_batches < 1:

@@ -29,7 +29,7 @@ from crossbow_py.weights_file import save_weights
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
 _CHANGEABLE = ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers")
-_ADDED = (("node_period", 1),)
+_ADDED = (("node_period", 1), ("order_seed", None), ("label_smoothing", 0.0))
 
 
 @dataclass
@@ -229,7 +229,7 @@ class Run:
         parts = self.parts
         groups: dict[str, Any] = {"optimizer": parts.optimizer, "schedule": self.schedule, "averaging": parts.rule}
         return {
-            **settings,
+            **_since(settings),
             "precision": parts.choices.precision.name,
             **{group: {"name": chosen.NAME, **_since(to_mapping(chosen))} for group, chosen in groups.items()},
             "data": {

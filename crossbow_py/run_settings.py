@@ -53,6 +53,12 @@ class RunSettings:
         "processes that load data which does not live on the device; 0 loads between rounds, auto keeps learners fed",
         minimum=0,
     )
+    order_seed: int | None = setting(
+        None, "seed of the sample order alone; null is seed", minimum=0, maximum=2**63 - 1
+    )
+    label_smoothing: float = setting(
+        0.0, "share of the target spread over all classes, in the cross-entropy that is trained on", minimum=0, below=1
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -61,6 +67,11 @@ class RunSettings:
     def first_learners(self) -> int:
         """How many a run begins with: the auto-tuner starts from one."""
         return 1 if self.num_learners == "auto" else self.num_learners
+
+    @property
+    def sample_order_seed(self) -> int:
+        """Of the order of samples."""
+        return self.seed if self.order_seed is None else self.order_seed
 
     @property
     def several(self) -> bool:

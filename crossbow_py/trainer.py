@@ -63,9 +63,9 @@ class Trainer:
             first one writes to disk. Data sets and settings must be alike; samples are shared out.
         batch_size: samples a learner takes per round.
         num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
-        executor, device, precision, channels_last, compile_model, seed, on_nonfinite, num_workers: see `RunSettings`.
-            On CPU with several learners the process is told to keep freed memory, in huge pages
-            (`engine.memory.keep_freed_memory`).
+        executor, device, precision, channels_last, compile_model, seed, on_nonfinite, num_workers, order_seed,
+            label_smoothing: see `RunSettings`. On CPU with several learners the process is told to keep freed memory,
+            in huge pages (`engine.memory.keep_freed_memory`).
 
     Raises:
         UserError: settings, data and model do not fit each other.
@@ -110,10 +110,12 @@ class Trainer:
         seed: int = 0,
         on_nonfinite: Literal["stop", "reseed"] = "stop",
         num_workers: int | Literal["auto"] = "auto",
+        order_seed: int | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         begun = time.monotonic()
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
-                               compile_model, seed, on_nonfinite, num_workers)  # fmt: skip
+                               compile_model, seed, on_nonfinite, num_workers, order_seed, label_smoothing)  # fmt: skip
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         self.callbacks, self._continues = callbacks, resume == "auto"
         found, self._messages = saved_run(resume, output_dir, ranks)

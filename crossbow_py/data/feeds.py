@@ -33,6 +33,7 @@ def make_feed(
     kernels: bool = False,
     num_workers: int = 0,
     num_ranks: int = 1,
+    order_seed: int | None = None,
 ) -> Feed:
     """The feed for `data`: resident for a pair of tensors, streaming for every other data set.
 
@@ -50,6 +51,7 @@ def make_feed(
         std: likewise.
         channels_last: memory format of 4-D inputs.
         dtype: of floating inputs.
+        order_seed: of the sample order alone; None is `seed`.
         kernels: let Triton make batches of channels-last images in `Feed.take`; it must run on the device.
         num_workers: processes that load streamed data; 0 loads in the caller.
         num_ranks: ranks that take batches of the stream in turn; 1 where learners share every batch.
@@ -65,7 +67,9 @@ def make_feed(
         streamed = data if isinstance(data, StreamedData) else ItemData(data)
         _check_streamed(data, augmentation)
         preparation = Preparation(normalisation, device, channels_last, dtype)
-        return StreamingFeed(streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks)
+        return StreamingFeed(
+            streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks, order_seed
+        )
     if augmentation.active and not is_image_batch(pair[0]):
         raise UserError(_needs_images(augmentation, "set data.crop_padding=0 data.flip=false"))
     inputs: ResidentInputs
@@ -75,7 +79,7 @@ def make_feed(
         inputs = ClipInputs(pair[0], normalisation or IDENTITY, device, dtype)
     else:
         inputs = RowInputs(pair[0], normalisation, device, channels_last, dtype)
-    return ResidentFeed(inputs, pair[1].to(device), batch_size, seed)
+    return ResidentFeed(inputs, pair[1].to(device), batch_size, seed, order_seed)
 
 
 def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
+from crossbow_py.errors import UserError
 
 # Each learner's batch in one piece, or the channels of all learners side by side.
 MemoryOrder = Literal["stacked", "channels"]
@@ -66,9 +67,17 @@ class ResidentInputs(ABC):
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
+    def check_augmentation(self, augmentation: Augmentation) -> None:
+        """Raise UserError when `epoch_picks` cannot augment like that."""
+        if augmentation.active:
+            raise UserError("random crops and flips need uint8 images; set data.crop_padding=0 and data.flip=false.")
+
     @abstractmethod
-    def epoch_picks(self, seed: int, epoch: int, order: Ids) -> Ids:
-        """Picks [R, N] of epoch `epoch` in stream order, on the host. `order` [N] are the sample ids in that order."""
+    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
+        """Picks [R, N] of epoch `epoch` in stream order, on the host. `order` [N] are the sample ids in that order.
+
+        `augmentation` is another one than the inputs were made with.
+        """
 
     @abstractmethod
     def plain_picks(self, ids: Ids) -> Ids:
@@ -112,7 +121,7 @@ class RowInputs(ResidentInputs):
         # index_select gives contiguous results, so channels-last rows are stored as [N, H, W, C].
         self._rows = (rows.permute(0, 2, 3, 1) if self._channels_last else rows).contiguous()
 
-    def epoch_picks(self, seed: int, epoch: int, order: Ids) -> Ids:
+    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
         """Just the order."""
         return order[np.newaxis]
 
@@ -176,9 +185,21 @@ class ImageInputs(ResidentInputs):
         self._normalise = PixelNormaliser((channels, height, width), normalisation, dtype, device, channels_last)
         self._kernel = _image_kernel(self._images, self._normalise) if kernels and channels_last else None
 
-    def epoch_picks(self, seed: int, epoch: int, order: Ids) -> Ids:
+    def check_augmentation(self, augmentation: Augmentation) -> None:
+        """See `ResidentInputs.check_augmentation`."""
+        stored = self._augmentation
+        if augmentation.crop_padding > stored.crop_padding or (augmentation.active and not stored.active):
+            raise UserError(
+                f"data.crop_padding={augmentation.crop_padding} and data.flip={augmentation.flip} go beyond what the "
+                f"images were stored for, crop_padding={stored.crop_padding} and flip={stored.flip}."
+            )
+
+    def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
         """Drawn by sample id, then brought into stream order."""
-        top, left, mirrored = self._augmentation.draw(seed, epoch, len(order))
+        own = augmentation or self._augmentation
+        top, left, mirrored = own.draw(seed, epoch, len(order))
+        inset = self._augmentation.crop_padding - own.crop_padding
+        top, left = top + inset, left + inset
         return np.stack([order, self._images.first_pixel(order, top[order], left[order]), mirrored[order]])
 
     def plain_picks(self, ids: Ids) -> Ids:

@@ -3,26 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Ids
-from crossbow_py.data.epoch_cache import EpochCache
+from crossbow_py.data.augmentation import Augmentation, Ids
+from crossbow_py.data.epoch_cache import EPOCHS_KEPT, EpochCache
 from crossbow_py.data.feed import Batch, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
 
+STREAM = 2**48  # positions a stream has: more samples than any run takes
+
+
+class Variant(NamedTuple):
+    """How one of several streams augments its images: the seed, and what is done."""
+
+    seed: int
+    augmentation: Augmentation
+
+
+class _Epoch(NamedTuple):
+    """An epoch of the streams that augment alike."""
+
+    variant: Variant | None
+    epoch: int
+
 
 class ResidentFeed(PickedFeed):
-    """Both tensors live on the device; only gathers and arithmetic are done per batch."""
+    """Both tensors live on the device; only gathers and arithmetic are done per batch.
 
-    def __init__(self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int) -> None:
+    There may be several streams over the one data set: the samples in the same order, augmented in a way of each one's
+    own. They lie one behind the other: stream s has the positions from s·STREAM on. `set_variant` adds streams; without
+    it there is one.
+
+    Args:
+        inputs, targets: of all samples, on the device.
+        batch_size: samples a batch.
+        seed: of the augmentation, and of the sample order unless `order_seed` is given.
+        order_seed: of the sample order.
+    """
+
+    def __init__(
+        self, inputs: ResidentInputs, targets: Tensor, batch_size: int, seed: int, order_seed: int | None = None
+    ) -> None:
         super().__init__(len(targets), batch_size)
         self._inputs, self._targets, self._seed = inputs, targets, seed
-        # The picks [R, N] of an epoch in stream order, on the device.
-        self._tables = EpochCache(self._epoch_picks)
+        self._order_seed = seed if order_seed is None else order_seed
+        self._variants: dict[int, Variant] = {}
+        # The picks [R, N] of a stream's epoch in stream order, on the device.
+        self._tables: EpochCache[_Epoch, Tensor] = EpochCache(self._epoch_picks)
+
+    def set_variant(self, stream: int, variant: Variant) -> None:
+        """What stream `stream` does to images from now on; between rounds.
+
+        Raises UserError when its crops need more padding than the images were stored with.
+        """
+        self._inputs.check_augmentation(variant.augmentation)
+        self._variants[stream] = variant
+        self._tables.kept = max(EPOCHS_KEPT, 2 * len(self._variants) + 1)
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Nothing is copied from the host except once an epoch, in the first call that reaches it."""
@@ -60,12 +101,18 @@ class ResidentFeed(PickedFeed):
     def _slices(self, starts: Sequence[int]) -> list[Tensor]:
         """The picks of the batches, as slices [R, n] of the tables of epochs: few, as learners' batches adjoin."""
         stretches = _adjoined(starts, self.batch_size)
-        runs = [run for start, count in stretches for run in segments(start, count, self.num_samples)]
-        tables = {epoch: self._tables(epoch) for epoch, _, _ in runs}
+        runs = [run for start, count in stretches for run in self._runs(start, count)]
+        tables = {key: self._tables(key) for key, _, _ in runs}
         if self._targets.device.type == "cuda":
             for table in tables.values():  # the cache may drop it while this stream still reads it
                 table.record_stream(torch.cuda.current_stream())
-        return [tables[epoch][:, first:last] for epoch, first, last in runs]
+        return [tables[key][:, first:last] for key, first, last in runs]
+
+    def _runs(self, start: int, count: int) -> list[tuple[_Epoch, int, int]]:
+        stream, position = divmod(start, STREAM)
+        variant = self._variants.get(stream)
+        found = segments(position, count, self.num_samples)
+        return [(_Epoch(variant, epoch), first, last) for epoch, first, last in found]
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`."""
@@ -76,9 +123,10 @@ class ResidentFeed(PickedFeed):
     def _take(self, picks: Tensor) -> Batch:
         return Batch(self._inputs.take(picks), self._targets.index_select(0, picks[0]))
 
-    def _epoch_picks(self, epoch: int) -> Tensor:
-        order = epoch_order(self._seed, epoch, self.num_samples)
-        return self._upload(self._inputs.epoch_picks(self._seed, epoch, order))
+    def _epoch_picks(self, key: _Epoch) -> Tensor:
+        order = epoch_order(self._order_seed, key.epoch, self.num_samples)
+        seed, augmentation = key.variant or (self._seed, None)
+        return self._upload(self._inputs.epoch_picks(seed, key.epoch, order, augmentation))
 
     def _upload(self, picks: Ids) -> Tensor:
         # A host-device synchronisation, on purpose: from pageable memory the copy is done when this returns, so the

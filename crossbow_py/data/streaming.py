@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.augmentation import Augmentation, Ids
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.loader import Loaded, Loader, fetched_or_raise
@@ -62,6 +62,7 @@ class StreamingFeed(Feed):
         preparation: what else is done on the device.
         num_workers: worker processes; 0 loads in the thread that waits.
         num_ranks: ranks that take batches of the stream in turn, each as many as this one; what is made ahead follows.
+        order_seed: of the sample order alone; None is `seed`.
 
     Attributes:
         sample_bytes: of the inputs of one sample as workers hand it over; 0 before any `first_samples`.
@@ -80,17 +81,19 @@ class StreamingFeed(Feed):
         preparation: Preparation,
         num_workers: int,
         num_ranks: int = 1,
+        order_seed: int | None = None,
     ) -> None:
         super().__init__(len(data), batch_size)
         self._data, self._seed, self._device = data, seed, device
         self._prepare, self.num_workers, self._num_ranks = preparation, num_workers, num_ranks
         self.through_shared = data.image_shape is None
-        self._orders = EpochCache(lambda epoch: epoch_order(seed, epoch, self.num_samples))
-        self._mirrored = (
-            EpochCache(lambda epoch: torch.from_numpy(augmentation.draw(seed, epoch, self.num_samples)[2] == 1))
-            if augmentation.flip
-            else None
-        )
+        order_seed = seed if order_seed is None else order_seed
+        self._orders = EpochCache[int, Ids](lambda epoch: epoch_order(order_seed, epoch, self.num_samples))
+
+        def mirrored(epoch: int) -> Tensor:
+            return torch.from_numpy(augmentation.draw(seed, epoch, self.num_samples)[2] == 1)
+
+        self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._shelf: Shelf[_Staged] = Shelf()
         self._unannounced = threading.Lock()

@@ -129,7 +129,7 @@ class DeviceTasks(RoundValues):
         assert batch is not None, "a learning task needs a loaded batch"
         with self._tapes[learner].over(masks_ahead):
             output = self.tasks.model(learner)(batch.inputs).to(bank.precision.master)
-        loss = self.tasks.loss(output, batch.targets)
+        loss = self.tasks.loss_of(learner, output, batch.targets)
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         bank.store_gradients(learner, gradients)
         results[LOSS].copy_(loss.detach().reshape(()))

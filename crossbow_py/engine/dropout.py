@@ -129,7 +129,8 @@ def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:
 
 def dropout_rates(module: nn.Module) -> tuple[float, ...]:
     """The p of every dropout layer below `module`, in order; before `replace_dropout`, or after it."""
-    return tuple(float(child.p) for child in module.modules() if isinstance(child, (CounterDropout, *_KINDS)))
+    kinds: tuple[type[nn.Module], ...] = (CounterDropout, *_KINDS)
+    return tuple(child.p for child in module.modules() if isinstance(child, kinds))  # type: ignore[misc]
 
 
 def set_dropout_rate(module: nn.Module, rate: float) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernel_checks import serves
+from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.rounds import Round, RoundTasks
 
 _IGNORED = -100  # targets that cross_entropy leaves out of its mean
@@ -49,7 +50,7 @@ class FusedPass:
         self.graph = FusedGraph(bank.template, tasks.feed.for_measuring().batch(0).inputs, bank, kernels, self.learners)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
-        if kernels and tasks.loss is nn.functional.cross_entropy:
+        if kernels and tasks.loss is nn.functional.cross_entropy and tasks.label_smoothing is None:
             self._loss = self._loss_kernel()
 
     def _loss_kernel(self) -> LossOfAll | None:
@@ -103,6 +104,9 @@ class FusedPass:
 
     def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """One loss a learner `[K]`; cross-entropy of classes in one call, any other in a loop."""
+        smoothing = self._tasks.label_smoothing
+        if smoothing is not None:
+            return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop])
         if self._tasks.loss is nn.functional.cross_entropy and outputs.ndim == 3 and targets.ndim == 2:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
             return each.view(targets.shape).sum(1) / (targets != _IGNORED).sum(1)

@@ -19,6 +19,7 @@ from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
 from crossbow_py.engine.update import Step, TorchUpdate
@@ -27,10 +28,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Draws(NamedTuple):
-    """A learner alone in a run with this seed, in the round with this index."""
+    """What a learner alone in a run with this seed draws in this round of it."""
 
     seed: int
-    index: int
+    round_index: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,15 @@ class RoundOutcome:
 
 
 class RoundTasks:
-    """Task bodies over one bank. Thread-safe across learners; see the module's first lines."""
+    """Task bodies over one bank. Thread-safe across learners; see the module's first lines.
+
+    Args:
+        bank, update, feed, collective: what they work on and with.
+        loss: of a batch, for all learners.
+        seed: of dropout, where a round does not say otherwise.
+        compile_model: run modules through torch.compile.
+        label_smoothing: ε of every row, `[capacity]` on the bank's device; with it the loss is cross-entropy.
+    """
 
     def __init__(
         self,
@@ -90,10 +99,11 @@ class RoundTasks:
         seed: int,
         collective: Collective,
         compile_model: bool = False,
+        label_smoothing: Tensor | None = None,
     ) -> None:
         self._compiled = CompiledModels() if compile_model else None
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
-        self.seed, self.collective = seed, collective
+        self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
 
     def model(self, learner: int) -> Model:
         """What gives the learner's outputs: its module, compiled if that is asked for."""
@@ -116,11 +126,17 @@ class RoundTasks:
             self.seed_dropout(learner, outcome.plan)
         batch = self.feed.batch(outcome.plan.starts[learner])
         output = self.model(learner)(batch.inputs).to(bank.precision.master)
-        loss = self.loss(output, batch.targets)
+        loss = self.loss_of(learner, output, batch.targets)
         parameters = bank.trained_parameters(learner)
         bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
         outcome.num_correct[learner] = count_correct(output.detach(), batch.targets)
+
+    def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
+        """The learner's own loss on a batch, a mean."""
+        if self.label_smoothing is None:
+            return self.loss(output, targets)
+        return smoothed_cross_entropy(output, targets, self.label_smoothing[learner])
 
     def seed_dropout(self, learner: int, plan: Round) -> None:
         """Set the learner's generator to where the round's masks begin."""
