@@ -306,10 +306,10 @@ def _train_feed(
     template: nn.Module, data: DataSets, settings: RunSettings, choices: Choices, loss: Loss, ranks: Ranks
 ) -> tuple[Choices, Feed, Batch, list[str]]:
     """The feed of training batches, tried on a small one; where `auto` took bf16 and the model cannot, it is fp32."""
-    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
+    feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
     batch = feed.first_samples(min(2, settings.batch_size))
-    classes = _num_classes(data, loss)
+    classes = count_classes(data, loss)
     try:
         return choices, feed, batch, probe(template, choices.precision, batch, loss, *classes)
     except UserError as error:
@@ -317,7 +317,7 @@ def _train_feed(
             raise
         reason = str(error)
     choices = dataclasses.replace(choices, precision=FP32)
-    feed = _feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
+    feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
     warnings = probe(template, FP32, batch, loss, *classes)
     return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
@@ -335,12 +335,12 @@ def _evaluation_feed(
 ) -> Feed | None:
     if source is None:
         return None
-    feed = _feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
+    feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
     probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what)
     return feed
 
 
-def _feed(
+def new_feed(
     source: Data,
     batch_size: int,
     augmentation: Augmentation | None,
@@ -350,6 +350,7 @@ def _feed(
     training: bool = True,
     ranks: Ranks = ALONE,
 ) -> Feed:
+    """The feed of one of a run's data sets. Raises UserError for what does not fit it."""
     return make_feed(
         source,
         batch_size,
@@ -371,7 +372,7 @@ def _no_batch_kernels(choices: Choices) -> str | None:
     return serves("batches", choices.device, choices.precision.compute)
 
 
-def _num_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:
+def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:
     """As given, exactly; else at least one more than the largest target of training tensors. None: none to count."""
     if loss is not nn.functional.cross_entropy:
         return None, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from crossbow_py.data.augmentation import Augmentation, Ids
 from crossbow_py.data.epoch_cache import EPOCHS_KEPT, EpochCache
-from crossbow_py.data.feed import Batch, PickedFeed
+from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
 
@@ -53,8 +54,25 @@ class ResidentFeed(PickedFeed):
         self._inputs, self._targets, self._seed = inputs, targets, seed
         self._order_seed = seed if order_seed is None else order_seed
         self._variants: dict[int, Variant] = {}
+        self._plain: Variant | None = None  # of streams without one
         # The picks [R, N] of a stream's epoch in stream order, on the device.
         self._tables: EpochCache[_Epoch, Tensor] = EpochCache(self._epoch_picks)
+
+    def with_batch_size(self, batch_size: int) -> ResidentFeed:
+        """Batches of another size of the same streams; what is worked out for either is there for both."""
+        other = copy.copy(self)
+        Feed.__init__(other, self.num_samples, batch_size)
+        return other
+
+    def serve(self, num_readers: int) -> None:
+        """Have so many learners at places of their own in the streams, each in at most two epochs at once."""
+        self._tables.kept = max(self._tables.kept, EPOCHS_KEPT, 2 * num_readers + 1)
+
+    def without_augmentation(self) -> ResidentFeed:
+        """The same streams, of which only those with a variant augment."""
+        other = copy.copy(self)
+        other._plain = Variant(self._seed, Augmentation())
+        return other
 
     def set_variant(self, stream: int, variant: Variant) -> None:
         """What stream `stream` does to images from now on; between rounds.
@@ -63,7 +81,6 @@ class ResidentFeed(PickedFeed):
         """
         self._inputs.check_augmentation(variant.augmentation)
         self._variants[stream] = variant
-        self._tables.kept = max(EPOCHS_KEPT, 2 * len(self._variants) + 1)
 
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`. Nothing is copied from the host except once an epoch, in the first call that reaches it."""
@@ -110,7 +127,7 @@ class ResidentFeed(PickedFeed):
 
     def _runs(self, start: int, count: int) -> list[tuple[_Epoch, int, int]]:
         stream, position = divmod(start, STREAM)
-        variant = self._variants.get(stream)
+        variant = self._variants.get(stream, self._plain)
         found = segments(position, count, self.num_samples)
         return [(_Epoch(variant, epoch), first, last) for epoch, first, last in found]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -62,6 +62,15 @@ class Optimizer(ABC):
                     f"optimizer.{field.name} lists {len(value)} values for {num_learners} learners; "
                     "give one value for all, or one for each learner."
                 )
+
+    def per_learner(self) -> list[str]:
+        """The settings of which every learner may have its own value."""
+        return [field.name for field in fields(self) if field.type == "PerLearner"]
+
+    def shared(self) -> dict[str, Any]:
+        """The settings that are the same for all learners of a bank, and the rule's name."""
+        own = self.per_learner()
+        return {"name": self.NAME, **{f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}}
 
     @abstractmethod
     def step(
@@ -201,6 +210,14 @@ class AdamW(Optimizer):
             self.epsilon,
             -learning_rate / (1 - beta1**step_count),
         )
+
+
+def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
+    """One optimizer for several learners that have one each; what they share must be equal."""
+    first = each[0]
+    assert all(own.shared() == first.shared() for own in each), "learners of a bank have one update rule"
+    values: dict[str, Any] = {name: tuple(getattr(own, name) for own in each) for name in first.per_learner()}
+    return replace(first, **{name: own for name, own in values.items() if len(set(own)) > 1})
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {SGD.NAME: SGD, AdamW.NAME: AdamW}

@@ -1,0 +1,105 @@
+"""One trial: what it trains, what lets it share a bank with others, and where it stands."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.assembly import seeded_model
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.engine.dropout import dropout_rates
+from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.schedules import Schedule
+
+Row = dict[str, Any]  # one learner as `ReplicaBank.load_row` takes it: tensors and plain types
+
+
+@dataclass(frozen=True)
+class TrialSettings:
+    """What a trial trains. The order of samples is the search's; all else that is random follows from `seed`.
+
+    `model_key` says what `make_model` makes, but for the rate of dropout: models with equal keys have equal
+    architectures.
+    """
+
+    seed: int
+    make_model: Callable[[], nn.Module]
+    model_key: str
+    batch_size: int
+    optimizer: Optimizer
+    schedule: Schedule
+    label_smoothing: float = 0.0
+    augmentation: Augmentation = Augmentation()
+
+    def new_model(self) -> nn.Module:
+        """The model as the trial begins. Raises UserError, or what `make_model` raises."""
+        return seeded_model(self.make_model, self.seed, None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A trial between two segments: samples and rounds so far, and its row."""
+
+    samples_seen: int
+    num_rounds: int
+    row: Row
+
+
+def signature(settings: TrialSettings, model: nn.Module) -> str:
+    """Equal for trials that can share a bank: architecture, batch size, and what the optimizer shares.
+
+    Each may have its own rate of dropout where all of its dropout layers have one rate, which is not 0.
+    """
+    rates = set(dropout_rates(model))
+    dropout = "each its own" if len(rates) == 1 and 0 not in rates else dropout_rates(model)
+    tensors = [
+        (name, tuple(value.shape), str(value.dtype), value.requires_grad)
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, value in named
+    ]
+    facts = (settings.model_key, tensors, dropout, settings.batch_size, settings.optimizer.shared())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def own_dropout_rate(model: nn.Module) -> float | None:
+    """The rate of all dropout layers of a model; None where there are several rates, or none."""
+    rates = set(dropout_rates(model))
+    return rates.pop() if len(rates) == 1 else None
+
+
+def new_row(model: nn.Module, state_names: tuple[str, ...]) -> Row:
+    """A learner that begins as `model`."""
+    weights = {name: value.detach().unsqueeze(0) for name, value in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    return {
+        "weights": weights,
+        "state": {state: {name: torch.zeros_like(value) for name, value in weights.items()} for state in state_names},
+        "buffers": {name: value.unsqueeze(0) for name, value in buffers.items() if value.is_floating_point()},
+        "integer_buffers": [{name: value for name, value in buffers.items() if not value.is_floating_point()}],
+        "step_counts": [0],
+    }
+
+
+def read_row(bank: ReplicaBank, row: int) -> Row:
+    """A copy of a learner, on the host."""
+    state = bank.learner_state(row)
+    buffers = bank.buffers.shaped(row)
+    weights = bank.weights.shaped(row)
+    integers = {name: value for name, value in state.items() if name not in buffers and name not in weights}
+    return {
+        "weights": {name: _copy(value) for name, value in weights.items()},
+        "state": {name: {n: _copy(v) for n, v in rows.shaped(row).items()} for name, rows in bank.state.items()},
+        "buffers": {name: _copy(value) for name, value in buffers.items()},
+        "integer_buffers": [{name: value.detach().cpu().clone() for name, value in integers.items()}],
+        "step_counts": [bank.step_counts[row]],
+    }
+
+
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().cpu().clone().unsqueeze(0)

@@ -1,0 +1,238 @@
+"""Packs: every trial's trajectory is what it would be alone, whoever comes, goes or fails beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer, run_settings
+from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.engine.precision import FP64
+from crossbow_py.evaluation import Evaluator
+from crossbow_py.packing.pack import NON_FINITE, Member, Pack, PackJob
+from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
+from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.schedules import Schedule
+from tests.trainers import images
+
+ORDER_SEED = 7
+NUM_SAMPLES, BATCH = 40, 4
+LONGEST = Augmentation(crop_padding=2, flip=True)
+
+
+def network(dropout: float) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout2d(dropout),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(32, 3),
+    )
+
+
+def trial(seed: int, dropout: float = 0.2, **options: Any) -> TrialSettings:
+    defaults: dict[str, Any] = {
+        "optimizer": SGD(learning_rate=0.1, momentum=0.9, weight_decay=1e-3),
+        "schedule": Cosine(),
+        "batch_size": BATCH,
+    }
+    return TrialSettings(
+        seed=seed, make_model=partial(network, dropout), model_key="network", **{**defaults, **options}
+    )
+
+
+TRIALS: tuple[TrialSettings, ...] = (
+    trial(1),
+    trial(2, 0.5, optimizer=SGD(learning_rate=0.02, momentum=0.5, weight_decay=0.1), schedule=Step(every_epochs=1.0)),
+    trial(3, 0.01, label_smoothing=0.2, augmentation=Augmentation(flip=True)),
+    trial(4, optimizer=SGD(learning_rate=0.3, momentum=0.0), augmentation=LONGEST, schedule=MultiStep((0.5,))),
+)
+ADAM = tuple(
+    replace(own, optimizer=AdamW(learning_rate=0.003 * (1 + index), beta1=0.8 + 0.05 * index, weight_decay=0.1 * index))
+    for index, own in enumerate(TRIALS)
+)
+
+
+def pack_of(
+    trials: Sequence[TrialSettings], executor: str, epochs: float = 2.0, members: Sequence[Member] | None = None
+) -> Pack:
+    job = PackJob(
+        RunSettings(device="cpu", order_seed=ORDER_SEED),
+        Choices(torch.device("cpu"), FP64, executor),
+        nn.functional.cross_entropy,
+        round(epochs * NUM_SAMPLES),
+        lambda _, rows: executor,
+    )
+    feed = make_feed(
+        images(NUM_SAMPLES), BATCH, ORDER_SEED, augmentation=LONGEST, channels_last=True, dtype=torch.float64
+    )
+    assert isinstance(feed, ResidentFeed)
+    feed = feed.without_augmentation()
+    template = trials[0].new_model()
+    return Pack(job, "signature", template, feed, members or seats(trials, epochs))
+
+
+def seats(trials: Sequence[TrialSettings], epochs: float, first: int = 0) -> list[Member]:
+    return [
+        Member(first + index, own, None, round(epochs * NUM_SAMPLES), own_dropout_rate(own.new_model()) or 0.0)
+        for index, own in enumerate(trials)
+    ]
+
+
+def run(pack: Pack) -> None:
+    while pack.step():
+        pass
+    pack.drain()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, torch.Tensor]]:
+    """What a trial is after so many epochs, trained by a trainer alone."""
+    monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: FP64)
+
+    def train(own: TrialSettings, epochs: float = 2.0) -> dict[str, torch.Tensor]:
+        trainer = Trainer(
+            model=own.make_model, train_data=images(NUM_SAMPLES), optimizer=own.optimizer, schedule=own.schedule,
+            augmentation=own.augmentation, batch_size=own.batch_size, num_learners=1, executor="serial", device="cpu",
+            seed=own.seed, order_seed=ORDER_SEED, label_smoothing=own.label_smoothing,
+        )  # fmt: skip
+        return trainer.fit(max_epochs=epochs).model.state_dict()
+
+    return train
+
+
+def assert_as_alone(pack: Pack, row: int, expected: dict[str, torch.Tensor], tolerance: float = 1e-8) -> None:
+    found = pack._bank.learner_state(row)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name] - value).double().norm() <= tolerance * (value.double().norm() + 1e-3), name
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("trials", [TRIALS, ADAM], ids=["sgd", "adamw"])
+def test_pack_of_different_trials_is_what_each_is_alone(
+    alone: Callable[..., Any], executor: str, trials: tuple[TrialSettings, ...]
+) -> None:
+    pack = pack_of(trials, executor)
+    try:
+        run(pack)
+        for row, own in enumerate(trials):
+            assert_as_alone(pack, row, alone(own))
+    finally:
+        pack.close()
+
+
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_trial_that_takes_a_row_later_is_what_it_is_alone_and_so_is_its_neighbour(
+    alone: Callable[..., Any], executor: str
+) -> None:
+    first = seats(TRIALS[:2], 2.0)
+    first[1].end_samples = NUM_SAMPLES
+    pack = pack_of(TRIALS[:2], executor, members=first)
+    try:
+        run(pack)
+        assert first[1].is_over and not first[0].is_over
+        assert_as_alone(pack, 1, planned(alone, TRIALS[1], 1.0))
+        begun = pack.checkpoint(first[1])
+        late = seats(TRIALS[2:3], 1.0, first=2)[0]
+        pack.seat([first[0], late])
+        run(pack)
+        assert_as_alone(pack, 0, alone(TRIALS[0]))
+        assert_as_alone(pack, 1, planned(alone, TRIALS[2], 1.0))
+        resumed = replace_member(first[1], begun)
+        pack.seat([resumed])  # fewer rows than before
+        run(pack)
+        assert_as_alone(pack, 0, alone(TRIALS[1]))
+        rest = [replace_member(late, None), *seats(TRIALS[3:], 2.0, first=3)]
+        pack.seat([resumed, *rest])  # more rows; the first is over and stays as it is
+        assert not pack.step()
+        assert_as_alone(pack, 0, alone(TRIALS[1]))
+    finally:
+        pack.close()
+
+
+def planned(alone: Callable[..., Any], own: TrialSettings, epochs: float) -> dict[str, torch.Tensor]:
+    """After fewer epochs than the schedule plans for."""
+    shortened = replace(own, schedule=Ahead(inner=own.schedule))
+    state: dict[str, torch.Tensor] = alone(shortened, epochs)
+    return state
+
+
+class Ahead(Schedule):
+    """A schedule of a run of 2 epochs, in one that ends sooner."""
+
+    NAME = "ahead"
+
+    def __init__(self, inner: Schedule) -> None:
+        object.__setattr__(self, "inner", inner)
+
+    def factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        return self.inner.factor(samples, samples_per_epoch, 2 * NUM_SAMPLES)  # type: ignore[attr-defined,no-any-return]
+
+    def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        raise NotImplementedError
+
+
+def replace_member(member: Member, begun: Any) -> Member:
+    return Member(member.trial, member.settings, begun, 2 * NUM_SAMPLES, member.dropout_rate)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+def test_trial_that_diverges_harms_no_other(alone: Callable[..., Any], executor: str) -> None:
+    wild = trial(5, optimizer=SGD(learning_rate=1e30, momentum=0.0))
+    pack = pack_of([TRIALS[0], wild], executor)
+    good, bad = pack.members
+    try:
+        run(pack)
+        assert bad.failure == NON_FINITE and good.failure is None and not good.is_over
+        pack.seat([good])
+        run(pack)
+        assert_as_alone(pack, 0, alone(TRIALS[0]))
+        assert good.num_losses == 20 and math.isfinite(good.loss_sum)
+    finally:
+        pack.close()
+
+
+def test_evaluation_of_members_is_that_of_each_model() -> None:
+    pack = pack_of(TRIALS, "fused", epochs=0.5)
+    test_feed = make_feed(images(30), 1, channels_last=True, dtype=torch.float64)
+    evaluator = Evaluator(
+        pack.template, precision=FP64, loss=nn.functional.cross_entropy, metrics={}, batch_size=8
+    )
+    try:
+        run(pack)
+        asked = [pack.members[2], pack.members[0]]
+        found = pack.evaluate(asked, evaluator, test_feed)
+        expected = [evaluator.evaluate(pack._bank.learner_state(row), test_feed) for row in (2, 0)]
+        assert [each.accuracy for each in found] == [each.accuracy for each in expected]
+        assert [each.loss for each in found] == pytest.approx([each.loss for each in expected], rel=1e-9)
+    finally:
+        pack.close()
+
+
+def test_signature_is_equal_for_what_may_differ_and_not_for_the_rest() -> None:
+    def of(own: TrialSettings) -> str:
+        return signature(own, own.new_model())
+
+    assert len({of(own) for own in TRIALS}) == 1
+    others = [
+        replace(TRIALS[0], batch_size=8),
+        replace(TRIALS[0], optimizer=AdamW()),
+        replace(TRIALS[0], optimizer=SGD(clip_norm=1.0)),
+        replace(TRIALS[0], optimizer=SGD(nesterov=True)),
+        replace(TRIALS[0], model_key="another"),
+        replace(TRIALS[0], make_model=partial(network, 0.0)),
+        replace(TRIALS[0], make_model=lambda: nn.Sequential(network(0.2), nn.Dropout(0.3))),
+    ]
+    assert len({of(own) for own in (TRIALS[0], *others)}) == 1 + len(others)
