@@ -1,0 +1,99 @@
+"""Which waiting trials are admitted next beside those that run. Pure, and deterministic for a given seed.
+
+`batch_size`, `random` and `knn` are the policies of Pack (Liu, Krishnan, Elmore and Franklin, "Understanding and
+Optimizing Packed Neural Network Training for Hyper-Parameter Tuning", 2021, arXiv 2002.02885). Here, trials of any
+batch size and architecture may run beside each other, each with batches of its own size.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from crossbow_py.errors import UserError
+from crossbow_py.settings import suggestion
+
+Policy = Literal["signature", "batch_size", "random", "knn", "none"]
+
+_ROUNDING = 1e-9  # ten shares of a tenth fill the device
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A trial that waits or runs.
+
+    Attributes:
+        trial: its number.
+        signature: trials of one signature can share a bank.
+        batch_size: samples a batch.
+        features: its configuration as numbers from 0 to 1, alike for all trials.
+        share: how much of the device it takes, 1 / the width of a full pack of its signature.
+    """
+
+    trial: int
+    signature: str
+    batch_size: int
+    features: tuple[float, ...]
+    share: float
+
+
+def admit(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting], *, seed: int) -> list[Waiting]:
+    """The trials to start now, in this order.
+
+    `signature` takes those that can join a bank that runs, or the bank of the first one waiting; then, while there is
+    room, those of the next signature. `batch_size` takes those of the batch size that runs, or of the first one
+    waiting, and no others. `random` takes any. `knn` takes those nearest to the mean of the running ones, or to the
+    first one waiting. `none` runs one trial at a time.
+
+    Args:
+        policy: one of these.
+        waiting: in the order to prefer where the policy does not care.
+        running: those that hold a part of the device.
+        seed: of `random`.
+
+    Returns:
+        As many as fit beside the running ones with all shares at most 1, and at least one when nothing runs.
+
+    Raises:
+        UserError: there is no such policy.
+    """
+    taken = math.fsum(each.share for each in running)
+    admitted: list[Waiting] = []
+    for each in _in_order(policy, waiting, running, seed):
+        is_alone = not running and not admitted
+        if is_alone or math.fsum((taken, each.share)) <= 1 + _ROUNDING:
+            admitted.append(each)
+            taken += each.share
+    return admitted
+
+
+def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting], seed: int) -> Sequence[Waiting]:
+    """The trials that the policy would admit if all had room, the first one first."""
+    match policy:
+        case "none":
+            return [] if running else waiting[:1]
+        case "signature":
+            return _by_signature(waiting, running)
+        case "batch_size":
+            sizes = {each.batch_size for each in running or waiting[:1]}
+            return [each for each in waiting if each.batch_size in sizes]
+        case "random":
+            # Each trial draws for itself: who else waits, and in which order they came, changes nothing.
+            return sorted(waiting, key=lambda each: random.Random(f"{seed}/{each.trial}").random())
+        case "knn":
+            return _by_nearness(waiting, running or waiting[:1])
+    raise UserError(f"pack.policy has no {policy!r}{suggestion(policy, get_args(Policy))}")
+
+
+def _by_signature(waiting: Sequence[Waiting], running: Sequence[Waiting]) -> list[Waiting]:
+    """Those of a signature follow on each other; the running signatures are the first."""
+    ranks = {name: rank for rank, name in enumerate(dict.fromkeys(each.signature for each in (*running, *waiting)))}
+    return sorted(waiting, key=lambda each: ranks[each.signature])
+
+
+def _by_nearness(waiting: Sequence[Waiting], around: Sequence[Waiting]) -> list[Waiting]:
+    mean = [math.fsum(column) / len(around) for column in zip(*(each.features for each in around), strict=True)]
+    return sorted(waiting, key=lambda each: math.dist(each.features, mean))

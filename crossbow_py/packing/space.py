@@ -1,0 +1,161 @@
+"""The search space: what is searched, from plain mappings; which parameters exist follows from others' values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crossbow_py.errors import UserError
+from crossbow_py.packing.parameter import MAX_POINTS, Parameter, Suggester, Value, contains, parse_parameter
+from crossbow_py.settings import suggestion
+
+
+@dataclass(frozen=True)
+class Space:
+    """The parameters of a search, each after those that its conditions name; otherwise as they were written."""
+
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def from_mapping(cls, plain: Any) -> Space:
+        """From parsed YAML: dotted configuration keys, each with a range or choices, and conditions where wanted.
+
+            optimizer.learning_rate: {low: 0.001, high: 0.5, log: true}
+            optimizer: [sgd, adam]                                        # short for {choices: [sgd, adam]}
+            optimizer.momentum: {low: 0, high: 0.9, step: 0.3, when: {optimizer: sgd}}
+
+        Raises:
+            UserError: names the key, the rule, what was received and what to do.
+        """
+        if not isinstance(plain, Mapping) or not plain:
+            raise UserError(f"search.space must be a mapping with at least one key to search, got {plain!r}.")
+        for key in plain:
+            if not isinstance(key, str) or not key:
+                raise UserError(f"search.space must have dotted configuration keys, got {key!r}.")
+        parameters = [parse_parameter(key, entry) for key, entry in plain.items()]
+        for parameter in parameters:
+            _check_conditions(parameter, {each.key: each for each in parameters})
+        space = cls(_in_order(parameters))
+        space._requirements()
+        return space
+
+    def suggest(self, suggester: Suggester) -> dict[str, Value]:
+        """The parameters of one trial, by key, asked for in the order of the space."""
+        values: dict[str, Value] = {}
+        for parameter in self.parameters:
+            if parameter.exists(values):
+                values[parameter.key] = parameter.suggest(suggester)
+        return values
+
+    def grid(self) -> list[dict[str, Value]]:
+        """Every combination once, the last parameter changing fastest.
+
+        Raises:
+            UserError: a range says neither `step` nor `num`, or there are more than 10,000 combinations.
+        """
+        combinations: list[dict[str, Value]] = [{}]
+        for parameter in self.parameters:
+            exists = [parameter.exists(values) for values in combinations]
+            if not any(exists):
+                continue
+            count = sum(parameter.num_points() if there else 1 for there in exists)
+            if count > MAX_POINTS:
+                raise UserError(
+                    f"search.space must have at most {MAX_POINTS} combinations for a grid, got {count} or more with "
+                    f"{parameter.key}; take fewer values, or another sampler."
+                )
+            points = parameter.points()
+            combinations = [
+                {**values, parameter.key: point} if there else values
+                for values, there in zip(combinations, exists, strict=True)
+                for point in (points if there else points[:1])
+            ]
+        return combinations
+
+    def corners(self) -> list[dict[str, Value]]:
+        """A few assignments that together set every parameter to both its ends, or to each of its choices.
+
+        For checking a space against a configuration before any trial is started.
+        """
+        required = self._requirements()
+        left = {parameter.key: list(parameter.ends()) for parameter in self.parameters}
+        found = []
+        while any(left.values()):
+            wanted = next(key for key, values in left.items() if values)
+            found.append(self._corner({**required[wanted], wanted: tuple(left[wanted])}, left))
+        return found
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """Plain values, to compare with the space of a resumed search; their order counts, as values follow from it."""
+        return [parameter.to_plain() for parameter in self.parameters]
+
+    def _corner(self, fixed: Mapping[str, Sequence[Value]], left: Mapping[str, list[Value]]) -> dict[str, Value]:
+        """One assignment with what is `fixed` and, for the rest, values that are `left`, which it takes from there."""
+        values: dict[str, Value] = {}
+        for parameter in self.parameters:
+            if parameter.exists(values):
+                allowed = fixed.get(parameter.key, parameter.ends())
+                pending = [value for value in left[parameter.key] if contains(allowed, value)]
+                values[parameter.key] = chosen = (pending or allowed)[0]
+                if pending:
+                    left[parameter.key].remove(chosen)
+        return values
+
+    def _requirements(self) -> dict[str, dict[str, tuple[Value, ...]]]:
+        """Per parameter, the values that others must have for it to exist, its conditions' own conditions included.
+
+        Raises UserError for a parameter that never exists.
+        """
+        required: dict[str, dict[str, tuple[Value, ...]]] = {}
+        for parameter in self.parameters:
+            own: dict[str, tuple[Value, ...]] = {}
+            for condition in (dict(parameter.when), *(required[key] for key, _ in parameter.when)):
+                for key, allowed in condition.items():
+                    own[key] = tuple(value for value in own.get(key, allowed) if contains(allowed, value))
+            never = [key for key, allowed in own.items() if not allowed]
+            if never:
+                raise UserError(
+                    f"search.space: {parameter.key} never exists, as its conditions want different values of "
+                    f"{never[0]} at once; change one of them."
+                )
+            required[parameter.key] = own
+        return required
+
+
+def _check_conditions(parameter: Parameter, known: Mapping[str, Parameter]) -> None:
+    for key, allowed in parameter.when:
+        if key not in known:
+            raise UserError(
+                f"search.space: {parameter.key}.when names {key!r}, which is not searched{suggestion(key, known)}"
+            )
+        for value in allowed:
+            if not known[key].can_be(value):
+                raise UserError(
+                    f"search.space: {parameter.key}.when wants {key} to be {value!r}, and it is "
+                    f"{known[key].describe()}; name one of its choices or whole numbers."
+                )
+
+
+def _in_order(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
+    """Each after those its conditions name. Raises UserError for conditions in a circle."""
+    ordered: dict[str, Parameter] = {}
+    left = list(parameters)
+    while left:
+        for parameter in left:
+            if all(key in ordered for key, _ in parameter.when):
+                ordered[parameter.key] = parameter
+        after = [parameter for parameter in left if parameter.key not in ordered]
+        if len(after) == len(left):
+            raise UserError(f"search.space: conditions go in a circle, {_circle(after)}; take one of them away.")
+        left = after
+    return tuple(ordered.values())
+
+
+def _circle(parameters: Sequence[Parameter]) -> str:
+    """The keys of a circle; every one of `parameters` waits for another of them."""
+    waits_for = {parameter.key: {key for key, _ in parameter.when} for parameter in parameters}
+    path = [parameters[0].key]
+    while path[-1] not in path[:-1]:
+        path.append(min(waits_for[path[-1]] & waits_for.keys()))
+    return " when ".join(path[path.index(path[-1]) :])
