@@ -1,0 +1,254 @@
+"""One search that any number of worker processes share through a storage: its trials, its segments, its history."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial
+from optuna.trial import TrialState as OptunaState
+
+from crossbow_py.errors import UserError
+from crossbow_py.packing.hyperband import Outcome, Segment, TrialState
+from crossbow_py.packing.sampling import SamplerName, Sampling
+from crossbow_py.packing.segment_claims import SegmentClaims, SegmentResult
+from crossbow_py.packing.space import Space
+from crossbow_py.packing.storage import Patience, open_storage, shown_address, silence_optuna
+
+_STEPS_PER_EPOCH = 1000  # Optuna's steps are integers, and rungs are measured at fractions of epochs
+_CONCLUDED = {
+    TrialState.COMPLETE: OptunaState.COMPLETE,
+    TrialState.PRUNED: OptunaState.PRUNED,
+    TrialState.FAILED: OptunaState.FAIL,
+}
+
+
+class SharedStudy:
+    """A search in a storage, as one worker process sees it. Any thread may call it; calls wait for each other.
+
+    It keeps two studies of Optuna's: `name`, with the trials as Optuna and its dashboard know them, and
+    `name/segments`, with the claims and the results, by which everything is decided. A trial's number is its user
+    attribute `trial`; Optuna's own number of it may be another.
+
+    Args:
+        storage: an address for `open_storage`, or one of Optuna's storages.
+        name: of the search, in the storage.
+        sampler: how trials are sampled.
+        space: what of.
+        seed: of the sampling.
+        maximize: whether greater values are better.
+        worker: name of this process, for people.
+        lease_s: how long after the last `renew` other hosts take this worker for dead.
+        clock: seconds since 1970; of all hosts the same to within a tenth of `lease_s`.
+        sleep: takes seconds.
+
+    Raises (all methods):
+        StorageError: the storage could not be used for some seconds. What was finished is in it.
+    """
+
+    def __init__(
+        self, storage: BaseStorage | str, name: str, *, sampler: SamplerName, space: Space, seed: int, maximize: bool,
+        worker: str, lease_s: float, clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        silence_optuna()
+        self._storage = open_storage(storage, sleep) if isinstance(storage, str) else storage
+        self._place = shown_address(storage) if isinstance(storage, str) else type(storage).__name__
+        self._patience = Patience(self._place, sleep)
+        self._name, self._maximize = name, maximize
+        self._sampling = Sampling(space, sampler, seed, maximize)
+        self._lock = threading.RLock()
+        self._trials: dict[int, FrozenTrial] = {}
+        self._study = self._study_named(name)
+        claims = self._study_named(f"{name}/segments")
+        self._claims = SegmentClaims(self._storage, claims, self._patience, worker, lease_s, clock)
+
+    def open(self, identity: Mapping[str, Any]) -> None:
+        """Create the search, or join the one that is there.
+
+        Args:
+            identity: plain values that are the same for all of its workers, now and later.
+
+        Raises:
+            UserError: the storage holds another search of that name.
+        """
+        with self._lock:
+            ours = json.loads(json.dumps(identity))
+            difference = self._foreign() or _first_difference(self._claims.agreed_identity(ours), ours)
+            if difference:
+                raise UserError(
+                    f"search.storage: {self._place} holds another search named {self._name!r}: {difference}; go on "
+                    "with its settings, or give another search.name or search.storage."
+                )
+
+    # --- trials -------------------------------------------------------------------------------------------------------
+
+    def params(self, trial: int) -> dict[str, Any]:
+        """A trial's parameters by key: sampled when any worker first asks, and the same for all from then on."""
+        with self._lock:
+            return dict(self._registered(trial).params)
+
+    def conclude(self, trial: int, state: TrialState, value: Outcome) -> None:
+        """Tell Optuna how a trial ended; nothing, when that has been told.
+
+        Args:
+            trial: one whose parameters were asked for.
+            state: COMPLETE, PRUNED or FAILED.
+            value: its last; None when it has none.
+        """
+        with self._lock, suppress(UpdateFinishedTrialError):
+            record = self._patience.call(self._storage.get_trial, self._registered(trial)._trial_id)
+            if record.state.is_finished():
+                return
+            for segment, result in self._claims.results().items():
+                if segment.trial == trial:
+                    self._report(record, result)
+            values = [value] if value is not None and state is not TrialState.FAILED else None
+            self._end(record, _CONCLUDED[state], values)
+
+    # --- segments -----------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> tuple[Segment, ...]:
+        """The segments this worker holds, as far as it knows."""
+        with self._lock:
+            return self._claims.held
+
+    def claim(self, segments: Collection[Segment]) -> list[Segment]:
+        """Take segments to train; those that are returned are this worker's, in the order given.
+
+        No segment is held by two workers that live, as long as their leases are renewed in time; one whose holder
+        has ended may be taken.
+        """
+        with self._lock:
+            return self._claims.claim(segments)
+
+    def renew(self) -> list[Segment]:
+        """Prolong the lease on what is held; to be called every third of `lease_s`, and cheap in between.
+
+        Returns:
+            Segments that others have taken meanwhile, as this came too late: they are held no longer.
+        """
+        with self._lock:
+            return self._claims.renew()
+
+    def finish(
+        self, segment: Segment, value: float, *, epochs: float, seconds: float,
+        attrs: Mapping[str, Any] | None = None,
+    ) -> bool:  # fmt: skip
+        """Keep a segment's value; one that is not finite is the failure of the trial.
+
+        Args:
+            segment: one that is held.
+            value: measured at its rung.
+            epochs: the trial has been trained for.
+            seconds: the segment took.
+            attrs: plain values to keep with it.
+
+        Returns:
+            False when the segment had been taken by another worker, whose result then counts.
+        """
+        if not math.isfinite(value):
+            return self.fail(segment, f"its value at {epochs:g} epochs is {value}")
+        result = SegmentResult(value, None, epochs, seconds, attrs=attrs or {})
+        with self._lock:
+            counts = self._claims.finish(segment, result)
+            if counts:
+                with suppress(UpdateFinishedTrialError):  # concluded by another worker, which reported it
+                    self._report(self._registered(segment.trial), result)
+            return counts
+
+    def fail(self, segment: Segment, reason: str) -> bool:
+        """Keep that a trial failed in a segment that is held. Returns as `finish` does."""
+        with self._lock:
+            return self._claims.finish(segment, SegmentResult(None, reason))
+
+    def release(self, segment: Segment) -> None:
+        """Give back a segment that is held, unfinished."""
+        with self._lock:
+            self._claims.release(segment)
+
+    def segment_results(self) -> dict[Segment, SegmentResult]:
+        """All that is known of the segments that are over, ascending."""
+        with self._lock:
+            return self._claims.results()
+
+    def results(self) -> dict[Segment, Outcome]:
+        """The values of the segments that are over, ascending."""
+        return {segment: result.value for segment, result in self.segment_results().items()}
+
+    def reasons(self) -> dict[int, str]:
+        """Why trials failed, by trial."""
+        found = self.segment_results().items()
+        return {segment.trial: result.reason for segment, result in found if result.reason is not None}
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _report(self, record: FrozenTrial, result: SegmentResult) -> None:
+        key: int = record._trial_id
+        if result.reason is not None:
+            self._patience.call(self._storage.set_trial_user_attr, key, "reason", result.reason)
+        elif result.value is not None:
+            step = round(result.epochs * _STEPS_PER_EPOCH)
+            if step not in record.intermediate_values:
+                self._patience.call(self._storage.set_trial_intermediate_value, key, step, result.value)
+
+    def _registered(self, trial: int) -> FrozenTrial:
+        """The trial's record, made when there is none. Of two that were made at once the first counts."""
+        if trial not in self._trials:
+            self._trials = _first_by_trial(self._records())
+        if trial not in self._trials:
+            record = self._sampling.sampled(trial, [self._trials[each] for each in sorted(self._trials)])
+            self._patience.call(self._storage.create_new_trial, self._study, record)
+            records = self._records()
+            self._trials = _first_by_trial(records)
+            for late in records:
+                if late.user_attrs["trial"] == trial and late.number != self._trials[trial].number:
+                    self._end(late, OptunaState.FAIL, None)
+        return self._trials[trial]
+
+    def _end(self, record: FrozenTrial, state: OptunaState, values: list[float] | None) -> None:
+        with suppress(UpdateFinishedTrialError):
+            self._patience.call(self._storage.set_trial_state_values, record._trial_id, state, values)
+
+    def _records(self) -> list[FrozenTrial]:
+        return self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
+
+    def _foreign(self) -> str:
+        """Says that another program's trials are there; empty when they are ours."""
+        numbers = [record.number for record in self._records() if "trial" not in record.user_attrs]
+        return f"its trial {numbers[0]} is of another program" if numbers else ""
+
+    def _study_named(self, name: str) -> int:
+        direction = StudyDirection.MAXIMIZE if self._maximize else StudyDirection.MINIMIZE
+        with suppress(KeyError):
+            return self._patience.call(self._storage.get_study_id_from_name, name)
+        with suppress(DuplicatedStudyError):  # by another worker just now, or by a call of ours that seemed to fail
+            return self._patience.call(self._storage.create_new_study, [direction], name)
+        return self._patience.call(self._storage.get_study_id_from_name, name)
+
+
+def _first_by_trial(records: Collection[FrozenTrial]) -> dict[int, FrozenTrial]:
+    found: dict[int, FrozenTrial] = {}
+    for record in records:
+        found.setdefault(record.user_attrs["trial"], record)
+    return found
+
+
+def _first_difference(theirs: Any, ours: Any, key: str = "") -> str:
+    """Where two trees of plain values differ, in words; empty where they do not."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for each in sorted({*theirs, *ours}):
+            found = _first_difference(theirs.get(each), ours.get(each), f"{key}.{each}" if key else each)
+            if found:
+                return found
+        return ""
+    return "" if theirs == ours else f"{key} is {json.dumps(theirs)} there and {json.dumps(ours)} here"

@@ -1,0 +1,133 @@
+"""Addresses of storages, and patience with what may pass."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.study import StudyDirection
+from optuna.trial import TrialState
+
+from crossbow_py.errors import UserError
+from crossbow_py.packing.journal import StorageError
+from crossbow_py.packing.storage import Patience, open_storage, shown_address
+
+
+@pytest.mark.parametrize("address", ["journal:{}/a", "{}/a.log", "{}/a.journal", "sqlite:///{}/a.db"])
+def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> None:
+    place = address.format(tmp_path)
+    number = open_storage(place).create_new_study([StudyDirection.MINIMIZE], "mine")
+    again = open_storage(place)
+    assert again.get_study_id_from_name("mine") == number
+    again.remove_session()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("results.csv", "^search.storage must be journal:PATH, .*, got 'results.csv'.$"),
+        ("redis://host", "^search.storage must be journal:PATH, .*, got 'redis://host'.$"),
+        ("sqlite://:x:y", "^search.storage is no URL of a data base: "),
+        ("journal:{}/none/a", "^search.storage: the folder .*/none does not exist; make it, or give another.$"),
+        ("sqlite:///{}/none/a.db", "^search.storage: the folder .*/none does not exist"),
+        (
+            "mysql+nothing://me:secret@host/x",
+            "^search.storage is no URL of a data base: 'mysql.nothing://me:...@host/x'",
+        ),
+    ],
+)
+def test_storage_of_an_address_that_is_none_is_the_users_mistake(tmp_path: Path, address: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        open_storage(address.format(tmp_path))
+
+
+def test_storage_of_a_data_base_without_its_driver_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ImportError("Please install appropriate one.") from ModuleNotFoundError("No module named 'psycopg2'")
+
+    monkeypatch.setattr("crossbow_py.packing.storage.RDBStorage", fail)
+    said = r"^search.storage: the Python driver for postgresql://me:\*\*\*@host/x is not installed .*psycopg2"
+    with pytest.raises(UserError, match=said):
+        open_storage("postgresql://me:secret@host/x")
+
+
+def test_address_is_shown_without_its_password() -> None:
+    assert shown_address("postgresql://me:secret@host/x") == "postgresql://me:***@host/x"
+    assert "secret" not in shown_address("://me:secret@host") and shown_address("runs/a.log") == "runs/a.log"
+
+
+def test_sqlite_trial_finished_by_two_connections_is_finished_by_one(tmp_path: Path) -> None:
+    address = f"sqlite:///{tmp_path}/a.db"
+    first, second = open_storage(address), open_storage(address)
+    trial = first.create_new_trial(first.create_new_study([StudyDirection.MINIMIZE], "mine"))
+    assert first.set_trial_state_values(trial, TrialState.COMPLETE, [0.5])
+    with pytest.raises(UpdateFinishedTrialError):
+        second.set_trial_state_values(trial, TrialState.FAIL)
+    assert second.get_trial(trial).state is TrialState.COMPLETE
+    first.remove_session(), second.remove_session()
+
+
+def test_sqlite_transaction_that_reads_keeps_others_from_writing(tmp_path: Path) -> None:
+    """So that nobody finishes a trial between another's look at it and what it does about it."""
+    address = f"sqlite:///{tmp_path}/a.db"
+    first, second = open_storage(address)._backend, open_storage(address)._backend  # type: ignore[attr-defined]
+    with first.engine.connect() as reading:
+        reading.exec_driver_sql("SELECT * FROM trials").all()
+        with pytest.raises(StorageInternalError) as caught:
+            second.create_new_study([StudyDirection.MINIMIZE], "mine")
+    assert "database is locked" in str(caught.value.__cause__)
+    second.create_new_study([StudyDirection.MINIMIZE], "mine")
+    first.remove_session(), second.remove_session()
+
+
+def test_patience_with_what_passes_gives_its_value() -> None:
+    slept: list[float] = []
+    left: list[Exception] = [OSError("locked"), StorageInternalError("x")]
+
+    def use(value: int) -> int:
+        if left:
+            raise left.pop()
+        return value
+
+    assert Patience("here", slept.append).call(use, 3) == 3
+    assert slept == [0.01, 0.05]
+
+
+def test_patience_with_what_stays_ends_in_one_sentence_after_seconds() -> None:
+    slept: list[float] = []
+
+    def use() -> None:
+        raise StorageInternalError("An exception is raised during the commit.") from OSError(28, "No space left")
+
+    with pytest.raises(StorageError, match="^the search's storage here cannot be used, tried 9 times: OSErr") as caught:
+        Patience("here", slept.append).call(use)
+    assert "No space left" in str(caught.value) and "What was finished stays in it" in str(caught.value)
+    assert caught.value.exit_code == 1 and 5 < sum(slept) < 10
+
+
+def test_patience_with_what_will_not_pass_raises_it_at_once() -> None:
+    def use() -> None:
+        raise UpdateFinishedTrialError("finished")
+
+    slept: list[float] = []
+    with pytest.raises(UpdateFinishedTrialError):
+        Patience("here", slept.append).call(use)
+    assert slept == []
+
+
+def test_storage_opened_leaves_optunas_lines_out_and_the_root_logger_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    storage = open_storage(f"{tmp_path}/a.log")
+    storage.create_new_study([StudyDirection.MINIMIZE], "mine")
+    assert capfd.readouterr() == ("", "") and (root.level, list(root.handlers)) == before
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    open_storage(f"{tmp_path}/a.log")
+    assert optuna.logging.get_verbosity() == optuna.logging.ERROR
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
