@@ -27,22 +27,28 @@ from crossbow_py.engine.precision import Precision, cast_module
 _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 
 
-def exported(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
+def exported(
+    template: nn.Module, example: Tensor, precision: Precision, training: bool = True
+) -> torch.export.ExportedProgram:
     """The template's graph for batches like the example; kept as long as the template, for banks of other sizes.
+
+    With `training=False` that of its evaluation mode.
 
     Raises:
         FusionError: the model cannot be exported, returns something else than one tensor, or writes what cannot be
             followed.
     """
     graphs = _EXPORTED.setdefault(template, {})
-    key = (tuple(example.shape), example.dtype, precision.name)
+    key = (tuple(example.shape), example.dtype, precision.name, training)
     if key not in graphs:
-        graphs[key] = _export(template, example, precision)
+        graphs[key] = _export(template, example, precision, training)
     return graphs[key]
 
 
-def _export(template: nn.Module, example: Tensor, precision: Precision) -> torch.export.ExportedProgram:
-    module = cast_module(copy.deepcopy(template), precision).train()
+def _export(
+    template: nn.Module, example: Tensor, precision: Precision, training: bool
+) -> torch.export.ExportedProgram:
+    module = cast_module(copy.deepcopy(template), precision).train(training)
     try:
         with _quiet(), kept_host_state():
             before = host_state()

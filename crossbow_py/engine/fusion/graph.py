@@ -58,6 +58,7 @@ class FusedGraph:
         bank: whose rows the learners are.
         kernels: whether units of the graph run by Triton kernels, where these serve.
         learners: K neighbouring ones; by default all.
+        training: whether the model runs in training mode; else in evaluation mode, without autograd or kernels.
 
     Attributes:
         looped: operators without a rule, run learner by learner; known after the first run.
@@ -78,13 +79,16 @@ class FusedGraph:
         bank: ReplicaBank,
         kernels: bool = False,
         learners: range | None = None,
+        training: bool = True,
     ) -> None:
+        assert training or not kernels, "kernels serve training"
+        self._training = training
         self._learners = range(bank.num_learners) if learners is None else learners
         self._num_learners = len(self._learners)
         self.looped: list[str] = []
         self.written: frozenset[str] = frozenset()
         self.anchor = torch.zeros((), device=bank.device, requires_grad=True)
-        program = exported(template, example, bank.precision)
+        program = exported(template, example, bank.precision, training)
         self._bank, self._constants = bank, constants_of(program)
         names = first_names(template)
         self._sources = {
@@ -165,6 +169,8 @@ class FusedGraph:
             tuple(value.shape) if isinstance(value, Tensor) else None,
             self._num_learners,
             self._bank.generators[self._learners.start : self._learners.stop],
+            self._bank.dropout_rates,
+            self._learners,
             may_write=write.may_write,
             must_write=write.must_write,
         )
@@ -180,7 +186,7 @@ class FusedGraph:
         for name in bank.layout.names:
             rows = master[name] if own[name].dtype == bank.precision.master else shadow[name]
             if own[name].requires_grad:
-                trained[name] = rows.detach().requires_grad_()
+                trained[name] = rows.detach().requires_grad_(self._training)
             else:
                 others[name] = Fused(rows, Layout.STACK)
         ordered = {name: trained[name] for name in bank.layout.names[: bank.num_trained]}
@@ -192,9 +198,13 @@ class FusedGraph:
 
     def run(self, inputs: Tensor, shared: bool) -> Tensor:
         """Outputs `[K, B, ...]` from inputs `[K, B, ...]`, or from `[B, ...]` that all learners share."""
+        with torch.set_grad_enabled(self._training and torch.is_grad_enabled()):
+            return self._run(inputs, shared)
+
+    def _run(self, inputs: Tensor, shared: bool) -> Tensor:
         if shared is not self._shared:
             self._forget(shared)
-        values: dict[Node, Any] = {node: self._leaf(node, inputs, shared) for node in self._inputs}
+        values: dict[Node, Any] = {node: self._leaf(node, inputs, shared) for node in self._inputs if node.users}
         for step in self._steps:
             args = [resolve(argument, values) for argument in step.arguments]
             kwargs = {name: resolve(value, values) for name, value in step.named.items()}

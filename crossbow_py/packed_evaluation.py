@@ -1,0 +1,97 @@
+"""Measuring many models of one architecture in one pass over a data set: the rows of a bank, fused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from crossbow_py.data.feed import Feed
+from crossbow_py.engine.fusion.graph import FusedGraph, FusionError
+from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.evaluation import Evaluation, Evaluator
+
+
+def evaluate_bank(bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners: Sequence[int]) -> list[Evaluation]:
+    """Each learner's evaluation as `Evaluator.evaluate` has it, all from one pass over the feed.
+
+    Models that cannot be fused, or not in the memory that is left, are evaluated one after another. The bank is left
+    as it is: what runs is a copy of the learners' weights.
+    """
+    if len(learners) > 1:
+        try:
+            return _evaluate_together(prediction_bank(bank, learners), evaluator, feed)
+        except FusionError:
+            pass
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+    return [evaluator.evaluate(bank.learner_state(learner), feed) for learner in learners]
+
+
+def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:
+    """A bank of copies of some learners, for `FusedGraph(..., training=False)`."""
+    copies = ReplicaBank(
+        bank.template, len(learners), device=bank.device, precision=bank.precision, state_names=(),
+        channels_last=bank.layout.channels_last, order="blocks", training=False,
+    )  # fmt: skip
+    for row, learner in enumerate(learners):
+        load_state(copies, row, bank.learner_state(learner))
+    return copies
+
+
+@torch.no_grad()
+def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None:
+    """A row's weights and buffers ← a module's state dict (tied parameters once), integer buffers included."""
+    for name, value in bank.learner_state(row).items():
+        value.copy_(state[name])
+    bank.refresh_shadow(row)
+
+
+@torch.no_grad()
+def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
+    """The last batch may be smaller than the others: then there is a graph for it, too."""
+    graphs: dict[torch.Size, FusedGraph] = {}
+    count, sums = 0, torch.zeros(bank.num_learners, 2 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
+    for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
+        shape = batch.inputs.shape
+        if shape not in graphs:
+            graphs[shape] = FusedGraph(bank.template, batch.inputs, bank, training=False)
+        outputs = graphs[shape].run(batch.inputs, shared=True).to(bank.precision.master)
+        sums += _measured(evaluator, outputs, batch.targets)
+        count += len(batch.targets)
+    # The only host–device synchronisation, unless a metric has one.
+    return [_evaluation(evaluator, means, count) for means in (sums / count).tolist()]
+
+
+def _measured(evaluator: Evaluator, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of each learner's outputs `[K, B, ...]`: right predictions (NaN: no classes), loss, metrics `[K, 2 + metrics]`.
+
+    Summed over the batch, float64.
+    """
+    functions = [evaluator.loss, *evaluator.metrics.values()]
+    means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
+    sums = torch.stack([torch.stack(each) for each in means]) * len(targets)
+    if outputs.ndim != 3 or targets.ndim != 1 or targets.is_floating_point():
+        correct = torch.full((len(outputs),), torch.nan)
+    else:
+        correct = (outputs.argmax(2) == targets).sum(1)
+    return torch.column_stack([correct.to(sums), sums])
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
+
+
+def _evaluation(evaluator: Evaluator, means: list[float], count: int) -> Evaluation:
+    accuracy, loss, *metrics = means
+    return Evaluation(
+        loss=loss,
+        accuracy=None if math.isnan(accuracy) else accuracy,
+        num_samples=count,
+        metrics=dict(zip(evaluator.metrics, metrics, strict=True)),
+    )
