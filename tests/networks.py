@@ -10,9 +10,11 @@ NUM_CLASSES = 3
 
 
 class LstmClassifier(nn.Module):
+    """Its projection has no rule of fusion."""
+
     def __init__(self):
         super().__init__()
-        self.embedding, self.lstm = nn.Embedding(11, 6), nn.LSTM(6, 5, batch_first=True)
+        self.embedding, self.lstm = nn.Embedding(11, 6), nn.LSTM(6, 7, batch_first=True, proj_size=5)
         self.head = nn.Linear(5, NUM_CLASSES)
 
     def forward(self, tokens):

@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from crossbow_py.engine.fusion import elementwise, layers
+from crossbow_py.engine.fusion import elementwise, layers, recurrent
 from crossbow_py.engine.fusion.export import constants_of, exported, first_names, single_output, writes_of
 from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
 from crossbow_py.engine.fusion.shortcuts import Shortcut, find_shortcuts, run_shortcut
@@ -35,7 +35,7 @@ from crossbow_py.engine.replicas import ReplicaBank
 
 __all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
-_RULE_MODULES = (elementwise, layers)  # imported for the rules they register
+_RULE_MODULES = (elementwise, layers, recurrent)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 # What rules raise for arguments they were not written for.
 _UNSERVED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)

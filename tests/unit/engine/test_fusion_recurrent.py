@@ -1,0 +1,309 @@
+"""Recurrent layers and cells of three learners against three ordinary modules, and whole networks against serial."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.averaging import SMA, Independent
+from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.precision import BF16, FP64
+from crossbow_py.engine.replicas import ReplicaBank
+from tests.support import features, make_tasks, plan
+
+K = 3
+NUM_STEPS, BATCH, WIDTH, HIDDEN = 5, 4, 6, 7
+
+
+class Layer(nn.Module):
+    """A layer's outputs and last states, all of which the result hangs on, on inputs of one layout.
+
+    Args:
+        layer: takes inputs, and initial states if it is given any.
+        arrives: how inputs come to it: raw, scaled by a parameter, or out of a convolution.
+        states: shapes of initial states that are learned.
+    """
+
+    def __init__(self, layer: nn.Module, arrives: str, states: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__()
+        self.layer, self.arrives = layer, arrives
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.mix = nn.Conv1d(NUM_STEPS, NUM_STEPS, 1)
+        self.states = nn.ParameterList(torch.zeros(shape) for shape in states)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = {"raw": x, "scaled": x * self.scale, "mixed": self.mix(x)}[self.arrives]
+        if not getattr(self.layer, "batch_first", True):
+            x = x.transpose(0, 1)
+        states = tuple(self.states)
+        found = self.layer(x, *((states if len(states) == 2 else states[0],) if states else ()))
+        return torch.cat([tensor.reshape(-1) for tensor in _flat(found)])
+
+
+def _flat(found: Tensor | tuple[object, ...]) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else [tensor for entry in found for tensor in _flat(entry)]
+
+
+class Unrolled(nn.Module):
+    """A cell over some steps, as code by hand does it."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor, state: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        for t in range(3):
+            state = self.cell(x[:, t], state)
+        return state
+
+
+def lstm(**options):
+    return nn.LSTM(WIDTH, HIDDEN, batch_first=True, **options)
+
+
+def gru(**options):
+    return nn.GRU(WIDTH, HIDDEN, batch_first=True, **options)
+
+
+def elman(**options):
+    return nn.RNN(WIDTH, HIDDEN, batch_first=True, **options)
+
+
+DEEP = {"num_layers": 2, "bidirectional": True}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lstm,
+    "lstm over time first": lambda: nn.LSTM(WIDTH, HIDDEN),
+    "lstm without bias": lambda: lstm(bias=False),
+    "lstm of two layers and directions": lambda: lstm(**DEEP),
+    "lstm of three layers": lambda: lstm(num_layers=3),
+    "gru": gru,
+    "gru over time first": lambda: nn.GRU(WIDTH, HIDDEN, bidirectional=True),
+    "gru without bias": lambda: gru(bias=False),
+    "gru of two layers and directions": lambda: gru(**DEEP),
+    "rnn": elman,
+    "rnn with relu": lambda: elman(nonlinearity="relu", num_layers=2),
+    "rnn without bias": lambda: elman(bias=False),
+    "rnn of two layers and directions": lambda: elman(**DEEP),
+    "lstm cell": lambda: Unrolled(nn.LSTMCell(WIDTH, HIDDEN)),
+    "lstm cell without bias": lambda: Unrolled(nn.LSTMCell(WIDTH, HIDDEN, bias=False)),
+    "gru cell": lambda: Unrolled(nn.GRUCell(WIDTH, HIDDEN)),
+    "gru cell without bias": lambda: Unrolled(nn.GRUCell(WIDTH, HIDDEN, bias=False)),
+    "rnn cell": lambda: Unrolled(nn.RNNCell(WIDTH, HIDDEN)),
+    "rnn cell with relu": lambda: Unrolled(nn.RNNCell(WIDTH, HIDDEN, nonlinearity="relu")),
+}
+STATES = {
+    "lstm": ((1, BATCH, HIDDEN),) * 2,
+    "lstm of two layers and directions": ((4, BATCH, HIDDEN),) * 2,
+    "gru of two layers and directions": ((4, BATCH, HIDDEN),),
+    "rnn of two layers and directions": ((4, BATCH, HIDDEN),),
+    "lstm cell": ((BATCH, HIDDEN),) * 2,
+    "gru cell": ((BATCH, HIDDEN),),
+    "rnn cell": ((BATCH, HIDDEN),),
+}
+LEFT_TO_THE_LOOP: dict[str, Callable[[], nn.Module]] = {
+    "lstm with a projection": lambda: lstm(proj_size=2),
+    "lstm with a projection in two directions": lambda: lstm(proj_size=2, bias=False, **DEEP),
+}
+
+
+def build(model: nn.Module, training: bool = True) -> tuple[list[nn.Module], FusedGraph, Tensor]:
+    """K ordinary models with weights of their own, the graph of a bank with the same, and a batch for each."""
+    template = model.double().train(training)
+    models = [copy.deepcopy(template) for _ in range(K)]
+    for own in models:
+        for parameter in own.parameters():
+            parameter.data.uniform_(-0.6, 0.6)
+    bank = ReplicaBank(
+        template, K, device=torch.device("cpu"), precision=FP64, state_names=("momentum",), order="blocks"
+    )
+    for learner, own in enumerate(models):
+        bank.load_learner(learner, own)
+    inputs = torch.randn(K, BATCH, NUM_STEPS, WIDTH, dtype=torch.float64)
+    return models, FusedGraph(template, inputs[0], bank, training=training), inputs
+
+
+def gradients_of(output: Tensor, cotangent: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    asked = [parameter for parameter in parameters if parameter.requires_grad]
+    found = iter(torch.autograd.grad((output * cotangent).sum(), asked, allow_unused=True))
+    each = [next(found) if parameter.requires_grad else None for parameter in parameters]
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, each, strict=True)]
+
+
+def check(models: list[nn.Module], graph: FusedGraph, inputs: Tensor) -> None:
+    """Outputs and gradients on a batch each `[K, B, ...]`, or on one for all `[B, ...]`."""
+    shared = inputs.ndim == 3
+    batches = [inputs] * K if shared else list(inputs)
+    ours = graph.run(inputs.clone(), shared)
+    theirs = torch.stack([model(batch.clone()) for model, batch in zip(models, batches, strict=True)])
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, check_layout=False)
+    cotangent, trained = torch.randn_like(ours), graph.parameters.trained
+    found = dict(zip(trained, gradients_of(ours, cotangent, list(trained.values())), strict=True))
+    for learner, model in enumerate(models):
+        parameters = {name: own for name, own in model.named_parameters() if own.requires_grad}
+        expected = gradients_of(theirs[learner], cotangent[learner], list(parameters.values()))
+        for name, gradient in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[name][learner], gradient, rtol=1e-10, atol=1e-10)
+
+
+ARRIVALS = [*((name, "scaled") for name in LAYERS), *((name, how) for name in STATES for how in ("raw", "mixed"))]
+
+
+@pytest.mark.parametrize(("name", "arrives"), ARRIVALS)
+def test_recurrent_layer_of_three_learners_equals_three_modules(name, arrives):
+    models, graph, inputs = build(Layer(LAYERS[name](), arrives))
+    check(models, graph, inputs)
+    check(models, graph, inputs + 0.1)
+    check(models, graph, inputs[0])
+    assert graph.looped == []
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_recurrent_layer_with_learned_initial_states_equals_three_modules(name):
+    models, graph, inputs = build(Layer(LAYERS[name](), "scaled", STATES[name]))
+    check(models, graph, inputs)
+    check(models, graph, inputs[0])
+    assert graph.looped == []
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_recurrent_layer_in_evaluation_mode_equals_three_modules(name):
+    models, graph, inputs = build(Layer(LAYERS[name](), "scaled"), training=False)
+    for batches in (inputs, inputs[0].expand_as(inputs)):
+        shared = batches is not inputs
+        expected = torch.stack([model(batch).detach() for model, batch in zip(models, batches, strict=True)])
+        ours = graph.run(inputs[0] if shared else inputs, shared)
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+        assert graph.looped == []
+
+
+@pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"])
+@pytest.mark.parametrize("make", [lstm, gru, elman])
+def test_recurrent_layer_with_a_frozen_parameter_equals_three_modules(make, frozen):
+    layer = make()
+    getattr(layer, frozen).requires_grad_(False)
+    models, graph, inputs = build(Layer(layer, "raw"))
+    check(models, graph, inputs)
+    assert f"layer.{frozen}" not in graph.parameters.trained
+
+
+class Used(nn.Module):
+    """What is made of a layer's outputs and last states."""
+
+    def __init__(self, layer: nn.Module, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.use = layer, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, state = self.layer(x)
+        return self.use(outputs, state[-1])  # c of LSTM, h of the last layer of others
+
+
+@pytest.mark.parametrize("make", [lstm, gru, elman])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda outputs, state: outputs[:, -1],
+        lambda outputs, state: state * 2,
+        lambda outputs, state: outputs.relu_() + state.sum(),
+        lambda outputs, state: state.mul_(outputs[:, 2]),
+        lambda outputs, state: outputs[:, 1:].flip(1).contiguous().add_(1),
+    ],
+    ids=["last output", "last state", "outputs overwritten", "last state overwritten", "some outputs"],
+)
+def test_results_of_a_recurrent_layer_used_in_part_or_overwritten_equal_three_modules(make, use):
+    models, graph, inputs = build(Used(make(), use))
+    check(models, graph, inputs)
+    check(models, graph, inputs + 0.1)
+    check(models, graph, inputs[0])
+
+
+class Twice(nn.Module):
+    """A layer that runs over its own outputs, from its last states."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(*self.layer(x))[0]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layer_that_runs_twice_equals_three_modules(kind):
+    models, graph, inputs = build(Twice(kind))
+    check(models, graph, inputs)
+    assert graph.looped == []
+
+
+@pytest.mark.parametrize("name", LEFT_TO_THE_LOOP)
+def test_recurrent_layer_that_no_rule_covers_runs_in_the_loop_and_equals_three_modules(name):
+    models, graph, inputs = build(Layer(LEFT_TO_THE_LOOP[name](), "scaled"))
+    check(models, graph, inputs)
+    assert graph.looped == ["lstm"]
+
+
+@pytest.mark.parametrize(("make", "name"), [(lstm, "lstm"), (gru, "gru"), (elman, "rnn_tanh")])
+def test_dropout_inside_a_recurrent_layer_is_left_to_the_loop_and_fused_in_evaluation_mode(make, name):
+    for training, looped in ((True, [name]), (False, [])):
+        models, graph, inputs = build(Layer(make(num_layers=2, dropout=0.5), "raw"), training)
+        graph.run(inputs, False)
+        assert graph.looped == looped
+        if not training:
+            expected = torch.stack([model(batch).detach() for model, batch in zip(models, inputs, strict=True)])
+            torch.testing.assert_close(graph.run(inputs, False), expected, rtol=1e-10, atol=1e-10)
+
+
+class Classifier(nn.Module):
+    """Layers one after another, dropout between them from the learner's generator; classes from the last output."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.first, self.dropout = kind(WIDTH, HIDDEN, batch_first=True, bidirectional=True), nn.Dropout(0.3)
+        self.second, self.head = kind(2 * HIDDEN, HIDDEN, 2, batch_first=True), nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.dropout(self.first(x)[0]))[0][:, -1])
+
+
+def run(executor, kind, shared, *, num_rounds=12, precision=FP64, rule=None):
+    """Losses of some rounds, and what they leave in the bank; learners of an ensemble have weights of their own."""
+
+    def make(seed=1):
+        torch.manual_seed(seed)
+        return Classifier(kind)
+
+    rule = rule or (Independent() if shared else SMA())
+    data = features(48, (NUM_STEPS, WIDTH))
+    tasks = make_tasks(make, num_learners=K, data=data, rule=rule, order="blocks", precision=precision)
+    for learner in range(K) if shared else ():
+        tasks.bank.load_learner(learner, make(5 + learner))
+    runner, outcomes = EXECUTORS[executor](tasks), []
+    for n in range(num_rounds):
+        whole = plan(tasks, n, 0.3)
+        outcomes += runner.submit(dataclasses.replace(whole, starts=whole.starts[:1] * K) if shared else whole)
+    outcomes += runner.drain()
+    runner.close()
+    assert not getattr(runner, "looped", [])
+    losses = torch.tensor([outcome.losses for outcome in outcomes])
+    return losses, [tasks.bank.learner_state(learner) for learner in range(K)]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("shared", [False, True], ids=["sma", "ensemble"])
+def test_fused_recurrent_network_after_some_rounds_in_float64_equals_serial(kind, shared):
+    (losses, states), (expected_losses, expected) = (run(each, kind, shared) for each in ("fused", "serial"))
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(states, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_fused_recurrent_network_in_bf16_follows_serial_in_bf16(kind):
+    (losses, _), (expected, _) = (run(each, kind, False, num_rounds=3, precision=BF16) for each in ("fused", "serial"))
+    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.0)
