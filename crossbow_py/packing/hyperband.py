@@ -29,7 +29,7 @@ Method = Literal["hyperband", "successive_halving", "none"]
 
 _MAX_TRIALS = 100_000
 _MAX_RATIO = 1e6  # of the epochs of the last rung to those of the first
-_ROUNDING = 1e-9  # 2.7 / 0.1 is 27, so that rung exists
+_ROUNDING = 1e-9  # 0.15 / 0.05 is a little less than 3 in floats, and yet a power of 3
 
 
 @dataclass(frozen=True, order=True)
@@ -140,14 +140,10 @@ def _bracket(index: int, first_trial: int, num_trials: int, depth: int, max_epoc
 def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
     """s_max: the most rungs below the last one."""
     if not (math.isfinite(min_epochs) and 0 < min_epochs <= max_epochs):
-        raise UserError(
-            f"search.min_epochs must be greater than 0 and at most max_epochs ({max_epochs}), got {min_epochs}."
-        )
+        raise UserError(f"min_epochs must be greater than 0 and at most max_epochs ({max_epochs}), got {min_epochs}.")
     ratio = max_epochs / min_epochs
     if ratio > _MAX_RATIO:
-        raise UserError(
-            f"search.min_epochs must be at least a millionth of max_epochs ({max_epochs}), got {min_epochs}."
-        )
+        raise UserError(f"min_epochs must be at least a millionth of max_epochs ({max_epochs}), got {min_epochs}.")
     depth = 0
     while eta ** (depth + 1) <= ratio * (1 + _ROUNDING):
         depth += 1
@@ -156,15 +152,15 @@ def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
 
 def _check(method: str, num_trials: int | None, max_epochs: float, eta: int) -> None:
     if method not in get_args(Method):
-        raise UserError(f"search.method has no {method!r}{suggestion(method, get_args(Method))}")
+        raise UserError(f"method has no {method!r}{suggestion(method, get_args(Method))}")
     if num_trials is None and method == "none":
-        raise UserError("search.num_trials must be set where search.method is none, got null.")
+        raise UserError("num_trials must be set where method is none, got null.")
     if num_trials is not None and not 1 <= num_trials <= _MAX_TRIALS:
-        raise UserError(f"search.num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}.")
+        raise UserError(f"num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}.")
     if not (math.isfinite(max_epochs) and max_epochs > 0):
-        raise UserError(f"search.max_epochs must be a finite number greater than 0, got {max_epochs}.")
+        raise UserError(f"max_epochs must be a finite number greater than 0, got {max_epochs}.")
     if eta < 2:
-        raise UserError(f"search.eta must be at least 2, got {eta}.")
+        raise UserError(f"eta must be at least 2, got {eta}.")
 
 
 def bracket_of(brackets: Sequence[Bracket], trial: int) -> Bracket:
@@ -262,14 +258,11 @@ def best(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> in
 
 
 def _rungs(bracket: Bracket, results: Results, maximize: bool) -> list[tuple[int, ...]]:
-    """The trials that take part in each rung that has been opened: every one after a complete rung with survivors."""
+    """The trials that take part in each rung up to the first that is not complete; none after one where all failed."""
     rungs = [tuple(bracket.trials)]
     for rung, keep in enumerate(bracket.sizes[1:]):
         reached = [Segment(trial, rung) for trial in rungs[-1]]
         if not all(segment in results for segment in reached):
             break
-        kept = survivors({segment.trial: results[segment] for segment in reached}, keep, maximize=maximize)
-        if not kept:
-            break
-        rungs.append(kept)
+        rungs.append(survivors({segment.trial: results[segment] for segment in reached}, keep, maximize=maximize))
     return rungs

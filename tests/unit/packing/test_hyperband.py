@@ -97,8 +97,9 @@ def test_hyperband_of_a_range_that_is_no_power_ends_at_the_last_epoch() -> None:
 @pytest.mark.parametrize(
     ("min_epochs", "max_epochs", "eta", "rungs"),
     [
-        (0.1, 2.7, 3, 4),  # 2.7 / 0.1 is 27 but for rounding
-        (0.1, 0.9, 3, 3),
+        (0.05, 0.15, 3, 2),  # 0.15 / 0.05 is 2.9999999999999996
+        (0.05, 4.05, 3, 5),  # 80.99999999999999
+        (0.1, 2.7, 3, 4),
         (1 / 3, 81, 3, 6),
         (1, 3**12, 3, 13),  # math.log(3**12, 3) is 12.000000000000002, that of 3**5 4.999999999999999
         (1, 3**5, 3, 6),
@@ -115,10 +116,13 @@ def test_first_bracket_has_a_rung_for_every_power_within_the_range(
     assert min_epochs * (1 - 1e-9) <= epochs[0] < min_epochs * eta
 
 
-def test_rungs_at_the_same_depth_of_different_brackets_are_at_equal_epochs() -> None:
-    brackets = hyperband(10, 3)  # thirds and ninths: not exact in binary, and yet the same
-    assert brackets[0].epochs[1:] == brackets[1].epochs
-    assert brackets[0].epochs[2:] == brackets[2].epochs
+@pytest.mark.parametrize(("max_epochs", "eta"), [(10, 3), (3, 5), (1, 7), (0.7, 3)])
+def test_rungs_at_the_same_depth_of_different_brackets_are_at_equal_epochs(max_epochs: float, eta: int) -> None:
+    # Not exact in binary, and yet the same; nor does the last rung miss the last epoch.
+    brackets = hyperband(max_epochs, eta, min_epochs=max_epochs / eta**4)
+    assert brackets[0].epochs == tuple(max_epochs / divisor for divisor in (eta**4, eta**3, eta**2, eta, 1))
+    for depth in range(1, 5):
+        assert brackets[depth].epochs == brackets[0].epochs[depth:]
 
 
 def test_hyperband_with_more_trials_repeats_its_pass_and_cuts_the_last_bracket() -> None:
@@ -172,16 +176,16 @@ def test_brackets_of_any_search_number_their_trials_without_gaps(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "hyperbnd"}, r"search.method has no 'hyperbnd'; did you mean 'hyperband'\?"),
-        ({"method": "none"}, "search.num_trials must be set where search.method is none, got null"),
-        ({"num_trials": 0}, "search.num_trials must be from 1 to 100000, got 0"),
-        ({"num_trials": 100_001}, "search.num_trials must be from 1 to 100000, got 100001"),
-        ({"min_epochs": 0.0}, r"search.min_epochs must be greater than 0 and at most max_epochs \(9\), got 0.0"),
-        ({"min_epochs": 10}, r"search.min_epochs must be greater than 0 and at most max_epochs \(9\), got 10"),
-        ({"min_epochs": math.nan}, "search.min_epochs must be greater than 0 and at most .* got nan"),
-        ({"min_epochs": 1e-300, "max_epochs": 1e300}, "search.min_epochs must be at least a millionth of max_epochs"),
-        ({"max_epochs": math.inf}, "search.max_epochs must be a finite number greater than 0, got inf"),
-        ({"eta": 1}, "search.eta must be at least 2, got 1"),
+        ({"method": "hyperbnd"}, r"method has no 'hyperbnd'; did you mean 'hyperband'\?"),
+        ({"method": "none"}, "num_trials must be set where method is none, got null"),
+        ({"num_trials": 0}, "num_trials must be from 1 to 100000, got 0"),
+        ({"num_trials": 100_001}, "num_trials must be from 1 to 100000, got 100001"),
+        ({"min_epochs": 0.0}, r"min_epochs must be greater than 0 and at most max_epochs \(9\), got 0.0"),
+        ({"min_epochs": 10}, r"min_epochs must be greater than 0 and at most max_epochs \(9\), got 10"),
+        ({"min_epochs": math.nan}, "min_epochs must be greater than 0 and at most .* got nan"),
+        ({"min_epochs": 1e-300, "max_epochs": 1e300}, "min_epochs must be at least a millionth of max_epochs"),
+        ({"max_epochs": math.inf}, "max_epochs must be a finite number greater than 0, got inf"),
+        ({"eta": 1}, "eta must be at least 2, got 1"),
         ({"max_epochs": 3**11}, "has 279292 trials, and the most is 100000; set num_trials, or a higher min_epochs"),
     ],
 )
