@@ -107,6 +107,10 @@ def test_segment_finished_is_seen_by_all_and_not_claimed_again(address: str) -> 
     kept = second.segment_results()[SEGMENTS[2]]
     assert (kept.epochs, kept.seconds, kept.worker, dict(kept.attrs)) == (1.5, 7.0, "first", {"rows": 3})
     assert second.claim(SEGMENTS) == SEGMENTS[3:]
+    storage = open_storage(address)
+    count = len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments")))
+    assert first.claim(SEGMENTS[:3]) == []
+    assert len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments"))) == count
 
 
 def test_segment_released_is_free_at_once(address: str) -> None:
@@ -187,6 +191,43 @@ def test_two_that_claim_at_the_same_moment_get_the_first_record_only(journal: st
     assert [trial.state for trial in claims[1:]] == [OptunaState.RUNNING] * 6 + [OptunaState.FAIL] * 3
     second.release(SEGMENTS[0])
     assert first.claim(SEGMENTS) == SEGMENTS[:1]
+
+
+def test_lease_renewed_too_late_is_not_taken_from_under_its_holder(journal: str) -> None:
+    """The other saw it ended just before."""
+    clock = Clock()
+    late = worker(journal, "late", clock)
+    late.params(0)
+    inner = open_storage(journal)
+
+    class Interleaved(type(inner)):  # type: ignore[misc]
+        def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
+            found = super().get_study_user_attrs(study_id)
+            assert late.renew() == []
+            return dict(found)
+
+    other = worker(inner, "other", clock)
+    late.claim(SEGMENTS[:2])
+    clock.now += 60.0
+    inner.__class__ = Interleaved
+    assert other.claim(SEGMENTS[:1]) == [] and list(late.held) == SEGMENTS[:2]
+    clock.now += 5.0
+    assert late.renew() == [] and done(late, SEGMENTS[0])
+
+
+def test_claim_that_failed_midway_is_made_again(journal: str) -> None:
+    study = worker(journal)
+
+    def fail(_: object) -> list[Segment]:
+        raise StorageError("gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study._claims, "_settled", fail)
+        with pytest.raises(StorageError):
+            study.claim(SEGMENTS[:2])
+    assert study.held == ()
+    assert study.claim(SEGMENTS) == SEGMENTS
+    assert worker(journal, "other").claim(SEGMENTS) == []
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
