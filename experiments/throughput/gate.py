@@ -8,7 +8,7 @@ rounds follow one another as they do in a long run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,18 +76,29 @@ class Failure:
 class Window:
     """What one window came to. `foreign_share` is the cores' share that others took, None where it is unknown.
 
-    `own_share` is the share that the side's own process took.
+    `own_share` is the share that the side's own process took; `members` are images/s by member of the side, where it
+    has several loops: between the first and the last tick of each, so that no part of a round is counted.
     """
 
     images: int
     seconds: float
     foreign_share: float | None
     own_share: float = field(default=0.0, compare=False)
+    members: Mapping[int, float] = field(default_factory=dict, compare=False)
 
     @property
     def images_per_s(self) -> float:
         """Throughput by the wall clock."""
         return self.images / self.seconds
+
+
+@dataclass
+class _Pace:
+    """A member's ticks in a window: the first, the last, and the images since the first."""
+
+    first_s: float
+    last_s: float
+    images: int = 0
 
 
 class FinishedError(Exception):
@@ -123,6 +134,7 @@ class Gate:
         self._channel, self._synchronize, self._clock, self._snapshot = channel, synchronize, clock, snapshot
         self._visit = Visit(0.0)
         self._images = self._ticks = 0
+        self._paces: dict[int, _Pace] = {}
         self._due_s = 0.0
         self._start: LoadSnapshot | None = None
 
@@ -136,22 +148,28 @@ class Gate:
         self._channel.send(ready)
         self._await_visit()
 
-    def tick(self, images: int) -> None:
+    def tick(self, images: int, member: int = 0) -> None:
         """Count `images` more; begin or end the window when it is time. Raises FinishedError when it was the last."""
-        self._images, self._ticks = self._images + images, self._ticks + 1
-        if self._clock() < self._due_s or (self._start is None and self._ticks < self._visit.lead_in_ticks):
+        self._images, self._ticks, now_s = self._images + images, self._ticks + 1, self._clock()
+        if self._start is not None:
+            pace = self._paces.setdefault(member, _Pace(now_s, now_s, -images))
+            pace.images, pace.last_s = pace.images + images, now_s
+        if now_s < self._due_s or (self._start is None and self._ticks < self._visit.lead_in_ticks):
             return
         self._synchronize()
         now = self._snapshot()
         if self._start is None:
-            self._start, self._images = now, 0
+            self._start, self._images, self._paces = now, 0, {}
             self._due_s = now.wall_s + self._visit.seconds
         else:
             self._channel.send(self._window(self._start, now))
             self._await_visit()
 
     def _window(self, start: LoadSnapshot, end: LoadSnapshot) -> Window:
-        return Window(self._images, end.wall_s - start.wall_s, foreign_share(start, end), own_share(start, end))
+        return Window(
+            self._images, end.wall_s - start.wall_s, foreign_share(start, end), own_share(start, end),
+            {n: pace.images / (pace.last_s - pace.first_s) for n, pace in self._paces.items() if pace.images},
+        )  # fmt: skip
 
     def _await_visit(self) -> None:
         try:

@@ -31,12 +31,19 @@ _END_S = 10.0
 _PRELOADED = ["torch", "torch._dynamo", "experiments.throughput.sides"]
 
 
+# What trains behind the gate until it raises FinishedError.
+Body = Callable[[Side, Workload, Gate, Effort], None]
+
+
 class SideError(Exception):
     """A side cannot be measured: why, in a sentence, or its process ended and its error is on stderr."""
 
 
 class SideProcess:
-    """A side in a process of its own, blocked but for its windows. Close it, or use it as a context manager."""
+    """A side in a process of its own, blocked but for its windows. Close it, or use it as a context manager.
+
+    Other comparisons have a subclass, with another `body` for their sides.
+    """
 
     ready: Ready
 
@@ -47,12 +54,17 @@ class SideProcess:
         self.side, self._label = side, side.label
         context = process_context()
         self._connection, theirs = context.Pipe()
-        arguments = (theirs, side, workload, effort)
+        arguments = (theirs, side, workload, effort, self.body)
         self._process = context.Process(target=serve, args=arguments, name=side.label, daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()  # so that this end sees the end of the file when the process dies
         if wait:
             self.await_ready(patience_s)
+
+    @staticmethod
+    def body(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
+        """What its process does; see `run_side`."""
+        run_side(side, workload, gate, effort)
 
     def __enter__(self) -> SideProcess:
         return self
@@ -123,7 +135,7 @@ def process_context() -> BaseContext:
     return context
 
 
-def serve(connection: Connection[Any, Any], side: Side, workload: Workload, effort: Effort) -> None:
+def serve(connection: Connection[Any, Any], side: Side, workload: Workload, effort: Effort, body: Body) -> None:
     """What the process does: train behind the gate until no more windows are wanted, or nobody is there to want any.
 
     Ctrl-C reaches every process of the terminal; it is the parent's to answer, by closing its end.
@@ -132,6 +144,6 @@ def serve(connection: Connection[Any, Any], side: Side, workload: Workload, effo
     synchronize: Callable[[], None] = torch.cuda.synchronize if workload.device == "cuda" else lambda: None
     with suppress(FinishedError, BrokenPipeError):
         try:
-            run_side(side, workload, Gate(connection, synchronize), effort)
+            body(side, workload, Gate(connection, synchronize), effort)
         except CrossbowError as error:
             connection.send(Failure(str(error)))

@@ -1,0 +1,74 @@
+"""Predictions of one model after another: what `Ensemble` is compared with. Images are bytes, and normalised here."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from experiments.common.machine import usable_cores
+from experiments.common.packs.side import DEFAULT, TUNED, PackSide
+from experiments.common.packs.workloads import PackWorkload
+from experiments.throughput.captured import Step, captured, train_for_ever
+from experiments.throughput.gate import Gate, Ready
+from experiments.throughput.tuned import Form, fastest, thread_counts
+from experiments.throughput.workloads import Effort
+
+# Batches that are gone through over and over, so that images do not all come from the cache.
+_NUM_BATCHES = 16
+
+
+def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -> None:
+    """For ever. Every model takes the batch; the images count once for each."""
+    torch.set_num_threads(usable_cores())
+    if side.side == DEFAULT:
+        step, detail = default_step(workload), ""
+    elif side.side == TUNED:
+        step, detail = _tuned(workload, effort)
+    else:
+        raise AssertionError(f"side {side.side} does not predict")
+    gate.ready(Ready(torch.get_num_threads(), detail))
+    train_for_ever(step, side.num_learners * workload.batch_size, gate)
+
+
+def default_step(workload: PackWorkload) -> Step:
+    """As PyTorch's tutorials have it: `model.eval()`, `torch.no_grad()`, float32, NCHW."""
+    device = torch.device(workload.device)
+    model = workload.make_model().to(device).eval()
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
+    each = cycle(_batches(workload))
+
+    def step() -> None:
+        with torch.no_grad():
+            model((next(each).to(device).float() / 255 - mean) / std).argmax(1).cpu()
+
+    return step
+
+
+def _tuned(workload: PackWorkload, effort: Effort) -> tuple[Step, str]:
+    """Channels last in inference mode, with as many threads as suit it best; on CUDA a graph."""
+    step = _resident_step(workload)
+    if workload.device == "cuda":
+        return captured(step, workload.device), "one CUDA graph a batch"
+    _, threads = fastest({Form("fp32", "none"): step}, thread_counts(usable_cores()), effort)
+    torch.set_num_threads(threads)
+    return step, ""
+
+
+def _resident_step(workload: PackWorkload) -> Step:
+    device = torch.device(workload.device)
+    model = workload.make_model().to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
+    images = _batches(workload)[0].to(device, memory_format=torch.channels_last)
+
+    def step() -> None:
+        with torch.inference_mode():
+            model(images.float().div_(255).sub_(mean).div_(std)).argmax(1)
+
+    return step
+
+
+def _batches(workload: PackWorkload) -> list[Tensor]:
+    images = workload.tensors()[0][: _NUM_BATCHES * workload.batch_size]
+    return list(torch.split(images, workload.batch_size))

@@ -1,0 +1,71 @@
+"""Lines of comparisons of packs: a colour a side, medians with the smallest and largest as whiskers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.common.packs.report import Row, grouped
+from experiments.common.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
+from experiments.common.results import EXPERIMENTS, read_results
+
+COLORS = {
+    DEFAULT: "#999999", TUNED: "#000000", CAPTURED: "#D55E00", SERIAL: "#CC79A7",
+    "threads": "#009E73", "fused": "#0072B2", "streams": "#009E73",
+}  # fmt: skip
+
+
+def rate_lines(axes: Axes, rows: Sequence[Row], x: str) -> None:
+    """Images/s of every side against a key of its rows, both on logarithmic scales."""
+    for (side,), own in grouped(rows, "side").items():
+        found = [row for row in own if row["images_per_s"] is not None]
+        places, rates = [row[x] for row in found], [row["images_per_s"] for row in found]
+        axes.plot(places, rates, "o-", color=COLORS[side], label=side)
+    axes.set(yscale="log", ylabel="images/s, summed over models")
+    _finish(axes, rows, x)
+
+
+def ratio_lines(axes: Axes, rows: Sequence[Row], x: str, base: str) -> None:
+    """Ratios to a side of one model, of every other side."""
+    for (side,), own in grouped(rows, "side").items():
+        found = [row for row in own if row["over"][base] is not None]
+        if not found:
+            continue
+        ratios = [row["over"][base] for row in found]
+        whiskers = [
+            [ratio["median"] - ratio["minimum"] for ratio in ratios],
+            [ratio["maximum"] - ratio["median"] for ratio in ratios],
+        ]
+        axes.errorbar(
+            [row[x] for row in found], [ratio["median"] for ratio in ratios], yerr=whiskers, fmt="o-",
+            color=COLORS[side], capsize=3, label=side,
+        )  # fmt: skip
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(ylabel=f"÷ {base}", ylim=(0, None))
+    _finish(axes, rows, x)
+
+
+def _finish(axes: Axes, rows: Sequence[Row], x: str) -> None:
+    values = sorted({row[x] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [str(value) for value in values])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def save_pictures(experiment: str, draw: Callable[[Mapping[str, Any]], Figure]) -> int:
+    """A picture beside every results file of an experiment; returns the exit code."""
+    results = read_results(experiment)
+    if not results:
+        print(f"error: there are no results yet; run experiments/{experiment}/run.py first.", file=sys.stderr)
+        return 2
+    for name, result in results.items():
+        picture = EXPERIMENTS / experiment / "results" / f"{name}.png"
+        draw(result).savefig(picture, dpi=130, metadata={"Software": None})
+        print(f"drawn to {picture.relative_to(EXPERIMENTS.parent)}")
+    return 0

@@ -1,0 +1,79 @@
+"""The command line that comparisons of packs share, and how one is run: panels one after another, into one result."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.engine.precision import choose_device
+from crossbow_py.errors import UserError
+from experiments.common.arguments import count, positive
+from experiments.common.machine import machine, machine_line
+from experiments.common.packs.comparison import Method, PackCell, measure_panel, mixed_rows, rows_of
+from experiments.common.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
+from experiments.common.results import write_result
+
+MAX_FOREIGN_SHARE = 0.15
+
+
+def measuring_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:
+    """With the options that say how, where and how long is measured."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
+    add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
+    add("--repetitions", type=count, default=repetitions, help="windows a side (default %(default)s)")
+    add("--seconds", type=positive, default=seconds, help="length of a window (default %(default)s)")
+    add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
+        help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
+    add("--quick", action="store_true", help="a small part of it, in seconds: to see that it runs")
+    add("--json", type=Path, metavar="PATH", help="write the results there")
+    return parser
+
+
+def device_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """cpu or cuda; ends the program with exit code 2 where there is no such device."""
+    try:
+        return str(choose_device(options.device).type)
+    except UserError as error:
+        parser.error(str(error))
+
+
+def one_at_a_time(device: str) -> tuple[str, ...]:
+    """The sides of one model that a device has."""
+    return (DEFAULT, TUNED, CAPTURED) if device == "cuda" else (DEFAULT, TUNED, SERIAL)
+
+
+def executors_on(device: str) -> tuple[str, ...]:
+    """The executors of packs that a device has."""
+    return ("streams", "fused") if device == "cuda" else ("threads", "fused")
+
+
+def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Measure one panel after another: facts of the machine, the method, rows and mixed rows."""
+    facts, method = machine(), Method(options.seconds, options.repetitions, options.max_foreign_share)
+    for panel in panels:
+        measure_panel(panel, method)
+    cells = [cell for panel in panels for cell in panel]
+    return {
+        "machine": facts,
+        "device": device,
+        "data": sorted({cell.workload.data for cell in cells}),
+        "method": {
+            "seconds": method.seconds,
+            "repetitions": method.repetitions,
+            "max_foreign_share": method.max_foreign_share,
+            "foreign_load_known": all(cell.load_known for cell in cells),
+        },
+        "rows": [row for panel in panels for row in rows_of(panel)],
+        "mixed": [row for panel in panels for row in mixed_rows(panel)],
+    }
+
+
+def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str], path: Path | None) -> None:
+    """To the terminal, and to the results file if there is to be one."""
+    print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
+    if path:
+        write_result(path, result)
+        print(f"written to {path}")

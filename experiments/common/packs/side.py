@@ -1,0 +1,45 @@
+"""What a side of a comparison of packs is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from experiments.throughput.sides import Side
+
+DEFAULT, TUNED, CAPTURED, SERIAL = "default_loop", "tuned_single", "captured", "serial"
+# One model at a time; images/s are then those of any number of models, one after another.
+ONE_AT_A_TIME = (DEFAULT, TUNED, CAPTURED, SERIAL)
+PACKED = ("threads", "fused", "streams")
+
+Work = Literal["training", "inference", "layers"]
+
+
+@dataclass(frozen=True)
+class PackSide(Side):
+    """A side whose models are independent: `averaging` is always none. `num_learners` is the number of models.
+
+    `layers` is forward and backward alone, without an update. A `mixed` side has half of its models from either of two
+    families, each half a pack of its own.
+    """
+
+    averaging: str = "none"
+    precision: Literal["auto", "fp32", "bf16"] = "fp32"
+    work: Work = "training"
+    mixed: bool = False
+
+    @property
+    def label(self) -> str:
+        """As it is called on the terminal."""
+        models = "" if self.side in ONE_AT_A_TIME else f" K={self.num_learners}"
+        return f"{'mixed ' if self.mixed else ''}{self.side}{models} {self.precision} {self.work}"
+
+
+def single(side: str, work: Work = "training") -> PackSide:
+    """One model at a time."""
+    return PackSide(side, 1, work=work)
+
+
+def packed(executor: str, num_models: int, work: Work = "training", *, mixed: bool = False) -> PackSide:
+    """A pack of so many models."""
+    return PackSide(executor, num_models, work=work, mixed=mixed)

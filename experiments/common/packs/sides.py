@@ -1,0 +1,61 @@
+"""The sides of a comparison of packs. Each works for ever, in a process of its own, and passes the gate at every tick.
+
+One model at a time: `default_loop`, PyTorch's tutorial loop; `tuned_single` (see experiments/throughput/tuned.py);
+`captured`, on CUDA one model with a graph a step; `serial`, a pack of one by this project. Their images/s are those of
+any number of models trained one after another. The others are packs: models that share one feed and never meet
+(`averaging=independent`), by the executor the side is named after; an image counts once for every model that took it.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from crossbow_py.errors import CrossbowError
+from experiments.common.packs.inference import predict
+from experiments.common.packs.layers import run_layers
+from experiments.common.packs.mixed import train_mixed
+from experiments.common.packs.side import CAPTURED, DEFAULT, TUNED, PackSide
+from experiments.common.packs.training import train_captured, train_pack
+from experiments.common.packs.workloads import PackWorkload
+from experiments.throughput.gate import Gate
+from experiments.throughput.sides import Side, default_loop
+from experiments.throughput.tuned import tuned_single
+from experiments.throughput.workers import SideProcess
+from experiments.throughput.workloads import Effort, Workload
+
+
+def run_pack_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
+    """Work until the gate raises FinishedError. Raises CrossbowError when a side cannot be had."""
+    own, of_pack = cast(PackSide, side), cast(PackWorkload, workload)
+    try:
+        if own.work == "layers":
+            run_layers(own, of_pack, gate, effort)
+        elif own.work == "inference":
+            predict(own, of_pack, gate, effort)
+        else:
+            _train(own, of_pack, gate, effort)
+    except RuntimeError as error:  # of a capture, or memory
+        words = str(error).splitlines() or ["no more was said"]
+        raise CrossbowError(f"{type(error).__name__}: {words[0]}") from error
+
+
+def _train(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -> None:
+    if side.side == DEFAULT:
+        default_loop(workload, gate)
+    elif side.side == TUNED:
+        tuned_single(side.precision, workload, gate, effort)
+    elif side.side == CAPTURED:
+        train_captured(side, workload, gate)
+    elif side.mixed:
+        train_mixed(side, workload, gate)
+    else:
+        train_pack(side, workload, gate)
+
+
+class PackProcess(SideProcess):
+    """A side of a comparison of packs in a process of its own."""
+
+    @staticmethod
+    def body(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
+        """See `run_pack_side`."""
+        run_pack_side(side, workload, gate, effort)

@@ -1,0 +1,49 @@
+"""The figures of ModelBatch that are made again here, its future work beside them, and the panels of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experiments.common.packs.comparison import PackCell
+from experiments.common.packs.running import executors_on, one_at_a_time
+from experiments.common.packs.side import DEFAULT, TUNED, PackSide, Work, single
+from experiments.common.packs.workloads import PackWorkload
+
+
+@dataclass(frozen=True)
+class ModelBatchFigure:
+    """How many of which model, what they do, and over which batch sizes."""
+
+    title: str
+    model: str
+    num_models: int
+    work: Work
+    batch_sizes: tuple[int, ...]
+
+
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_FEWER = (1, 4, 16, 64)
+FIGURES = {
+    "layers": ModelBatchFigure(
+        "figure 2: forward and backward of fully connected layers", "layer", 64, "layers", (*_BATCH_SIZES, 256)
+    ),
+    "training": ModelBatchFigure("figure 4: training five-layer networks", "five_layers", 16, "training", _BATCH_SIZES),
+    "mlp_training": ModelBatchFigure("training MLPs", "mlp", 16, "training", _BATCH_SIZES),
+    "lstm": ModelBatchFigure("future work: training LSTMs on rows of digits", "lstm", 16, "training", _FEWER),
+    "gru": ModelBatchFigure("future work: training GRUs on rows of digits", "gru", 16, "training", _FEWER),
+}
+
+
+def sides_of(figure: ModelBatchFigure, device: str) -> list[PackSide]:
+    """Those of one model, and the packs."""
+    if figure.work == "layers":  # here all of the models are gone through in every tick
+        return [PackSide(name, figure.num_models, work=figure.work) for name in (DEFAULT, TUNED, "fused")]
+    packs = [PackSide(name, figure.num_models, work=figure.work) for name in executors_on(device)]
+    return [*(single(name, figure.work) for name in one_at_a_time(device)), *packs]
+
+
+def panels_of(figure: ModelBatchFigure, workload: PackWorkload, batch_sizes: Sequence[int]) -> list[list[PackCell]]:
+    """A panel for every batch size: its sides take turns."""
+    sides = sides_of(figure, workload.device)
+    return [[PackCell(side, workload.at(size)) for side in sides] for size in batch_sizes]

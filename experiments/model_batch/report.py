@@ -1,0 +1,46 @@
+"""Tables of many models at once over batch sizes, built from a results object."""
+
+from __future__ import annotations
+
+from experiments.common.markdown import markdown_table
+from experiments.common.packs.report import (
+    SUMMARY_HEADER,
+    Result,
+    best_pack,
+    cells_table,
+    grouped,
+    how,
+    left_out,
+    ratio_text,
+    summary_row,
+)
+from experiments.common.packs.side import DEFAULT, TUNED
+
+
+def headline(result: Result) -> str:
+    """What it was, and the largest gains of a pack."""
+    figure = result["figure"]
+    text = f"{figure['title']}: {figure['num_models']} models."
+    packs = [best_pack(rows) for rows in grouped(result["rows"], "batch_size").values()]
+    for base in (DEFAULT, TUNED):
+        found = [pack for pack in packs if pack is not None and pack["over"][base] is not None]
+        if found:
+            best = max(found, key=lambda pack: float(pack["over"][base]["median"]))
+            text += (
+                f" The largest gain over {base} is {ratio_text(best['over'][base])}, with batches of "
+                f"{best['batch_size']} by {best['side']} (n={best['n']})."
+            )
+    return text
+
+
+def summary_table(result: Result) -> str:
+    """A row a batch size: the sides of one model at a time, and the best pack."""
+    groups = grouped(result["rows"], "batch_size")
+    return markdown_table(["b", *SUMMARY_HEADER], [[str(size), *summary_row(rows)] for (size,), rows in groups.items()])
+
+
+def result_text(result: Result) -> str:
+    """All there is to say about a result."""
+    rows = result["rows"]
+    parts = (headline(result), summary_table(result), cells_table(rows), how(result), left_out(rows))
+    return "\n\n".join(part for part in parts if part)

@@ -1,0 +1,98 @@
+"""Draws a picture beside every results file: gains in step time by number of models, batch size or width; mixed packs.
+
+python experiments/pack_step_time/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.common.packs.plot import ratio_lines, save_pictures
+from experiments.common.packs.report import Row, grouped
+from experiments.common.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.pack_step_time.parts import LARGER_MODELS
+
+EXPERIMENT = "pack_step_time"
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    return save_pictures(EXPERIMENT, draw)
+
+
+def draw(result: Mapping[str, Any]) -> Figure:
+    """Whatever part it is of."""
+    if result["part"] == "mixed":
+        return draw_mixed(result["mixed"])
+    if result["part"] == "limits":
+        return draw_limits(result["rows"])
+    return draw_families(result["rows"])
+
+
+def draw_families(rows: Sequence[Row]) -> Figure:
+    """A column a family: gains over the default loop above, over one tuned model below."""
+    groups = grouped(_packs(rows), "model")
+    figure = Figure(figsize=(4.2 * len(groups), 7), layout="constrained")
+    panels = figure.subplots(2, len(groups), squeeze=False)
+    for column, ((model,), own) in enumerate(groups.items()):
+        for axes, base in zip(panels[:, column], (DEFAULT, TUNED), strict=True):
+            ratio_lines(axes, own, "num_models", base)
+            axes.set(title=model, xlabel="models in the pack")
+    return figure
+
+
+def draw_limits(rows: Sequence[Row]) -> Figure:
+    """A row a family: gains over one tuned model against the batch size, and against the width."""
+    figure = Figure(figsize=(10, 3.6 * len(LARGER_MODELS)), layout="constrained")
+    panels = figure.subplots(len(LARGER_MODELS), 2, squeeze=False)
+    for line, (family, models) in zip(panels, LARGER_MODELS.items(), strict=True):
+        ratio_lines(line[0], _of(rows, [family]), "batch_size", TUNED)
+        line[0].set(title=family, xlabel="images in a batch")
+        wider = [{**row, "width": int(row["model"].rpartition("_")[2])} for row in _of(rows, models)]
+        ratio_lines(line[1], wider, "width", TUNED)
+        line[1].set(title=family, xlabel="channels or units")
+    return figure
+
+
+def draw_mixed(rows: Sequence[Row]) -> Figure:
+    """Bars of the gain over two packs in turn, a group a pair of families."""
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.subplots()
+    found = [row for row in rows if row["gain"]["in_turn"]]
+    _bars(axes, found)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(ylabel="side by side ÷ in turn", title="mixed packs")
+    axes.grid(alpha=0.3, axis="y")
+    return figure
+
+
+def _bars(axes: Axes, rows: Sequence[Row]) -> None:
+    gains = [row["gain"]["in_turn"] for row in rows]
+    middle = [gain["median"] for gain in gains]
+    whiskers = [
+        [gain["median"] - gain["minimum"] for gain in gains],
+        [gain["maximum"] - gain["median"] for gain in gains],
+    ]
+    labels = [f"{row['models'][0]}\n{row['models'][1]}\n{row['side']}" for row in rows]
+    axes.bar(range(len(rows)), middle, yerr=whiskers, color="#0072B2", capsize=3)
+    axes.set_xticks(range(len(rows)), labels, fontsize="small")
+
+
+def _packs(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["side"] not in ONE_AT_A_TIME]
+
+
+def _of(rows: Sequence[Row], models: Sequence[str]) -> list[Row]:
+    return [row for row in _packs(rows) if row["model"] in models]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
