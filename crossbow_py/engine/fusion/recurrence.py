@@ -9,7 +9,6 @@ Legend: K learners, T steps, B batch, H hidden size; gates in torch's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,13 +28,6 @@ def _slots(initial: Tensor, num_steps: int, reverse: bool) -> tuple[Tensor, Tens
 
 def _order(num_steps: int, reverse: bool) -> range:
     return range(num_steps - 1, -1, -1) if reverse else range(num_steps)
-
-
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Of gradients, of which None is zero."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
 
 
 def _by_rows(steps: Tensor) -> Tensor:
@@ -92,21 +84,21 @@ class LSTM(torch.autograd.Function):
         outputs, dc = given
         weights, found, bounded, states, cells = ctx.saved_tensors
         h, c = (each[1:] if ctx.reverse else each[:-1] for each in (states, cells))
-        size = weights.shape[2]
-        i, f, g, o = (part.unbind() for part in torch.split(found, size, -1))
-        gates = torch.empty_like(found)
-        di, df, dg, do = (part.unbind() for part in torch.split(gates, size, -1))
-        dh = None
+        i, f, g, o = torch.split(found, weights.shape[2], -1)
+        gates = torch.empty_like(found)  # what gradients of c, and for o of h, are multiplied by; then the products
+        by_gate = gates.unflatten(-1, (4, -1))  # type: ignore[no-untyped-call]
+        _aten.sigmoid_backward.grad_input(g, i, grad_input=by_gate[..., 0, :])
+        _aten.sigmoid_backward.grad_input(c, f, grad_input=by_gate[..., 1, :])
+        _aten.tanh_backward.grad_input(i, g, grad_input=by_gate[..., 2, :])
+        _aten.sigmoid_backward.grad_input(bounded, o, grad_input=by_gate[..., 3, :])
+        inward = _aten.tanh_backward(o, bounded)  # from h to c
+        dh, dc = torch.zeros_like(bounded[0]), torch.zeros_like(bounded[0]) if dc is None else dc
         for t in _order(len(found), not ctx.reverse):
-            dh = _sum(dh, None if outputs is None else outputs[:, :, t])
-            if dh is None:
-                dh = torch.zeros_like(bounded[t])
-            dc = _sum(_aten.tanh_backward(dh * o[t], bounded[t]), dc)
-            assert dc is not None, "of two gradients one is there"
-            _aten.sigmoid_backward.grad_input(dh * bounded[t], o[t], grad_input=do[t])
-            _aten.sigmoid_backward.grad_input(dc * g[t], i[t], grad_input=di[t])
-            _aten.sigmoid_backward.grad_input(dc * c[t], f[t], grad_input=df[t])
-            _aten.tanh_backward.grad_input(dc * i[t], g[t], grad_input=dg[t])
+            if outputs is not None:
+                dh = dh + outputs[:, :, t]
+            dc = torch.addcmul(dc, dh, inward[t])
+            by_gate[t, ..., :3, :].mul_(dc.unsqueeze(-2))
+            by_gate[t, ..., 3, :].mul_(dh)
             dc = dc * f[t]
             dh = torch.bmm(gates[t], weights)
         rows = _by_rows(gates)
@@ -147,20 +139,19 @@ class GRU(torch.autograd.Function):
         """Of the gates, and of what else is needed."""
         (outputs,), (weights, found, inner, states) = given, ctx.saved_tensors
         h, size = states[1:] if ctx.reverse else states[:-1], weights.shape[2]
-        r, z, n = (part.unbind() for part in torch.split(found, size, -1))
-        # Of W·h + b; of the gates it is another for n alone.
-        products, last = torch.empty_like(found), torch.empty_like(inner)
-        dr, dz, dn = (part.unbind() for part in torch.split(products, size, -1))
-        dh = None
+        r, z, n = torch.split(found, size, -1)
+        # What gradients of h are multiplied by; then the products. Those of W·h + b are others than the gates' for n.
+        last, products = _aten.tanh_backward(1 - z, n), torch.empty_like(found)
+        by_gate = products.unflatten(-1, (3, -1))  # type: ignore[no-untyped-call]
+        _aten.sigmoid_backward.grad_input(inner * last, r, grad_input=by_gate[..., 0, :])
+        _aten.sigmoid_backward.grad_input(h - n, z, grad_input=by_gate[..., 1, :])
+        torch.mul(last, r, out=by_gate[..., 2, :])
+        dh = torch.zeros_like(last[0])
         for t in _order(len(found), not ctx.reverse):
-            dh = _sum(dh, outputs[:, :, t])
-            assert dh is not None, "of two gradients one is there"
-            _aten.sigmoid_backward.grad_input(dh * (h[t] - n[t]), z[t], grad_input=dz[t])
-            kept = dh * z[t]
-            _aten.tanh_backward.grad_input(dh - kept, n[t], grad_input=last[t])
-            _aten.sigmoid_backward.grad_input(last[t] * inner[t], r[t], grad_input=dr[t])
-            torch.mul(last[t], r[t], out=dn[t])
-            dh = torch.baddbmm(kept, products[t], weights)
+            dh = dh + outputs[:, :, t]
+            by_gate[t].mul_(dh.unsqueeze(-2))
+            last[t].mul_(dh)
+            dh = torch.baddbmm(dh * z[t], products[t], weights)
         rows = _by_rows(products)
         gates = torch.cat([rows[..., : 2 * size], last.permute(1, 2, 0, 3)], -1)
         return (
@@ -192,11 +183,13 @@ class Elman(torch.autograd.Function):
         """Of the gates, and of what else is needed."""
         (outputs,), (weights, states) = given, ctx.saved_tensors
         before, after = (states[1:], states[:-1]) if ctx.reverse else (states[:-1], states[1:])
-        gates, dh = torch.empty_like(after), None
-        inward: Callable[..., Tensor] = _aten.threshold_backward if ctx.relu else _aten.tanh_backward
+        gates, dh = torch.empty_like(after), torch.zeros_like(after[0])
         for t in _order(len(after), not ctx.reverse):
-            dh = _sum(dh, outputs[:, :, t])
-            gates[t].copy_(inward(dh, after[t], 0) if ctx.relu else inward(dh, after[t]))
+            dh = dh + outputs[:, :, t]
+            if ctx.relu:
+                _aten.threshold_backward.grad_input(dh, after[t], 0, grad_input=gates[t])
+            else:
+                _aten.tanh_backward.grad_input(dh, after[t], grad_input=gates[t])
             dh = torch.bmm(gates[t], weights)
         rows = _by_rows(gates)
         return None, None, rows, _of_weights(rows, before) if ctx.needs_input_grad[3] else None, dh
