@@ -7,6 +7,7 @@ from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
+from crossbow_py.packing.ensemble import Ensemble
 from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.trainer import Trainer
@@ -25,6 +26,7 @@ __all__ = [
     "Cosine",
     "CrossbowError",
     "DistributedSettings",
+    "Ensemble",
     "Exponential",
     "Independent",
     "Inverse",

@@ -1,0 +1,220 @@
+"""Ensembles: trained models that answer together, by the mean of their probabilities.
+
+Models of one architecture are the rows of one bank (HiveMind's serving case: K models, one shared input); an ensemble
+of several architectures is several banks side by side.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.precision import PrecisionName, choose_device, choose_precision
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.errors import UserError
+from crossbow_py.packed_evaluation import load_state
+from crossbow_py.packing.architecture import same_architecture
+from crossbow_py.packing.predictors import PREDICTORS, FusedPredictor, Predictor
+
+_TRIES, _TRIED_S = 3, 0.05  # of every executor, at least
+Shape = tuple[torch.Size, torch.dtype]
+
+
+class Ensemble:
+    """K trained models that answer together. Not thread-safe; `close` it, or use it in a `with` statement.
+
+    Args:
+        models: classifiers, of the same input and the same classes; their weights are copied.
+        executor: how they run: `serial` one after another, `threads` on all cores of a CPU, `fused` as one graph of all
+            (on CUDA one CUDA graph for every shape of batches); `auto` takes the fastest for a shape, measured at its
+            first batch.
+        device, precision: where, and in which format. `fp32` is what the models give alone, to rounding.
+        channels_last: memory order of images and filters.
+
+    Attributes:
+        chosen: the executor of every shape and format of batches seen so far.
+        notes: sentences for the user.
+
+    Raises:
+        UserError: there is no model, or an executor that cannot run on the device.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        executor: Literal["auto", "serial", "threads", "fused"] = "auto",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        precision: PrecisionName = "fp32",
+        channels_last: bool = True,
+    ) -> None:
+        self.device = choose_device(device)
+        self.precision = choose_precision(precision, self.device)
+        self.channels_last, self._executor = channels_last, executor
+        self.chosen: dict[Shape, str] = {}
+        self.notes: list[str] = []
+        _check(models, executor, self.device)
+        groups = same_architecture(models)
+        self._banks = [self._bank([models[position] for position in group]) for group in groups]
+        order = [position for group in groups for position in group]
+        # Where the banks' rows go, so that members come in the order of the models.
+        self._order = None if order == sorted(order) else torch.tensor(order, device=self.device).argsort()
+        self._predictors: dict[str, Predictor] = {}
+        self._writes_inputs = False
+
+    def _bank(self, models: Sequence[nn.Module]) -> ReplicaBank:
+        template = copy.deepcopy(models[0]).to(self.device)
+        bank = ReplicaBank(
+            template, len(models), device=self.device, precision=self.precision, state_names=(),
+            channels_last=self.channels_last, order="blocks", training=False,
+        )  # fmt: skip
+        for row, model in enumerate(models):
+            load_state(bank, row, dict([*model.named_parameters(), *model.named_buffers()]))
+        return bank
+
+    @property
+    def num_models(self) -> int:
+        """K."""
+        return sum(bank.num_learners for bank in self._banks)
+
+    @property
+    def num_banks(self) -> int:
+        """How many architectures there are."""
+        return len(self._banks)
+
+    def predict(self, batch: Tensor) -> Tensor:
+        """The mean of the members' probabilities `[B, classes]`, float32, of inputs `[B, ...]` as the models take them.
+
+        On CUDA it is enqueued on the current stream; the host does not wait, but at the first batch of a shape.
+
+        Raises UserError for a batch that the models do not take, and for models that do not give scores of classes.
+        """
+        return self._probabilities(batch).mean(0)
+
+    def members(self, batch: Tensor) -> Tensor:
+        """The probabilities of every model `[K, B, classes]`, in the order they were given; see `predict`."""
+        found = self._probabilities(batch)
+        return found.clone() if self._order is None else found[self._order]
+
+    def _probabilities(self, batch: Tensor) -> Tensor:
+        """In the banks' order, and in memory that the next call may overwrite."""
+        inputs = self._prepared(batch)
+        shape = inputs.shape, inputs.dtype
+        if shape not in self.chosen:
+            self._try(inputs)
+            self.chosen[shape] = self._settle(inputs)
+        return self._predictor(self.chosen[shape]).probabilities(inputs)
+
+    def _prepared(self, batch: Tensor) -> Tensor:
+        inputs = batch.to(self.device, self.precision.compute if batch.is_floating_point() else batch.dtype)
+        last = self.channels_last and inputs.ndim == 4
+        return inputs.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
+    def _predictor(self, name: str) -> Predictor:
+        if name not in self._predictors:
+            self._predictors[name] = PREDICTORS[name](self._banks, self._writes_inputs)
+        return self._predictors[name]
+
+    @torch.no_grad()
+    def _try(self, inputs: Tensor) -> None:
+        """Run a model of each bank by itself: what does not work shows as that model's own error."""
+        widths = []
+        for bank in self._banks:
+            tried = inputs.clone()
+            try:
+                output = bank.module(0)(tried)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise UserError(
+                    f"a batch of shape {list(inputs.shape)} and {inputs.dtype} does not go through a model of the "
+                    f"ensemble ({' '.join(str(error).split())[:160]}); give inputs as in training."
+                ) from error
+            if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != len(inputs):
+                got = f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+                raise UserError(
+                    f"models of an ensemble must give scores of classes [B, classes], got {got} for "
+                    f"{len(inputs)} inputs; choose classifiers."
+                )
+            widths.append(output.shape[1])
+            self._writes_inputs |= tried._version > 0
+        if len(set(widths)) > 1:
+            raise UserError(
+                f"models of an ensemble must tell apart the same classes, got models of {sorted(set(widths))} classes; "
+                "choose models trained on the same data."
+            )
+
+    def _settle(self, inputs: Tensor) -> str:
+        """The executor for batches like these."""
+        if self._executor == FusedPredictor.NAME:
+            refusal = self._not_fused(inputs)
+            if refusal is not None:
+                raise UserError(f"executor=fused cannot run these models: {refusal}; set executor=auto.")
+        if self._executor != "auto":
+            return self._executor
+        names = [name for name, kind in PREDICTORS.items() if kind.DEVICE in (None, self.device.type)]
+        refusal = self._not_fused(inputs)
+        if refusal is not None:
+            names.remove(FusedPredictor.NAME)
+            self.notes += [f"The models run without executor=fused: {refusal}."]
+        runs = {name: self._predictor(name) for name in names}
+        return fastest({name: lambda own=own: self._finished(own, inputs) for name, own in runs.items()})  # type: ignore[misc]
+
+    def _not_fused(self, inputs: Tensor) -> str | None:
+        try:
+            self._predictor(FusedPredictor.NAME).probabilities(inputs)
+        except FusionError as error:
+            return str(error)
+        return None
+
+    def _finished(self, predictor: Predictor, inputs: Tensor) -> None:
+        predictor.probabilities(inputs)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # host–device synchronisation
+
+    def close(self) -> None:
+        """End all threads; the ensemble may be used again."""
+        for predictor in self._predictors.values():
+            predictor.close()
+        self._predictors.clear()
+
+    def __enter__(self) -> Ensemble:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def fastest(runs: Mapping[str, Callable[[], None]], clock: Callable[[], float] = time.perf_counter) -> str:
+    """The name of the call that takes the least time, by the median of some in turn, after one that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    begun = clock()
+    while len(next(iter(times.values()))) < _TRIES or clock() - begun < _TRIED_S * len(runs):
+        for name, run in runs.items():
+            before = clock()
+            run()
+            times[name].append(clock() - before)
+    return min(times, key=lambda name: statistics.median(times[name]))
+
+
+def _check(models: Sequence[nn.Module], executor: str, device: torch.device) -> None:
+    if not models:
+        raise UserError("an ensemble must have at least one model, got none; give it some.")
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"models of an ensemble must be nn.Modules, got {type(model).__name__}.")
+    if executor != "auto" and executor not in PREDICTORS:
+        raise UserError(f"executor must be auto, {', '.join(PREDICTORS)}, got {executor!r}.")
+    where = None if executor == "auto" else PREDICTORS[executor].DEVICE
+    if where is not None and device.type != where:
+        raise UserError(f"executor={executor} runs on {where} only, and device is {device.type}; set executor=auto.")
