@@ -70,6 +70,7 @@ class TrainConfig(RunSettings, StopConditions):
     """Everything `crossbow_py.train` can be told. The five groups hold the settings object chosen by their `name`."""
 
     GROUP: ClassVar[str] = ""
+    CONF: ClassVar[str] = "train"  # the YAML file that says what holds when nothing else is said
     NEEDS_FOLDER: ClassVar[bool] = True  # what is done is recorded in any case
 
     experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
@@ -163,7 +164,7 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     if twice:
         raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
-    plain = _compose_plain([text for override in parsed for text in _settled(override)])
+    plain = _compose_plain([text for override in parsed for text in _settled(override)], kind.CONF)
     return from_mapping(kind, _with_groups(plain))
 
 
@@ -313,10 +314,10 @@ def _settled(override: Override) -> list[str]:
     return [f"~{key}", f"++{key}.name={override.value()}"]
 
 
-def _compose_plain(overrides: list[str]) -> dict[str, Any]:
+def _compose_plain(overrides: list[str], conf: str) -> dict[str, Any]:
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
-            composed = hydra.compose("train", overrides=overrides)
+            composed = hydra.compose(conf, overrides=overrides)
         plain = OmegaConf.to_container(composed, resolve=True)
     except _COMPOSITION_ERRORS as error:
         raise UserError(f"{_one_line(error).rstrip('.')}; --help explains the keys.") from error

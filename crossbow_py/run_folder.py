@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -88,7 +88,7 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
     resume, source = _resume_from(config, plain)
     chosen = Path(config.output_dir).expanduser() if config.output_dir else source
     made = chosen is None or not chosen.exists()
-    path = _make_new(config.experiment) if chosen is None else _make(chosen)
+    path = new_folder(config.experiment) if chosen is None else make_folder(chosen)
     with _locked(path):
         continues = config.resume == "auto" or (source is not None and path.resolve() == source.resolve())
         if holds_run(path) and not continues:
@@ -125,8 +125,8 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`key: old → new` for every key that differs and that a resume may not change; keys newer than `old` do not."""
-    kept = _kept(new)
-    return differences(_filled(_kept(old), kept), kept)
+    kept = without(new, MAY_CHANGE)
+    return differences(_filled(without(old, MAY_CHANGE), kept), kept)
 
 
 def run_of(asked: Path) -> Path:
@@ -179,12 +179,12 @@ def _check_unchanged(source: Path, plain: Mapping[str, Any]) -> None:
         )
 
 
-def _kept(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The configuration without the keys in MAY_CHANGE."""
+def without(plain: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Nested plain values without those of the dotted keys."""
     return {
-        key: _kept(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        key: without(value, keys, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in plain.items()
-        if f"{prefix}{key}" not in MAY_CHANGE
+        if f"{prefix}{key}" not in keys
     }
 
 
@@ -196,9 +196,9 @@ def _filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**new, **old, **nested}
 
 
-def _make_new(experiment: str) -> Path:
+def new_folder(experiment: str) -> Path:
     """Make runs/<experiment>/<time>; two runs started in one second get two folders."""
-    parent, now = _make(RUNS / experiment), time_name()
+    parent, now = make_folder(RUNS / experiment), time_name()
     for number in itertools.count(1):
         path = parent / (now if number == 1 else f"{now}_{number}")
         try:
@@ -216,7 +216,8 @@ def time_name() -> str:
     return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def _make(path: Path) -> Path:
+def make_folder(path: Path) -> Path:
+    """Make a folder, if it is not there. Raises UserError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

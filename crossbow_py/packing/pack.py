@@ -99,7 +99,7 @@ class Pack:
         job: what all packs share.
         signature: what these trials have in common.
         template: a model of theirs, on the device.
-        feed: training batches of their size.
+        feed: training batches of their size; closed with the pack.
         members: at least one.
 
     Raises LearnerError, MemoryError or RuntimeError from rounds that fail for all; see `Executor.submit`.
@@ -282,5 +282,4 @@ class Pack:
         """Stop threads and give memory back. Does not raise."""
         self._close_engine()
         self.members = []
-        if not isinstance(self.feed, ResidentFeed):  # that one is shared
-            self.feed.close()
+        self.feed.close()

@@ -15,7 +15,7 @@ Value: TypeAlias = bool | int | float | str | None
 Conditions: TypeAlias = tuple[tuple[str, tuple[Value, ...]], ...]
 
 MAX_POINTS = 10_000
-_FIELDS = ("low", "high", "log", "step", "num", "choices", "when")
+FIELDS = ("low", "high", "log", "step", "num", "choices", "when")
 _MOST = 2**53  # of whole numbers, and of steps: samplers compute in 64-bit floats
 _PLAIN = "numbers, text, true, false or null"
 _DIGITS = 12  # of a grid point, so that 0.1 + 2 · 0.1 is 0.3
@@ -65,7 +65,7 @@ class Parameter:
         try:
             check(self)
         except UserError as error:
-            raise UserError(f"search.space: {self.key}.{error}") from None
+            raise UserError(f"space: {self.key}.{error}") from None
         if self.choices is not None:
             self._check_choices(self.choices)
             return
@@ -102,6 +102,17 @@ class Parameter:
         """Both ends of the range, or every choice."""
         return self._ends() if self.choices is None else self.choices
 
+    def place(self, value: Value) -> float:
+        """Where a value of it lies, from 0 (the lower end, or the first choice) to 1."""
+        if self.choices is not None:
+            index = next(n for n, choice in enumerate(self.choices) if contains((choice,), value))
+            return index / max(1, len(self.choices) - 1)
+        assert isinstance(value, int | float), "a range is of numbers"
+        low, high = self._ends()
+        if self.log:
+            return math.log(value / low) / math.log(high / low)
+        return (value - low) / (high - low)
+
     def num_points(self) -> int:
         """At most how many points the parameter has in a grid. Raises UserError when nothing says which."""
         if self.choices is not None:
@@ -110,7 +121,7 @@ class Parameter:
             return self.num
         step = self._grid_step()
         if step is None:
-            raise UserError(f"search.space: {self.key} must have num, step or choices for a grid, got none of them.")
+            raise UserError(f"space: {self.key} must have num, step or choices for a grid, got none of them.")
         low, high = self._ends()
         return int((_exactly(high) - _exactly(low)) / _exactly(step)) + 1
 
@@ -127,7 +138,7 @@ class Parameter:
 
     def to_plain(self) -> dict[str, Any]:
         """Its key and what was set, as plain values."""
-        plain = {name: getattr(self, name) for name in ("key", *_FIELDS[:-1], "integer")}
+        plain = {name: getattr(self, name) for name in ("key", *FIELDS[:-1], "integer")}
         plain["when"] = {key: list(allowed) for key, allowed in self.when} or None
         plain["choices"] = None if self.choices is None else list(self.choices)
         return {name: value for name, value in plain.items() if value is not None and value is not False}
@@ -202,7 +213,7 @@ class Parameter:
             )
 
     def _refuse(self, text: str) -> UserError:
-        return UserError(f"search.space: {self.key} {text}.")
+        return UserError(f"space: {self.key} {text}.")
 
 
 def parse_parameter(key: str, plain: Any) -> Parameter:
@@ -215,13 +226,13 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
     if isinstance(plain, list | tuple):
         plain = {"choices": plain}
     if not isinstance(plain, Mapping):
-        raise UserError(f"search.space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}.")
+        raise UserError(f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}.")
     for name in plain:
-        if name not in _FIELDS:
-            raise UserError(f"search.space: {key} has no field {name!r}{suggestion(str(name), _FIELDS)}")
+        if name not in FIELDS:
+            raise UserError(f"space: {key} has no field {name!r}{suggestion(str(name), FIELDS)}")
     choices = plain.get("choices")
     if choices is not None and not _are_plain(choices):
-        raise UserError(f"search.space: {key}.choices must be a list of {_PLAIN}, got {choices!r}.")
+        raise UserError(f"space: {key}.choices must be a list of {_PLAIN}, got {choices!r}.")
     return Parameter(key=key, **{**plain, "when": _conditions(key, plain.get("when"))})
 
 
@@ -230,19 +241,19 @@ def _check_sizes(key: str, plain: Any) -> None:
         for entry in plain.values() if isinstance(plain, Mapping) else plain:
             _check_sizes(key, entry)
     elif isinstance(plain, int) and abs(plain) > _MOST:
-        raise UserError(f"search.space: {key} must have whole numbers of at most 53 bits, got a larger one.")
+        raise UserError(f"space: {key} must have whole numbers of at most 53 bits, got a larger one.")
 
 
 def _conditions(key: str, plain: Any) -> Conditions:
     if plain is None:
         return ()
     if not isinstance(plain, Mapping) or not plain:
-        raise UserError(f"search.space: {key}.when must be a mapping from another key to its values, got {plain!r}.")
+        raise UserError(f"space: {key}.when must be a mapping from another key to its values, got {plain!r}.")
     conditions = [(other, tuple(v) if isinstance(v, list | tuple) else (v,)) for other, v in plain.items()]
     for other, allowed in conditions:
         if not isinstance(other, str) or not allowed or not _are_plain(allowed):
             raise UserError(
-                f"search.space: {key}.when must have a key with {_PLAIN}, one or a list of them, "
+                f"space: {key}.when must have a key with {_PLAIN}, one or a list of them, "
                 f"got {{{other!r}: {plain[other]!r}}}."
             )
     return tuple(conditions)

@@ -85,7 +85,7 @@ def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Wait
             return sorted(waiting, key=lambda each: random.Random(f"{seed}/{each.trial}").random())
         case "knn":
             return _by_nearness(waiting, running or waiting[:1])
-    raise UserError(f"pack.policy has no {policy!r}{suggestion(policy, get_args(Policy))}")
+    raise UserError(f"packing has no {policy!r}{suggestion(policy, get_args(Policy))}")
 
 
 def _by_signature(waiting: Sequence[Waiting], running: Sequence[Waiting]) -> list[Waiting]:

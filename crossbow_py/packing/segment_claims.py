@@ -127,6 +127,10 @@ class SegmentClaims:
             self._patience.call(self._storage.create_new_trial, self._study, claim)
         return self._settled(free) if free else []
 
+    def free(self, segments: Collection[Segment]) -> list[Segment]:
+        """Those that `claim` would take now."""
+        return self._free(segments, self._read()) if segments else []
+
     def renew(self) -> list[Segment]:
         """Prolong the lease, when a third of it has passed; to be called at least that often while segments are held.
 

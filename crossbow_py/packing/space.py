@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.errors import UserError
-from crossbow_py.packing.parameter import MAX_POINTS, Parameter, Suggester, Value, contains, parse_parameter
+from crossbow_py.packing.parameter import FIELDS, MAX_POINTS, Parameter, Suggester, Value, contains, parse_parameter
 from crossbow_py.settings import suggestion
 
 
@@ -25,14 +25,15 @@ class Space:
             optimizer: [sgd, adam]                                        # short for {choices: [sgd, adam]}
             optimizer.momentum: {low: 0, high: 0.9, step: 0.3, when: {optimizer: sgd}}
 
+        Keys may be nested too, `optimizer: {momentum: {low: 0, high: 0.9}}`; what is written later is laid over
+        what was there. A value alone is a choice of one.
+
         Raises:
             UserError: names the key, the rule, what was received and what to do.
         """
         if not isinstance(plain, Mapping) or not plain:
-            raise UserError(f"search.space must be a mapping with at least one key to search, got {plain!r}.")
-        for key in plain:
-            if not isinstance(key, str) or not key:
-                raise UserError(f"search.space must have dotted configuration keys, got {key!r}.")
+            raise UserError(f"space must be a mapping with at least one key to search, got {plain!r}.")
+        plain = _flattened(plain)
         parameters = [parse_parameter(key, entry) for key, entry in plain.items()]
         for parameter in parameters:
             _check_conditions(parameter, {each.key: each for each in parameters})
@@ -62,7 +63,7 @@ class Space:
             count = sum(parameter.num_points() if there else 1 for there in exists)
             if count > MAX_POINTS:
                 raise UserError(
-                    f"search.space must have at most {MAX_POINTS} combinations for a grid, got {count} or more with "
+                    f"space must have at most {MAX_POINTS} combinations for a grid, got {count} or more with "
                     f"{parameter.key}; take fewer values, or another sampler."
                 )
             points = parameter.points()
@@ -116,23 +117,40 @@ class Space:
             never = [key for key, allowed in own.items() if not allowed]
             if never:
                 raise UserError(
-                    f"search.space: {parameter.key} never exists, as its conditions want different values of "
+                    f"space: {parameter.key} never exists, as its conditions want different values of "
                     f"{never[0]} at once; change one of them."
                 )
             required[parameter.key] = own
         return required
 
 
+def _flattened(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """One level of dotted keys. A mapping is a parameter when it has a field of one, and else holds parameters."""
+    flat: dict[str, Any] = {}
+    for name, entry in plain.items():
+        if not isinstance(name, str) or not name:
+            raise UserError(f"space must have dotted configuration keys, got {name!r}.")
+        key = f"{prefix}{name}"
+        if isinstance(entry, Mapping) and entry and not any(field in entry for field in FIELDS):
+            found = _flattened(entry, f"{key}.")
+        else:
+            found = {key: entry if isinstance(entry, Mapping | list | tuple) else [entry]}
+        for own, value in found.items():
+            both = isinstance(value, Mapping) and isinstance(flat.get(own), Mapping)
+            flat[own] = {**flat[own], **value} if both else value
+    return flat
+
+
 def _check_conditions(parameter: Parameter, known: Mapping[str, Parameter]) -> None:
     for key, allowed in parameter.when:
         if key not in known:
             raise UserError(
-                f"search.space: {parameter.key}.when names {key!r}, which is not searched{suggestion(key, known)}"
+                f"space: {parameter.key}.when names {key!r}, which is not searched{suggestion(key, known)}"
             )
         for value in allowed:
             if not known[key].can_be(value):
                 raise UserError(
-                    f"search.space: {parameter.key}.when wants {key} to be {value!r}, and it is "
+                    f"space: {parameter.key}.when wants {key} to be {value!r}, and it is "
                     f"{known[key].describe()}; name one of its choices or whole numbers."
                 )
 
@@ -147,7 +165,7 @@ def _in_order(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
                 ordered[parameter.key] = parameter
         after = [parameter for parameter in left if parameter.key not in ordered]
         if len(after) == len(left):
-            raise UserError(f"search.space: conditions go in a circle, {_circle(after)}; take one of them away.")
+            raise UserError(f"space: conditions go in a circle, {_circle(after)}; take one of them away.")
         left = after
     return tuple(ordered.values())
 

@@ -80,7 +80,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
         return patience.call(lambda: JournalStorage(JournalFile(path)))
     if storage.partition("://")[0].partition("+")[0] not in _DATABASES:
         raise UserError(
-            f"search.storage must be journal:PATH, a path that ends in .log or .journal, or the URL of a data base "
+            f"storage must be journal:PATH, a path that ends in .log or .journal, or the URL of a data base "
             f"({', '.join(f'{name}://' for name in _DATABASES)}), got {shown_address(storage)!r}."
         )
     return patience.call(_open_database, storage)
@@ -108,11 +108,11 @@ def _open_database(storage: str) -> BaseStorage:
         opened = RDBStorage(storage, {"connect_args": {"timeout": _SQLITE_WAIT_S}} if is_sqlite else None)
     except ImportError as error:
         raise UserError(
-            f"search.storage: the Python driver for {shown_address(storage)} is not installed "
+            f"storage: the Python driver for {shown_address(storage)} is not installed "
             f"({error.__cause__ or error}); install it, or give a journal file."
         ) from error
     except (ArgumentError, ValueError) as error:
-        raise UserError(f"search.storage is no URL of a data base: {shown_address(storage)!r} ({error}).") from error
+        raise UserError(f"storage is no URL of a data base: {shown_address(storage)!r} ({error}).") from error
     if is_sqlite:
         _lock_whole_transactions(opened.engine)
     return get_storage(opened)
@@ -139,7 +139,7 @@ def _lock_whole_transactions(engine: Engine) -> None:
 def _require_folder(path: Path) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise UserError(f"search.storage: the folder {folder} does not exist; make it, or give another.")
+        raise UserError(f"storage: the folder {folder} does not exist; make it, or give another.")
 
 
 def _said(error: BaseException) -> str:

@@ -85,8 +85,8 @@ class SharedStudy:
             difference = self._foreign() or _first_difference(self._claims.agreed_identity(ours), ours)
             if difference:
                 raise UserError(
-                    f"search.storage: {self._place} holds another search named {self._name!r}: {difference}; go on "
-                    "with its settings, or give another search.name or search.storage."
+                    f"storage: {self._place} holds another search named {self._name!r}: {difference}; go on "
+                    "with its settings, or give another study or storage."
                 )
 
     # --- trials -------------------------------------------------------------------------------------------------------
@@ -95,6 +95,12 @@ class SharedStudy:
         """A trial's parameters by key: sampled when any worker first asks, and the same for all from then on."""
         with self._lock:
             return dict(self._registered(trial).params)
+
+    def sampled(self) -> dict[int, dict[str, Any]]:
+        """The parameters of all trials that have been sampled by any worker, by trial."""
+        with self._lock:
+            self._trials = _first_by_trial(self._records())
+            return {trial: dict(self._trials[trial].params) for trial in sorted(self._trials)}
 
     def conclude(self, trial: int, state: TrialState, value: Outcome) -> None:
         """Tell Optuna how a trial ended; nothing, when that has been told.
@@ -130,6 +136,11 @@ class SharedStudy:
         """
         with self._lock:
             return self._claims.claim(segments)
+
+    def free(self, segments: Collection[Segment]) -> list[Segment]:
+        """Those that nobody holds and that have no result yet, in the order given: what `claim` would be given."""
+        with self._lock:
+            return self._claims.free(segments)
 
     def renew(self) -> list[Segment]:
         """Prolong the lease on what is held; to be called every third of `lease_s`, and cheap in between.

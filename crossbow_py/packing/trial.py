@@ -25,7 +25,7 @@ class TrialSettings:
     """What a trial trains. The order of samples is the search's; all else that is random follows from `seed`.
 
     `model_key` says what `make_model` makes, but for the rate of dropout: models with equal keys have equal
-    architectures.
+    architectures. `name` is how people call it.
     """
 
     seed: int
@@ -36,6 +36,7 @@ class TrialSettings:
     schedule: Schedule
     label_smoothing: float = 0.0
     augmentation: Augmentation = Augmentation()
+    name: str = "this model"
 
     def new_model(self) -> nn.Module:
         """The model as the trial begins. Raises UserError, or what `make_model` raises."""

@@ -110,8 +110,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def read_summary(output_dir: Path) -> dict[str, Any]:
     """A run's summary.json; empty when there is none, or none that can be read."""
+    return read_json(output_dir / SUMMARY_FILE)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a file; empty when there is none, or none that can be read."""
     try:
-        values = json.loads((output_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
@@ -119,7 +124,7 @@ def read_summary(output_dir: Path) -> dict[str, Any]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing in between."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # workers of a search may write the same file
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

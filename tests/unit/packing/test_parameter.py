@@ -115,7 +115,7 @@ def test_points_are_spread_as_the_range_says_with_both_ends_exact(plain: Any, po
 
 @pytest.mark.parametrize("plain", [{"low": 0.1, "high": 0.5}, {"low": 1, "high": 8, "log": True}])
 def test_points_of_a_range_that_says_no_distance_are_refused(plain: Any) -> None:
-    with pytest.raises(UserError, match="search.space: x must have num, step or choices for a grid, got none of them"):
+    with pytest.raises(UserError, match="space: x must have num, step or choices for a grid, got none of them"):
         parse_parameter("x", plain).points()
 
 
@@ -173,13 +173,13 @@ def test_true_is_not_one_among_values() -> None:
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        (0.1, r"search.space: a.b must be {low, high}, {choices} or a list of choices, got 0.1."),
+        (0.1, r"space: a.b must be {low, high}, {choices} or a list of choices, got 0.1."),
         ("fast", r"a.b must be {low, high}, {choices} or a list of choices, got 'fast'."),
         ({}, "a.b must have low and high, or choices, got low None and high None."),
         ({"low": 1.0}, "a.b must have low and high, or choices, got low 1.0 and high None."),
         ({"lo": 1, "high": 2}, r"a.b has no field 'lo'; did you mean 'low'\?"),
         ({"key": "c", "low": 1, "high": 2}, "a.b has no field 'key'; known: choices, high, log, low, num, step, when"),
-        ({"low": "1e-3", "high": 1}, "search.space: a.b.low must be a number or null, got '1e-3'."),
+        ({"low": "1e-3", "high": 1}, "space: a.b.low must be a number or null, got '1e-3'."),
         ({"low": True, "high": 2}, "a.b.low must be a number or null, got True."),
         ({"low": 0.0, "high": math.inf}, "a.b.high must be a finite number, got inf."),
         ({"low": math.nan, "high": 1.0}, "a.b.low must be a finite number, got nan."),
@@ -223,7 +223,7 @@ def test_true_is_not_one_among_values() -> None:
 def test_impossible_parameter_is_refused_in_one_sentence(plain: Any, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse_parameter("a.b", plain)
-    assert str(caught.value).startswith("search.space: a.b")
+    assert str(caught.value).startswith("space: a.b")
     assert "\n" not in str(caught.value)
 
 

@@ -96,7 +96,7 @@ def test_knn_with_nothing_running_gathers_around_the_first_waiting() -> None:
 
 
 def test_unknown_policy_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(UserError, match=r"pack.policy has no 'signatures'; did you mean 'signature'\?"):
+    with pytest.raises(UserError, match=r"packing has no 'signatures'; did you mean 'signature'\?"):
         admit("signatures", [], [], seed=0)
 
 

@@ -85,7 +85,7 @@ def test_grid_leaves_out_what_waits_for_a_value_that_is_no_point_of_it() -> None
 
 def test_grid_of_ten_thousand_points_is_the_largest() -> None:
     assert len(Space.from_mapping({"a": {"low": 1, "high": 100}, "b": {"low": 1, "high": 100}}).grid()) == 10_000
-    message = "search.space must have at most 10000 combinations for a grid, got 10100 or more with b; take fewer"
+    message = "space must have at most 10000 combinations for a grid, got 10100 or more with b; take fewer"
     with pytest.raises(UserError, match=message):
         Space.from_mapping({"a": {"low": 1, "high": 100}, "b": {"low": 0, "high": 100}, "c": [1, 2]}).grid()
     with pytest.raises(UserError, match="at most 10000 combinations for a grid, got 1125899906842624 or more with a"):
@@ -185,11 +185,11 @@ def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ({}, "search.space must be a mapping with at least one key to search, got {}."),
-        (None, "search.space must be a mapping with at least one key to search, got None."),
-        (["lr"], r"search.space must be a mapping with at least one key to search, got \['lr'\]."),
-        ({1: [1, 2]}, "search.space must have dotted configuration keys, got 1."),
-        ({"": [1, 2]}, "search.space must have dotted configuration keys, got ''."),
+        ({}, "space must be a mapping with at least one key to search, got {}."),
+        (None, "space must be a mapping with at least one key to search, got None."),
+        (["lr"], r"space must be a mapping with at least one key to search, got \['lr'\]."),
+        ({1: [1, 2]}, "space must have dotted configuration keys, got 1."),
+        ({"": [1, 2]}, "space must have dotted configuration keys, got ''."),
         (
             {"optimizer": [1, 2], "b": {"choices": [1], "when": {"optimiser": 1}}},
             r"b.when names 'optimiser', which is not searched; did you mean 'optimizer'\?",
@@ -206,7 +206,7 @@ def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain
             {"a": {"low": 0.0, "high": 1.0}, "b": {"choices": [1], "when": {"a": 0.5}}},
             "b.when wants a to be 0.5, and it is a number from 0.0 to 1.0; name",
         ),
-        ({"a": {"choices": [1], "when": {"a": 1}}}, "search.space: conditions go in a circle, a when a; take one"),
+        ({"a": {"choices": [1], "when": {"a": 1}}}, "space: conditions go in a circle, a when a; take one"),
         (
             {
                 "x": {"choices": [1], "when": {"a": 1}},
@@ -214,7 +214,7 @@ def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain
                 "b": {"choices": [1], "when": {"c": 1}},
                 "c": {"choices": [1], "when": {"a": 1}},
             },
-            "search.space: conditions go in a circle, a when b when c when a; take one of them away.",
+            "space: conditions go in a circle, a when b when c when a; take one of them away.",
         ),
         (
             {
@@ -222,7 +222,7 @@ def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain
                 "b": {"choices": [1], "when": {"a": 1}},
                 "c": {"choices": [1], "when": {"b": 1, "a": 2}},
             },
-            "search.space: c never exists, as its conditions want different values of a at once; change one of them.",
+            "space: c never exists, as its conditions want different values of a at once; change one of them.",
         ),
     ],
 )

@@ -28,14 +28,14 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("results.csv", "^search.storage must be journal:PATH, .*, got 'results.csv'.$"),
-        ("redis://host", "^search.storage must be journal:PATH, .*, got 'redis://host'.$"),
-        ("sqlite://:x:y", "^search.storage is no URL of a data base: "),
-        ("journal:{}/none/a", "^search.storage: the folder .*/none does not exist; make it, or give another.$"),
-        ("sqlite:///{}/none/a.db", "^search.storage: the folder .*/none does not exist"),
+        ("results.csv", "^storage must be journal:PATH, .*, got 'results.csv'.$"),
+        ("redis://host", "^storage must be journal:PATH, .*, got 'redis://host'.$"),
+        ("sqlite://:x:y", "^storage is no URL of a data base: "),
+        ("journal:{}/none/a", "^storage: the folder .*/none does not exist; make it, or give another.$"),
+        ("sqlite:///{}/none/a.db", "^storage: the folder .*/none does not exist"),
         (
             "mysql+nothing://me:secret@host/x",
-            "^search.storage is no URL of a data base: 'mysql.nothing://me:...@host/x'",
+            "^storage is no URL of a data base: 'mysql.nothing://me:...@host/x'",
         ),
     ],
 )
@@ -49,7 +49,7 @@ def test_storage_of_a_data_base_without_its_driver_names_it(monkeypatch: pytest.
         raise ImportError("Please install appropriate one.") from ModuleNotFoundError("No module named 'psycopg2'")
 
     monkeypatch.setattr("crossbow_py.packing.storage.RDBStorage", fail)
-    said = r"^search.storage: the Python driver for postgresql://me:\*\*\*@host/x is not installed .*psycopg2"
+    said = r"^storage: the Python driver for postgresql://me:\*\*\*@host/x is not installed .*psycopg2"
     with pytest.raises(UserError, match=said):
         open_storage("postgresql://me:secret@host/x")
 

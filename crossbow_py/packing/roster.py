@@ -1,0 +1,155 @@
+"""What is known of a search's trials before they train: settings, what they can be packed with, how wide packs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from crossbow_py.data.feed import Feed
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.errors import CrossbowError
+from crossbow_py.packing.policies import Waiting
+from crossbow_py.packing.space import Space
+from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
+from crossbow_py.packing.width import Width, measured_width
+from crossbow_py.probe import probe, probe_evaluation
+from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.targets import one_line
+
+MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
+
+
+@dataclass(frozen=True)
+class SearchData:
+    """The data of a search, on the device.
+
+    Attributes:
+        feed_of: new training batches of a size, to be closed; raises UserError for one the data set has not.
+        num_samples: N, of an epoch.
+        validation, test: what trials are measured on, and the best one in the end.
+        num_classes: what models must return, and whether exactly.
+    """
+
+    feed_of: Callable[[int], Feed]
+    num_samples: int
+    validation: Feed
+    test: Feed | None
+    num_classes: tuple[int | None, bool]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What trials of one signature have in common."""
+
+    template: nn.Module
+    width: Width
+
+
+@dataclass(frozen=True)
+class Described:
+    """A trial that can train."""
+
+    settings: TrialSettings
+    signature: str
+    dropout_rate: float
+    features: tuple[float, ...]
+
+
+class Roster:
+    """Describes trials, each once.
+
+    Args:
+        make_trial: a trial's settings from its number and parameters.
+        space: whose parameters these are.
+        data: of the search.
+        settings, choices: of its runs.
+        loss: of all trials.
+        most: trials side by side at most.
+        announce: is told before what takes long, and what was found.
+    """
+
+    def __init__(
+        self,
+        make_trial: MakeTrial,
+        space: Space,
+        data: SearchData,
+        settings: RunSettings,
+        choices: Choices,
+        loss: Loss,
+        most: int,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._make_trial, self._space, self.data = make_trial, space, data
+        self._settings, self._choices, self._loss = settings, choices, loss
+        self._most, self._announce = most, announce
+        self._described: dict[int, Described | str] = {}
+        self._kinds: dict[str, Kind] = {}
+
+    def of(self, trial: int, params: Mapping[str, Any]) -> Described | str:
+        """What is known of a trial; a sentence where it cannot train."""
+        if trial not in self._described:
+            try:
+                self._described[trial] = self._describe(trial, params)
+            except CrossbowError as error:
+                self._described[trial] = one_line(error)
+            except Exception as error:  # of the user's model
+                self._described[trial] = f"{type(error).__name__}: {one_line(error)}"
+        return self._described[trial]
+
+    def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:
+        settings = self._make_trial(trial, params)
+        model = settings.new_model()
+        key = signature(settings, model)
+        if key not in self._kinds:
+            self._kinds[key] = self._new_kind(settings, model)
+        return Described(settings, key, own_dropout_rate(model) or 0.0, features(self._space, params))
+
+    def waiting(self, trial: int, described: Described, alone: bool) -> Waiting:
+        """For a policy; a trial that is to train alone fits beside nobody."""
+        key = described.signature
+        name, share = (f"{key} {trial}", 1.0) if alone else (key, 1 / self._kinds[key].width.size)
+        return Waiting(trial, name, described.settings.batch_size, described.features, share)
+
+    def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+        with closing(self.data.feed_of(settings.batch_size)) as feed:
+            return self._measured_kind(settings, model.to(self._choices.device), feed)
+
+    def _measured_kind(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> Kind:
+        batch = feed.first_samples(min(2, settings.batch_size))
+        for note in probe(template, self._choices.precision, batch, self._loss, *self.data.num_classes):
+            self._announce(note)
+        few = self.data.validation.first_samples(2)
+        probe_evaluation(template, self._choices.precision, few, self._loss, "validation")
+        if self._most == 1:
+            executor = "serial" if self._choices.executor == "auto" else self._choices.executor
+            return Kind(template, Width(1, {(executor, 1): 1.0}, ""))
+        width, notes = measured_width(
+            self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce
+        )
+        for note in (*notes, width.sentence):
+            self._announce(note)
+        return Kind(template, width)
+
+    def template(self, key: str) -> nn.Module:
+        """A model of a signature, on the device."""
+        return self._kinds[key].template
+
+    def executor(self, key: str, num_trials: int) -> str:
+        """For that many trials of a signature."""
+        return self._kinds[key].width.executor(num_trials)
+
+    def narrow(self, key: str, size: int) -> None:
+        """Memory did not hold more than that."""
+        kind = self._kinds[key]
+        self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
+
+
+def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:
+    """Parameters as numbers from 0 to 1, by their places in their ranges; 0.5 for one that does not exist."""
+    return tuple(
+        parameter.place(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
+    )

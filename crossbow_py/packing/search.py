@@ -1,0 +1,392 @@
+"""The loop of one worker process: it takes segments from the shared study, packs them, trains, measures and tells.
+
+Everything that is decided about trials follows from the study's results alone (`hyperband`), so a search may be killed
+at any moment and started again, or shared by any number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from crossbow_py.engine.memory import free_memory, is_out_of_memory
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.errors import CrossbowError, DataError, UserError
+from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
+from crossbow_py.packing.hyperband import (
+    Bracket,
+    Results,
+    Segment,
+    TrialState,
+    is_over,
+    ready,
+    standing,
+    to_epochs,
+)
+from crossbow_py.packing.pack import Member, Pack, PackJob
+from crossbow_py.packing.policies import Policy, Waiting, admit
+from crossbow_py.packing.roster import Described, Roster
+from crossbow_py.packing.side_by_side import advance
+from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.study import SharedStudy
+from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.stopping import StopConditions
+from crossbow_py.targets import one_line
+
+_TURN_S = 1.0  # between looks at leases, signals and the clock
+_POLL_S = 0.5  # while others hold all that is left
+_ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
+
+
+@dataclass(frozen=True)
+class SearchRules:
+    """What a search goes by.
+
+    Attributes:
+        brackets: its trials, and how far each is trained.
+        metric: of the validation data; `accuracy` is maximized, `loss` minimized.
+        policy: who is packed with whom.
+        lookahead: new trials that are sampled before there is room for them, for policies to choose from.
+    """
+
+    brackets: tuple[Bracket, ...]
+    metric: str
+    policy: Policy
+    seed: int
+    lookahead: int
+
+    @property
+    def maximize(self) -> bool:
+        """Whether greater values are better."""
+        return self.metric == "accuracy"
+
+
+@dataclass
+class Spent:
+    """Where a worker's time went, in seconds, and the samples it trained on."""
+
+    train_s: float = 0.0
+    evaluation_s: float = 0.0
+    waiting_s: float = 0.0
+    tuning_s: float = 0.0
+    samples: int = 0
+
+
+@dataclass
+class Place:
+    """A segment on its way, in a pack of this worker."""
+
+    segment: Segment
+    member: Member
+    described: Described
+    alone: bool
+    seconds: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """How much of the segment is over, 0 to 1."""
+        begun = 0 if self.member.begun is None else self.member.begun.samples_seen
+        return min(1.0, (self.member.samples_seen - begun) / max(1, self.member.end_samples - begun))
+
+
+@dataclass
+class SearchHooks:
+    """What a search calls, in its own thread; every one may be left out."""
+
+    message: Callable[[str], None] = lambda _: None
+    progress: Callable[[Search], None] = lambda _: None
+    finished: Callable[[Search, Segment], None] = lambda _, __: None
+    clock: Callable[[], float] = field(default=time.perf_counter)
+    sleep: Callable[[float], None] = field(default=time.sleep)
+
+
+class Search:
+    """One worker of a search. Used from one thread; close it.
+
+    Args:
+        rules: what it goes by.
+        study: shared with other workers, open.
+        roster: what is known of trials.
+        states: where trials are kept between segments.
+        settings, choices, loss: of all trials.
+        hooks: what it calls.
+    """
+
+    def __init__(
+        self,
+        rules: SearchRules,
+        study: SharedStudy,
+        roster: Roster,
+        states: TrialStates,
+        settings: RunSettings,
+        choices: Choices,
+        loss: Loss,
+        hooks: SearchHooks,
+    ) -> None:
+        self.rules, self.study, self.roster, self.states = rules, study, roster, states
+        self.choices, self.loss, self.hooks = choices, loss, hooks
+        self.num_samples = roster.data.num_samples
+        longest = max(bracket.epochs[-1] for bracket in rules.brackets)
+        planned = epoch_samples(longest, self.num_samples)
+        self._job = PackJob(settings, choices, loss, planned, roster.executor)
+        self._packs: dict[str, Pack] = {}
+        self.places: list[Place] = []
+        self._alone: set[int] = set()
+        self._concluded: set[int] = set()
+        self.spent = Spent()
+        self.results: Results = {}
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self, stopped: Callable[[], bool]) -> bool:
+        """Train until nothing is left, or `stopped`; then what is held is given back. Whether nothing is left.
+
+        Raises:
+            StorageError: the storage is gone; what was finished is in it.
+            DataError: the data cannot be loaded.
+        """
+        try:
+            while not stopped():
+                self._drop_lost(self.study.renew())
+                self.results = self.study.results()
+                self._conclude()
+                if is_over(self.rules.brackets, self.results, maximize=self.rules.maximize):
+                    return True
+                self._admit()
+                if not self.places:
+                    self._wait()
+                    continue
+                self._train(stopped)
+                self._settle()
+                self.hooks.progress(self)
+            return False
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give back what is held and end all packs. Does not raise what the storage says: leases end by themselves."""
+        for pack in self._packs.values():
+            pack.close()
+        self._packs.clear()
+        for place in self.places:
+            try:
+                self.study.release(place.segment)
+            except (CrossbowError, KeyError):
+                break
+        self.places = []
+
+    def pack_number(self, place: Place) -> int:
+        """Which of the packs a place is in, from 0."""
+        return list(self._packs).index(self._pack_key(place)) if self._pack_key(place) in self._packs else 0
+
+    def _wait(self) -> None:
+        begun = self.hooks.clock()
+        self.hooks.sleep(_POLL_S)
+        self.spent.waiting_s += self.hooks.clock() - begun
+
+    # --- who trains ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Claim what the policy wants beside what runs, and give it seats."""
+        waiting = self._waiting()
+        running = [self._as_waiting(place.segment.trial, place.described, place.alone) for place in self.places]
+        chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
+        wanted = {each.trial for each in chosen}
+        claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
+        new = [self._placed(segment) for segment in claimed]
+        if new:
+            self.places += [place for place in new if place is not None]
+            self._seat()
+
+    def _waiting(self) -> list[tuple[Segment, Waiting]]:
+        """What may be claimed, as far as the policy looks ahead; what cannot be described has failed."""
+        segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
+        held = {place.segment for place in self.places}
+        found: list[tuple[Segment, Waiting]] = []
+        num_new = 0
+        for segment in self.study.free([each for each in segments if each not in held]):
+            num_new += segment.rung == 0
+            if num_new > self.rules.lookahead:
+                break
+            known = self._described(segment)
+            if known is not None:
+                found.append((segment, self._as_waiting(segment.trial, known, segment.trial in self._alone)))
+        return found
+
+    def _described(self, segment: Segment) -> Described | None:
+        params, begun = self.study.params(segment.trial), self.hooks.clock()
+        known = self.roster.of(segment.trial, params)
+        self.spent.tuning_s += self.hooks.clock() - begun
+        if isinstance(known, Described):
+            return known
+        if self.study.claim([segment]):
+            self._fail(segment, known)
+        return None
+
+    def _as_waiting(self, trial: int, described: Described, alone: bool) -> Waiting:
+        return self.roster.waiting(trial, described, alone)
+
+    def _placed(self, segment: Segment) -> Place | None:
+        """A claimed segment, ready to train from where its trial stood; from its beginning when that is lost."""
+        known = self.roster.of(segment.trial, self.study.params(segment.trial))
+        assert isinstance(known, Described), "what is claimed can train"
+        begun = None
+        if segment.rung:
+            begun = self.states.load(Segment(segment.trial, segment.rung - 1))
+            if begun is None:
+                self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
+        end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
+        member = Member(segment.trial, known.settings, begun, end, known.dropout_rate)
+        return Place(segment, member, known, segment.trial in self._alone)
+
+    def _seat(self) -> None:
+        """Packs as the places are now; those that go on keep their rows."""
+        groups: dict[str, list[Place]] = {}
+        for place in self.places:
+            groups.setdefault(self._pack_key(place), []).append(place)
+        for key in [key for key in self._packs if key not in groups]:
+            self._packs.pop(key).close()
+        for key, places in groups.items():
+            self._seat_group(key, places)
+
+    def _pack_key(self, place: Place) -> str:
+        return f"{place.described.signature} {place.segment.trial}" if place.alone else place.described.signature
+
+    def _seat_group(self, key: str, places: list[Place]) -> None:
+        members, signature = [place.member for place in places], places[0].described.signature
+        try:
+            if key in self._packs:
+                self._packs[key].seat(members)
+                return
+            feed = self.roster.data.feed_of(members[0].settings.batch_size)
+            self._packs[key] = Pack(self._job, signature, self.roster.template(signature), feed, members)
+            if warning := self._packs[key].warning:
+                self.hooks.message(warning)
+        except (CrossbowError, RuntimeError, MemoryError) as error:
+            self._give_up(key, error)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _train(self, stopped: Callable[[], bool]) -> None:
+        """Until a segment is over, or a turn has passed."""
+        clock, packs = self.hooks.clock, list(self._packs.items())
+        begun, samples = clock(), self._samples()
+        failures = advance(
+            [pack for _, pack in packs],
+            lambda: clock() - begun >= _TURN_S or stopped(),
+            device=self.choices.device,
+        )
+        seconds = clock() - begun
+        self.spent.train_s += seconds
+        self.spent.samples += self._samples() - samples
+        for place in self.places:
+            place.seconds += seconds / len(self.places)
+        for number, error in failures.items():
+            self._give_up(packs[number][0], error)
+        for _, pack in packs:
+            for note in pack.notes:
+                self.hooks.message(note)
+            pack.notes.clear()
+
+    def _samples(self) -> int:
+        return sum(place.member.samples_seen for place in self.places)
+
+    def _give_up(self, key: str, error: Exception) -> None:
+        """A pack failed: its trials begin their segments anew, fewer of them where memory was short, else alone.
+
+        A trial that fails alone has failed. Raises what is no trial's fault.
+        """
+        if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
+            raise error
+        if key in self._packs:
+            self._packs.pop(key).close()
+        mine = [place for place in self.places if self._pack_key(place) == key]
+        self.places = [place for place in self.places if self._pack_key(place) != key]
+        cause = error.__cause__ or error
+        if len(mine) == 1:
+            self._fail(mine[0].segment, f"{type(cause).__name__}: {one_line(cause)}")
+        elif is_out_of_memory(cause):
+            self.roster.narrow(mine[0].described.signature, len(mine) // 2)
+            self.hooks.message(f"Memory does not hold {len(mine)} trials side by side; {len(mine) // 2} are tried.")
+        else:
+            self._alone.update(place.segment.trial for place in mine)
+            self.hooks.message(f"A pack of {len(mine)} failed ({one_line(cause)}); its trials train one at a time now.")
+        for place in mine if len(mine) > 1 else ():
+            self.study.release(place.segment)
+        free_memory(self.choices.device)
+
+    # --- measuring and telling ----------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Measure the trials whose segments are over, keep where they stand, and tell the study."""
+        over = [place for place in self.places if place.member.is_over]
+        if not over:
+            return
+        for key, pack in self._packs.items():
+            mine = [place for place in over if self._pack_key(place) == key]
+            healthy = [place for place in mine if place.member.failure is None]
+            begun = self.hooks.clock()
+            measured = pack.evaluate([p.member for p in healthy], self._evaluator(pack), self.roster.data.validation)
+            self.spent.evaluation_s += self.hooks.clock() - begun
+            for place, evaluation in zip(healthy, measured, strict=True):
+                self._finish(place, evaluation, pack)
+            for place in mine:
+                if place.member.failure is not None:
+                    self._fail(place.segment, place.member.failure)
+        self.places = [place for place in self.places if not place.member.is_over]
+        self._seat()
+
+    def _evaluator(self, pack: Pack) -> Evaluator:
+        values = self.roster.data.validation.first_samples(1).inputs.numel()
+        return Evaluator(
+            pack.template, precision=self.choices.precision, loss=self.loss, metrics={},
+            batch_size=evaluation_batch_size(values), channels_last=self._job.settings.channels_last,
+        )  # fmt: skip
+
+    def _finish(self, place: Place, evaluation: Evaluation, pack: Pack) -> None:
+        value = evaluation.accuracy if self.rules.metric == "accuracy" else evaluation.loss
+        if value is None:
+            raise UserError("metric=accuracy needs targets that are classes; set metric=loss.")
+        segment, member = place.segment, place.member
+        self.states.save(segment, pack.checkpoint(member))
+        attrs = {
+            "train_loss": member.loss_sum / member.num_losses if member.num_losses else None,
+            "validation_loss": evaluation.loss if math.isfinite(evaluation.loss) else None,
+            "validation_accuracy": evaluation.accuracy,
+            "samples": member.samples_seen,
+        }
+        epochs = to_epochs(self.rules.brackets, segment)
+        self.study.finish(segment, value, epochs=epochs, seconds=place.seconds, attrs=attrs)
+        self.states.forget(segment.trial, before_rung=segment.rung)
+        self.hooks.finished(self, segment)
+
+    def _fail(self, segment: Segment, reason: str) -> None:
+        self.study.fail(segment, reason)
+        self.states.forget(segment.trial)
+        self.hooks.message(f"Trial {segment.trial} failed: {reason.rstrip('.')}.")
+        self.hooks.finished(self, segment)
+
+    def _conclude(self) -> None:
+        """Tell how trials ended that have, by the results of all workers; files of those that lost are removed."""
+        for trial, where in standing(self.rules.brackets, self.results, maximize=self.rules.maximize).items():
+            if where.state in _ENDED and trial not in self._concluded:
+                self._concluded.add(trial)
+                self.study.conclude(trial, where.state, where.value)
+                if where.state is not TrialState.COMPLETE:
+                    self.states.forget(trial)
+
+    def _drop_lost(self, segments: Sequence[Segment]) -> None:
+        """Others have taken these, as this worker seemed dead."""
+        if segments:
+            self.places = [place for place in self.places if place.segment not in segments]
+            self._seat()
+            self.hooks.message(f"{len(segments)} segments were taken over by another worker.")
+
+
+def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
+    """After how many samples a training run of so many epochs ends."""
+    planned = StopConditions(max_epochs=epochs).planned_samples(samples_per_epoch)
+    assert planned is not None, "a number of epochs is a number of samples"
+    return planned

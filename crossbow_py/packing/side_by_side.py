@@ -1,0 +1,59 @@
+"""Several packs on one device: on a CPU a thread and a share of the cores each, on CUDA streams of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from crossbow_py.packing.pack import Pack
+
+Failures = dict[int, Exception]  # by place of the pack
+
+
+def advance(packs: Sequence[Pack], is_enough: Callable[[], bool], *, device: torch.device) -> Failures:
+    """Train all packs until a segment of any of them is over, or it is enough; afterwards all are drained.
+
+    Every pack goes at its own pace on a CPU, and round by round in turn on CUDA, where rounds are only enqueued. What
+    raises ends its own pack's rounds and is returned.
+    """
+    if len(packs) == 1 or device.type == "cuda":
+        return _in_turn(packs, is_enough)
+    stop = threading.Event()
+    share = max(1, torch.get_num_threads() // len(packs))
+    with ThreadPoolExecutor(len(packs), "crossbow pack", lambda: torch.set_num_threads(share)) as pool:
+        found = pool.map(lambda pack: _alone(pack, is_enough, stop), packs)
+        return {place: error for place, error in enumerate(found) if error is not None}
+
+
+def _alone(pack: Pack, is_enough: Callable[[], bool], stop: threading.Event) -> Exception | None:
+    try:
+        while not stop.is_set() and not is_enough() and pack.step():
+            pass
+        stop.set()
+        pack.drain()
+    except Exception as error:
+        stop.set()
+        return error
+    return None
+
+
+def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool]) -> Failures:
+    failures: Failures = {}
+    goes_on = True
+    while goes_on and not is_enough():
+        for place, pack in enumerate(packs):
+            try:
+                goes_on = pack.step() and goes_on
+            except Exception as error:
+                failures[place] = error
+                goes_on = False
+    for place, pack in enumerate(packs):
+        if place not in failures:
+            try:
+                pack.drain()
+            except Exception as error:
+                failures[place] = error
+    return failures

@@ -1,0 +1,170 @@
+"""How many trials of a signature train side by side, and by which executor: what was measured to be the fastest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from crossbow_py.averaging import Independent
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.calibration import Calibration, Candidate, calibrate, fingerprint
+from crossbow_py.data.feed import Feed
+from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
+from crossbow_py.engine.rounds import Loss, Round, RoundTasks
+from crossbow_py.engine.update import choose_update
+from crossbow_py.executor_choice import new_bank
+from crossbow_py.learner_bound import learner_bound
+from crossbow_py.packing.trial import TrialSettings
+from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.user_cache import Remembered
+from crossbow_py.version import __version__
+
+_WORTH = 1.05  # times the throughput of one at a time: what a pack has to reach, or it is not worth its memory
+_CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
+_SIZES = (2, 4, 8, 16, 32, 64)
+Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
+
+
+@dataclass(frozen=True)
+class Width:
+    """The size of a full pack, what was measured, and a sentence for the user."""
+
+    size: int
+    rates: Rates
+    sentence: str
+
+    def executor(self, num_trials: int) -> str:
+        """For that many trials: the fastest by what was measured with about as many."""
+
+        def rate(name: str) -> float:
+            counts = [count for own, count in self.rates if own == name]
+            below = [count for count in counts if count <= num_trials]
+            nearest = max(below) if below else min(counts)
+            # More trials than measured are as fast; with fewer, the share of them that is there.
+            return self.rates[name, nearest] * min(1.0, num_trials / nearest)
+
+        return max(dict.fromkeys(name for name, _ in self.rates), key=rate)
+
+
+def choose_width(rates: Rates, what: str) -> Width:
+    """The smallest pack close to the best throughput; one at a time where packs do not pay. Pure.
+
+    `rates` has one trial at a time, by whatever executor; `what` names the trials.
+    """
+    alone = max(rate for (_, count), rate in rates.items() if count == 1)
+    fastest = max(rates.values())
+    if fastest < _WORTH * alone:
+        reason = f"packing does not pay: {fastest:,.0f} images/s at best, and {alone:,.0f} one at a time"
+        return Width(1, rates, f"Trials of {what} run one at a time, as {reason}.")
+    size, name = min((count, own) for (own, count), rate in rates.items() if rate >= _CLOSE * fastest)
+    sentence = (
+        f"Trials of {what} run in packs of {size} by executor {name}: {rates[name, size]:,.0f} images/s, and "
+        f"{alone:,.0f} one at a time ({rates[name, size] / alone:.1f} times)."
+    )
+    return Width(size, rates, sentence)
+
+
+def measured_width(
+    settings: RunSettings,
+    choices: Choices,
+    trial: TrialSettings,
+    template: nn.Module,
+    feed: Feed,
+    loss: Loss,
+    limit: int,
+    announce: Callable[[str], None],
+) -> tuple[Width, list[str]]:
+    """The width for trials like `trial`, with at most `limit` side by side, and no more than memory holds.
+
+    Measured once for a model, batch size and machine, which takes some seconds, and remembered. Also returns sentences
+    for the user.
+    """
+    bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
+    what = f"{trial.name} with batches of {trial.batch_size}"
+    sizes = [size for size in _SIZES if size < bound] + ([bound] if bound > 1 else [])
+    names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
+    asked = _asked(names, sizes)
+    known, key = Remembered("packs.json"), _fingerprint(choices, trial, template, feed, asked)
+    if (found := _recalled(known, key)) is not None:
+        return choose_width(found, what), notes
+    announce(f"Measuring how many trials of {what} pay side by side, once; it takes some seconds.")
+
+    def candidate(name: str, count: int) -> Candidate:
+        def build() -> tuple[Executor, Callable[[int], Round]]:
+            bank = new_bank(template, count, name, settings, choices, trial.optimizer)
+            update, _ = choose_update(trial.optimizer, Independent(), choices.device, choices.precision.master)
+            tasks = RoundTasks(
+                bank, update=update, feed=feed.for_measuring(), loss=loss, seed=0, collective=Collective()
+            )
+            return EXECUTORS[name](tasks), lambda index: _still_round(index, count, feed.batch_size)
+
+        return Candidate(name, count, build)
+
+    result: Calibration = calibrate([candidate(*each) for each in asked], feed.batch_size, choices.device)
+    rates = dict(result.images_per_s)
+    if not any(count == 1 for _, count in rates):
+        name, count = min(rates, key=lambda own: own[1])
+        rates[name, 1] = rates[name, count] / count
+    known.remember(key, json.dumps([[name, count, rate] for (name, count), rate in rates.items()]))
+    return choose_width(rates, what), notes
+
+
+def _asked(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
+    """What is to be measured: one trial at a time first, and packs where they run side by side."""
+    alone = [(name, 1) for name in names if not EXECUTORS[name].FUSES] or [(names[0], 1)]
+    packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
+    return alone + [(name, size) for name in sorted(packed) for size in sizes]
+
+
+def _still_round(index: int, count: int, batch_size: int) -> Round:
+    """All take one batch, at a learning rate of 0."""
+    return Round(index, (index * batch_size,) * count, (0.0,) * count, None)
+
+
+def _memory_bound(
+    settings: RunSettings,
+    choices: Choices,
+    trial: TrialSettings,
+    template: nn.Module,
+    feed: Feed,
+    loss: Loss,
+    limit: int,
+) -> tuple[int, list[str]]:
+    executor = ("fused" if choices.executor == "auto" else choices.executor)
+    asked = replace(settings, num_learners="auto", max_learners=limit, batch_size=trial.batch_size)
+    few = feed.first_samples(min(2, trial.batch_size))
+    return learner_bound(
+        template, few, asked, replace(choices, executor=executor), loss, trial.optimizer, Independent()
+    )
+
+
+def _recalled(known: Remembered, key: str) -> Rates | None:
+    text = known.recall(key)
+    try:
+        found = {(str(name), int(count)): float(rate) for name, count, rate in json.loads(text or "[]")}
+    except (ValueError, TypeError):
+        return None
+    usable = all(name in EXECUTORS for name, _ in found) and any(count == 1 for _, count in found)
+    return found if found and usable else None
+
+
+def _fingerprint(
+    choices: Choices, trial: TrialSettings, template: nn.Module, feed: Feed, asked: list[tuple[str, int]]
+) -> str:
+    inputs = feed.first_samples(1).inputs
+    return fingerprint(
+        crossbow_py=__version__,
+        model=(trial.model_key, f"{template}"),
+        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
+        inputs=(tuple(inputs.shape[1:]), str(inputs.dtype), trial.batch_size),
+        device=str(choices.device),
+        precision=choices.precision.name,
+        optimizer=trial.optimizer.shared(),
+        packs=asked,
+    )
+
+
+__all__ = ["Rates", "Width", "choose_width", "measured_width"]

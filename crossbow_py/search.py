@@ -1,0 +1,38 @@
+"""`python -m crossbow_py.search`: search hyper-parameters as configured on the command line. `--help` explains the keys."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED, run
+from crossbow_py.errors import UserError
+from crossbow_py.search_config import SearchConfig
+from crossbow_py.search_folder import open_search_folder
+from crossbow_py.signals import StopSignal
+
+_EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
+    return run(argv, SearchConfig, search)
+
+
+def search(config: SearchConfig) -> int:
+    """One worker of a search; returns its exit code."""
+    if importlib.util.find_spec("optuna") is None:
+        raise UserError("a search needs Optuna, which is not installed; run pip install 'crossbow_py[search]'.")
+    from crossbow_py.packing.search_report import search_listeners  # noqa: PLC0415  as Optuna is optional
+    from crossbow_py.search_build import SearchRun  # noqa: PLC0415
+
+    folder = open_search_folder(config)
+    with ExitStack() as stack, StopSignal(enabled=True) as signals:
+        listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
+        summary = SearchRun(config, folder, listeners).run(lambda: signals.status)
+    return _EXIT_CODES.get(summary.status, 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

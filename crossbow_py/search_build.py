@@ -1,0 +1,277 @@
+"""From the command line's configuration to one worker of a search: the only place where one becomes the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from crossbow_py.assembly import DataSets, count_classes, new_feed
+from crossbow_py.config import TrainConfig
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.sources import DataSource
+from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.errors import UserError
+from crossbow_py.packing.hyperband import best, make_brackets
+from crossbow_py.packing.outcome import best_trial, trial_records
+from crossbow_py.packing.roster import Roster, SearchData
+from crossbow_py.packing.search import Search, SearchHooks, SearchRules
+from crossbow_py.packing.search_events import RunningTrial, SearchInfo, SearchListener, SearchProgress, SearchSummary
+from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.study import SharedStudy
+from crossbow_py.packing.trial import TrialSettings
+from crossbow_py.reporter import versions
+from crossbow_py.run_settings import Choices, RunSettings, choose
+from crossbow_py.search_config import SearchConfig, train_command, trial_config
+from crossbow_py.search_folder import JOURNAL_FILE, SearchFolder, identity
+from crossbow_py.settings import to_mapping
+
+LOSS = nn.functional.cross_entropy
+_STATES = "trials"
+
+
+class SearchRun:
+    """A search as one worker process runs it.
+
+    Args:
+        config: what was asked for.
+        folder: where it is recorded.
+        listeners: are told; closed by who made them.
+
+    Raises UserError, or StorageError when the storage cannot be used.
+    """
+
+    def __init__(self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = ()) -> None:
+        self._begun = time.perf_counter()
+        self.config, self.folder, self.listeners = config, folder, listeners
+        self.settings = dataclasses.replace(_run_settings(config), num_learners=1)
+        self.choices = _choices(self.settings)
+        space = config.parsed_space
+        brackets = make_brackets(
+            config.method, num_trials=_num_trials(config), min_epochs=config.min_epochs,
+            max_epochs=config.max_epochs or 0, eta=config.eta,
+        )  # fmt: skip
+        self.rules = SearchRules(brackets, config.metric, config.packing, config.seed, config.max_pack_size)
+        self._address = config.storage or f"journal:{folder.path / JOURNAL_FILE}"
+        self._worker = f"{socket.gethostname()}:{os.getpid()}"
+        self.study = SharedStudy(
+            self._address, config.study or config.experiment, sampler=config.sampler, space=space, seed=config.seed,
+            maximize=self.rules.maximize, worker=self._worker, lease_s=config.lease_s,
+        )  # fmt: skip
+        self.study.open({**identity(config), "precision": self.choices.precision.name})
+        self._source: DataSource = config.data.load(progress=sys.stderr.isatty())
+        most = 1 if config.packing == "none" else config.max_pack_size
+        self.roster = Roster(
+            self._make_trial, space, self._search_data(), self.settings, self.choices, LOSS, most, self._say
+        )
+        self.states = TrialStates(folder.path / _STATES)
+        self._told: set[str] = set()
+
+    # --- trials -------------------------------------------------------------------------------------------------------
+
+    def _seed_of(self, trial: int, params: Mapping[str, Any]) -> int:
+        given = params.get("seed")
+        return int(given) if given is not None else counter_seed(self.config.seed, "trial", 0, trial) >> 32
+
+    def _trial_config(self, trial: int, params: Mapping[str, Any]) -> TrainConfig:
+        return trial_config(self.config, params, self._seed_of(trial, params))
+
+    def _make_trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
+        own = self._trial_config(trial, params)
+        model = {name: value for name, value in to_mapping(own.model).items() if name != "dropout"}
+
+        def make_model() -> nn.Module:
+            module: nn.Module = own.model.build(self._source.input_shape, self._source.num_classes or 0)
+            return module
+
+        return TrialSettings(
+            seed=own.seed,
+            make_model=make_model,
+            model_key=json.dumps([own.model.NAME, model], sort_keys=True, default=str),
+            batch_size=own.batch_size,
+            optimizer=own.optimizer,
+            schedule=own.schedule,
+            label_smoothing=own.label_smoothing,
+            augmentation=Augmentation(own.data.crop_padding, own.data.flip),
+            name=own.model.NAME,
+        )
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _search_data(self) -> SearchData:
+        source, config = self._source, self.config
+        if source.validation is None:
+            raise UserError("a search compares trials on validation data, got none; set data.validation_fraction=0.1.")
+        data = DataSets(
+            source.train, source.test, source.validation, source.num_classes, mean=source.mean, std=source.std
+        )
+        feed = partial(new_feed, data=data, settings=self.settings, choices=self.choices)
+        train = feed(source.train, 1, self._most_augmentation())
+        feed_of: Callable[[int], Feed]
+        if isinstance(train, ResidentFeed):
+            feed_of = train.without_augmentation().with_batch_size
+        else:  # samples of a stream are augmented once, for all trials
+            _check_shared_augmentation(config)
+            feed_of = partial(feed, source.train, augmentation=source.augmentation)
+        return SearchData(
+            feed_of=feed_of,
+            num_samples=train.num_samples,
+            validation=feed(source.validation, 1, None, training=False),
+            test=None if source.test is None else feed(source.test, 1, None, training=False),
+            num_classes=count_classes(data, LOSS),
+        )
+
+    def _most_augmentation(self) -> Augmentation:
+        """What images are stored for: the most that any trial does to them."""
+        corners = [trial_config(self.config, params, seed=0).data for params in self.config.parsed_space.corners()]
+        return Augmentation(max(data.crop_padding for data in corners), any(data.flip for data in corners))
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self, stopped: Callable[[], str | None]) -> SearchSummary:
+        """Search until nothing is left, the time is over, the target is reached or `stopped` gives a status."""
+        info = self._info()
+        for listener in self.listeners:
+            listener.on_start(info)
+        hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
+        search = Search(
+            self.rules, self.study, self.roster, self.states, self.settings, self.choices, LOSS, hooks
+        )
+        self._search = search
+        done = search.run(lambda: stopped() is not None or self._is_enough())
+        status = "finished" if done else stopped() or "stopped"
+        return self._end(info, status, search)
+
+    def _is_enough(self) -> bool:
+        config, spent = self.config, time.perf_counter() - self._begun
+        if config.max_time_s is not None and spent >= config.max_time_s:
+            return True
+        if config.target_accuracy is None or self.config.metric != "accuracy":
+            return False
+        values = [value for value in self._search.results.values() if value is not None]
+        return bool(values) and max(values) >= config.target_accuracy
+
+    def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
+        found = None
+        if status in ("finished", "stopped"):
+            found = best_trial(
+                self.rules, self.study, self.roster, self.states, self.choices, LOSS, self.folder.path, self._command
+            )
+        spent, wall_s = search.spent, time.perf_counter() - self._begun
+        summary = SearchSummary(
+            info=info,
+            status=status,
+            trials=trial_records(self.rules, self.study),
+            best=found,
+            samples=spent.samples,
+            train_time_s=spent.train_s,
+            evaluation_time_s=spent.evaluation_s,
+            tuning_time_s=spent.tuning_s,
+            waiting_time_s=spent.waiting_s,
+            overhead_time_s=wall_s - spent.train_s - spent.evaluation_s - spent.tuning_s - spent.waiting_s,
+            wall_time_s=wall_s,
+            images_per_s=spent.samples / spent.train_s if spent.train_s else 0.0,
+            versions=versions(),
+        )
+        for listener in self.listeners:
+            listener.on_end(summary)
+        return summary
+
+    def _command(self, params: Mapping[str, Any], trial: int) -> str:
+        return train_command(self._trial_config(trial, params))
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _say(self, message: str) -> None:
+        if message in self._told:
+            return
+        self._told.add(message)
+        for listener in self.listeners:
+            listener.on_message(message)
+
+    def _finished(self, search: Search, _: object) -> None:
+        records = trial_records(self.rules, self.study)
+        for listener in self.listeners:
+            listener.on_trials(records)
+
+    def _progress(self, search: Search) -> None:
+        results = search.results
+        leader = best(self.rules.brackets, results, maximize=self.rules.maximize)
+        values = [value for segment, value in results.items() if segment.trial == leader and value is not None]
+        progress = SearchProgress(
+            running=tuple(
+                RunningTrial(place.segment.trial, place.segment.rung, place.share, search.pack_number(place))
+                for place in search.places
+            ),
+            num_finished=len(results),
+            num_segments=sum(sum(bracket.sizes) for bracket in self.rules.brackets),
+            images_per_s=search.spent.samples / search.spent.train_s if search.spent.train_s else 0.0,
+            elapsed_s=time.perf_counter() - self._begun,
+            best_trial=leader,
+            best_value=values[-1] if values else None,
+        )
+        for listener in self.listeners:
+            listener.on_progress(progress)
+
+    def _info(self) -> SearchInfo:
+        config, rules = self.config, self.rules
+        return SearchInfo(
+            experiment=config.experiment,
+            data=self._source.name,
+            num_trials=sum(bracket.num_trials for bracket in rules.brackets),
+            num_brackets=len(rules.brackets),
+            method=config.method,
+            sampler=config.sampler,
+            metric=f"validation_{config.metric}",
+            maximize=rules.maximize,
+            max_epochs=config.max_epochs or 0,
+            device=str(self.choices.device),
+            precision=self.choices.precision.name,
+            policy=config.packing,
+            seed=config.seed,
+            storage=self._address,
+            worker=self._worker,
+            num_finished_segments=len(self.study.results()),
+            output_dir=str(self.folder.path),
+        )
+
+
+def _run_settings(config: SearchConfig) -> RunSettings:
+    return RunSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunSettings)})
+
+
+def _choices(settings: RunSettings) -> Choices:
+    """`auto` stays, for every pack to choose its executor."""
+    chosen = choose(dataclasses.replace(settings, num_learners="auto"), None)
+    return dataclasses.replace(chosen, executor=settings.executor)
+
+
+def _num_trials(config: SearchConfig) -> int | None:
+    """As asked for; a grid has as many as points."""
+    if config.sampler != "grid":
+        return config.num_trials
+    points = len(config.parsed_space.grid())
+    if config.num_trials is not None and config.num_trials > points:
+        raise UserError(f"num_trials={config.num_trials} is more than the {points} points of the grid; lower it.")
+    return config.num_trials or points
+
+
+def _check_shared_augmentation(config: SearchConfig) -> None:
+    searched = [parameter.key for parameter in config.parsed_space.parameters if parameter.key.startswith("data.")]
+    if searched:
+        raise UserError(
+            f"space: {searched[0]} can be searched for images that live on the device, and data={config.data.NAME} is "
+            "streamed: all trials share its samples; leave it out."
+        )
+
+

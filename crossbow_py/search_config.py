@@ -1,0 +1,160 @@
+"""What a search can be told, and what one of its trials is as a training run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from crossbow_py.config import (
+    REGISTRIES,
+    TrainConfig,
+    compose,
+    config_from_mapping,
+    config_to_mapping,
+    group_options,
+    read_option,
+)
+from crossbow_py.errors import UserError
+from crossbow_py.packing.hyperband import Method
+from crossbow_py.packing.policies import Policy
+from crossbow_py.packing.space import Space
+from crossbow_py.settings import setting, suggestion
+
+_SEARCHED_GROUPS = ("model", "optimizer", "schedule")
+_SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip")
+_MEANINGLESS = ("max_samples", "max_rounds", "target_loss", "init_from")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig(TrainConfig):
+    """Everything `crossbow_py.search` can be told: what its trials are, and how they are searched and packed."""
+
+    CONF: ClassVar[str] = "search"
+
+    space: dict[str, Any] = setting({}, "what is searched: a mapping from keys of a run to ranges or choices")
+    sampler: Literal["random", "tpe", "grid"] = setting("random", "how trials are sampled: random, tpe or grid")
+    method: Method = setting(
+        "hyperband", "which trials train on: hyperband, successive_halving, or none (all of them to the end)"
+    )
+    num_trials: int | None = setting(None, "trials in all; null is one pass of the method", minimum=1)
+    min_epochs: float = setting(1.0, "epochs before trials are compared for the first time", above=0)
+    eta: int = setting(3, "one of so many trials goes on from rung to rung", minimum=2)
+    metric: Literal["accuracy", "loss"] = setting(
+        "accuracy", "what is compared, of the validation data: accuracy (greater is better) or loss"
+    )
+    packing: Policy = setting(
+        "signature",
+        "which trials train side by side: signature (those that fuse), batch_size, random, knn, or none (one by one)",
+    )
+    max_pack_size: int = setting(32, "most trials side by side", minimum=1)
+    storage: str | None = setting(
+        None, "journal:PATH, or an address of a database as Optuna has it; null is a journal in the search's folder"
+    )
+    study: str | None = setting(None, "name of the search in the storage; null is the experiment's")
+    lease_s: float = setting(60.0, "seconds without a sign after which other workers take over what one held", above=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_epochs is None:
+            raise UserError("max_epochs must be set in a search, got null: it is how long a trial trains to the end.")
+        for key in _MEANINGLESS:
+            if getattr(self, key) is not None:
+                raise UserError(f"{key} means nothing in a search, got {getattr(self, key)}; leave it out.")
+        _check_space(self)
+
+    @property
+    def parsed_space(self) -> Space:
+        """What `space` says."""
+        return Space.from_mapping(self.space)
+
+
+def _check_space(config: SearchConfig) -> None:
+    """Refuse keys that cannot be searched, and values that a run would refuse. Raises UserError."""
+    space = config.parsed_space
+    for parameter in space.parameters:
+        _check_key(parameter.key)
+    for params in space.corners():
+        trial_config(config, params, seed=0)
+
+
+def _check_key(key: str) -> None:
+    group = key.split(".", maxsplit=1)[0]
+    if key in _SEARCHED or group in _SEARCHED_GROUPS:
+        return
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    if group not in known:
+        raise UserError(f"space has no key {key!r}{suggestion(group, [*_SEARCHED, *_SEARCHED_GROUPS])}")
+    raise UserError(
+        f"space: {key} is the same for all trials of a search; what can be searched are "
+        f"{', '.join(f'{own}, {own}.*' for own in _SEARCHED_GROUPS)}, {', '.join(_SEARCHED)}."
+    )
+
+
+def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> TrainConfig:
+    """A trial as a run of its own, with one learner. Raises UserError when its parameters do not fit each other."""
+    plain = _base(config)
+    order_seed = config.seed if config.order_seed is None else config.order_seed
+    plain.update(num_learners=1, seed=seed, order_seed=order_seed, averaging={"name": "sma"})
+    for key, value in sorted(params.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
+        if key in REGISTRIES:
+            if value not in group_options(key):
+                raise UserError(f"space: unknown {key} {value!r}{suggestion(str(value), group_options(key))}")
+            plain[key] = read_option(key, value)
+        else:
+            _set(plain, key, value)
+    return config_from_mapping(plain)
+
+
+def _base(config: SearchConfig) -> dict[str, Any]:
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    own = {key: copy.deepcopy(value) for key, value in config_to_mapping(config).items() if key in known}
+    return {**own, "output_dir": None, "resume": None, "max_time_s": None, "target_accuracy": None}
+
+
+def _set(plain: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for name in path:
+        found = plain.get(name)
+        if not isinstance(found, dict):
+            raise UserError(f"space has {key!r}, and a run has nothing beneath {name!r}; --help shows the keys.")
+        plain = found
+    plain[last] = value
+
+
+def train_command(config: TrainConfig) -> str:
+    """The command line that trains this very run: everything that is not the default."""
+    names = {group: getattr(config, group).NAME for group in REGISTRIES}
+    options = {group: name if name in group_options(group) else None for group, name in names.items()}
+    chosen = [f"{group}={name}" for group, name in options.items() if name]
+    default = config_to_mapping(compose(chosen))
+    words = [*chosen, *_differing(default, config_to_mapping(config))]
+    return " ".join(["python -m crossbow_py.train", *words])
+
+
+def _differing(default: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> list[str]:
+    words: list[str] = []
+    for key, value in own.items():
+        if isinstance(value, Mapping) and isinstance(default.get(key), Mapping) and value and default[key]:
+            words += _differing(default[key], value, f"{prefix}{key}.")
+        elif default.get(key) != value:
+            words.append(_word(f"{prefix}{key}", value))
+    return words
+
+
+def _word(key: str, value: Any) -> str:
+    text = f"{key}={_written(value)}"
+    return f"'{text}'" if any(character in text for character in " [{\"'&;|<>$()") else text
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_written(own)}" for key, own in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_written, value)) + "]"
+    plain = isinstance(value, int | float) or str(value).replace("_", "").replace("/", "").replace(".", "").isalnum()
+    return str(value) if plain else '"' + str(value).replace('"', '\\"') + '"'

@@ -1,0 +1,81 @@
+"""Which folder a search writes to: the one it goes on in, that of workers that share it, or a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.checkpoint import differences
+from crossbow_py.config import config_to_mapping, read_yaml, write_yaml
+from crossbow_py.errors import UserError
+from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
+from crossbow_py.search_config import SearchConfig
+from crossbow_py.telemetry.records import CONFIG_FILE, read_json, write_atomically
+
+SEARCH_FILE = "search.json"
+JOURNAL_FILE = "search.journal"
+_MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
+
+
+@dataclass(frozen=True)
+class SearchFolder:
+    """Where a search is recorded; `is_known` says that it was begun before, here or by another worker."""
+
+    path: Path
+    is_known: bool
+
+
+def open_search_folder(config: SearchConfig) -> SearchFolder:
+    """Choose the folder, and write config.yaml into one that is new. Several workers may have one folder.
+
+    Raises:
+        UserError: the folder holds another search or a run, or a search and `resume` is null; or it cannot be written.
+    """
+    ours = identity(config)
+    if config.resume not in (None, "auto"):
+        return _named(Path(config.resume or "").expanduser(), ours, config, asked="resume")
+    if config.output_dir:
+        return _named(Path(config.output_dir).expanduser(), ours, config, asked="output_dir")
+    found = _newest_unfinished(config.experiment, ours) if config.resume == "auto" else None
+    if found is not None:
+        return SearchFolder(found, True)
+    return SearchFolder(_begun(new_folder(config.experiment), config), False)
+
+
+def identity(config: SearchConfig) -> dict[str, Any]:
+    """What is equal for all workers of a search and whenever it goes on: all but stops, logging, paths and packing."""
+    return without(config_to_mapping(config), _MAY_CHANGE)
+
+
+def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> SearchFolder:
+    if not (path / CONFIG_FILE).is_file():
+        if asked == "resume":
+            raise UserError(f"resume={path} is not the folder of a search; give one, or resume=auto for the newest.")
+        return SearchFolder(_begun(make_folder(path), config), False)
+    if config.resume is None:
+        raise UserError(f"{asked} {path} already holds a search or a run; continue it with resume=auto, or take another.")
+    changed = differences(without(read_yaml(path / CONFIG_FILE), _MAY_CHANGE), ours)
+    if changed:
+        shown = "; ".join(changed[:4])
+        raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")
+    return SearchFolder(path, True)
+
+
+def _newest_unfinished(experiment: str, ours: Mapping[str, Any]) -> Path | None:
+    found = [path for path in (RUNS / experiment).glob("*") if (path / CONFIG_FILE).is_file()]
+    for path in sorted(found, key=lambda each: (each / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
+        if read_json(path / SEARCH_FILE).get("status") == "finished":
+            continue
+        if not differences(without(read_yaml(path / CONFIG_FILE), _MAY_CHANGE), ours):
+            return path
+    return None
+
+
+def _begun(path: Path, config: SearchConfig) -> Path:
+    try:
+        write_atomically(path / CONFIG_FILE, write_yaml(config_to_mapping(config)))
+    except OSError as error:
+        raise UserError(f"output_dir {path} cannot be written ({error.strerror}); choose another folder.") from error
+    return path
