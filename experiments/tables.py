@@ -27,6 +27,8 @@ from experiments.faults import report as faults_report
 from experiments.flowers import report as flowers_report
 from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
+from experiments.model_batch import report as model_batch_report
+from experiments.pack_step_time import report as pack_step_time_report
 from experiments.preprocessing import report as preprocessing_report
 from experiments.ranks import report as ranks_report
 from experiments.resnet32_cifar10.report import summary_table
@@ -68,6 +70,17 @@ TABLES: dict[str, dict[str, Table]] = {
     "flowers": {"summary": flowers_report.summary_table, "machine": _machine},
     "loader": {"all": loader_report.result_text, "sides": loader_report.sides_table, "machine": _machine},
     "memory": {"all": memory_report.result_text, "machine": _machine},
+    "model_batch": {
+        "all": model_batch_report.result_text,
+        "summary": model_batch_report.summary_table,
+        "headline": model_batch_report.headline,
+        "machine": _machine,
+    },
+    "pack_step_time": {
+        "all": pack_step_time_report.result_text,
+        "headline": pack_step_time_report.headline,
+        "machine": _machine,
+    },
     "preprocessing": {
         "all": preprocessing_report.result_text,
         "shares": preprocessing_report.shares_table,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experiments.common.packs.comparison import PackCell
-from experiments.common.packs.running import executors_on, one_at_a_time
-from experiments.common.packs.side import DEFAULT, TUNED, PackSide, Work, single
+from experiments.common.packs.running import executors_on, one_at_a_time, predictors_on
+from experiments.common.packs.side import DEFAULT, TUNED, PackSide, Work, packed, single
 from experiments.common.packs.workloads import PackWorkload
 
 
@@ -29,7 +29,11 @@ FIGURES = {
         "figure 2: forward and backward of fully connected layers", "layer", 64, "layers", (*_BATCH_SIZES, 256)
     ),
     "training": ModelBatchFigure("figure 4: training five-layer networks", "five_layers", 16, "training", _BATCH_SIZES),
+    "inference": ModelBatchFigure(
+        "figure 4: inference by five-layer networks", "five_layers", 16, "inference", _BATCH_SIZES
+    ),
     "mlp_training": ModelBatchFigure("training MLPs", "mlp", 16, "training", _BATCH_SIZES),
+    "mlp_inference": ModelBatchFigure("inference by MLPs", "mlp", 16, "inference", _BATCH_SIZES),
     "lstm": ModelBatchFigure("future work: training LSTMs on rows of digits", "lstm", 16, "training", _FEWER),
     "gru": ModelBatchFigure("future work: training GRUs on rows of digits", "gru", 16, "training", _FEWER),
 }
@@ -39,8 +43,10 @@ def sides_of(figure: ModelBatchFigure, device: str) -> list[PackSide]:
     """Those of one model, and the packs."""
     if figure.work == "layers":  # here all of the models are gone through in every tick
         return [PackSide(name, figure.num_models, work=figure.work) for name in (DEFAULT, TUNED, "fused")]
-    packs = [PackSide(name, figure.num_models, work=figure.work) for name in executors_on(device)]
-    return [*(single(name, figure.work) for name in one_at_a_time(device)), *packs]
+    singles = one_at_a_time(device) if figure.work == "training" else (DEFAULT, TUNED)
+    executors = executors_on(device) if figure.work == "training" else predictors_on(device)
+    packs = [packed(name, figure.num_models, figure.work) for name in executors]
+    return [*(single(name, figure.work) for name in singles), *packs]
 
 
 def panels_of(figure: ModelBatchFigure, workload: PackWorkload, batch_sizes: Sequence[int]) -> list[list[PackCell]]:

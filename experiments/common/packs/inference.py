@@ -1,12 +1,15 @@
-"""Predictions of one model after another: what `Ensemble` is compared with. Images are bytes, and normalised here."""
+"""Predictions: of one model after another, and of an `Ensemble`. Images are bytes, normalised here on all sides."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import cycle
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
+from crossbow_py.packing.ensemble import Ensemble
 from experiments.common.machine import usable_cores
 from experiments.common.packs.side import DEFAULT, TUNED, PackSide
 from experiments.common.packs.workloads import PackWorkload
@@ -22,14 +25,15 @@ _NUM_BATCHES = 16
 def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -> None:
     """For ever. Every model takes the batch; the images count once for each."""
     torch.set_num_threads(usable_cores())
-    if side.side == DEFAULT:
-        step, detail = default_step(workload), ""
-    elif side.side == TUNED:
-        step, detail = _tuned(workload, effort)
-    else:
-        raise AssertionError(f"side {side.side} does not predict")
-    gate.ready(Ready(torch.get_num_threads(), detail))
-    train_for_ever(step, side.num_learners * workload.batch_size, gate)
+    with ExitStack() as stack:
+        if side.side == DEFAULT:
+            step, detail = default_step(workload), ""
+        elif side.side == TUNED:
+            step, detail = _tuned(workload, effort)
+        else:
+            step, detail = ensemble_step(side, workload, stack), ""
+        gate.ready(Ready(1 if side.side == "threads" else torch.get_num_threads(), detail))
+        train_for_ever(step, side.num_learners * workload.batch_size, gate)
 
 
 def default_step(workload: PackWorkload) -> Step:
@@ -65,6 +69,23 @@ def _resident_step(workload: PackWorkload) -> Step:
     def step() -> None:
         with torch.inference_mode():
             model(images.float().div_(255).sub_(mean).div_(std)).argmax(1)
+
+    return step
+
+
+def ensemble_step(side: PackSide, workload: PackWorkload, stack: ExitStack) -> Step:
+    """A batch through an ensemble of the side's models, which the stack closes: the class by the mean probabilities."""
+    device = torch.device(workload.device)
+    executor = cast(Literal["threads", "fused"], side.side)
+    models = [workload.make_model() for _ in range(side.num_learners)]
+    ensemble = stack.enter_context(
+        Ensemble(models, executor=executor, device="cuda" if workload.device == "cuda" else "cpu")
+    )
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
+    each = cycle(_batches(workload))
+
+    def step() -> None:
+        ensemble.predict((next(each).to(device).float() / 255 - mean) / std).argmax(1).cpu()
 
     return step
 

@@ -50,6 +50,11 @@ def executors_on(device: str) -> tuple[str, ...]:
     return ("streams", "fused") if device == "cuda" else ("threads", "fused")
 
 
+def predictors_on(device: str) -> tuple[str, ...]:
+    """The executors of ensembles that a device has, but `serial`."""
+    return ("fused",) if device == "cuda" else ("threads", "fused")
+
+
 def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Measure one panel after another: facts of the machine, the method, rows and mixed rows."""
     facts, method = machine(), Method(options.seconds, options.repetitions, options.max_foreign_share)

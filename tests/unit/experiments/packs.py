@@ -1,0 +1,51 @@
+"""Processes that only pretend to train, and what tests of comparisons of packs start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.common.packs.comparison import PackCell
+from experiments.common.packs.side import PackSide
+from experiments.common.packs.workloads import PackWorkload
+from experiments.throughput.gate import Ready, Visit, Window
+from experiments.throughput.workers import SideError
+from experiments.throughput.workloads import Effort
+
+# Images/s that sides pretend to have, and of the members of a mixed one.
+RATES = {"default_loop": 100.0, "tuned_single": 200.0, "serial": 150.0, "threads": 300.0, "fused": 500.0}
+MEMBERS = {0: 150.0, 1: 50.0}
+
+
+class PretendedProcess:
+    """Stands where a PackProcess would be. Sides in `absent` cannot be had."""
+
+    absent: tuple[str, ...] = ()
+    visits: list[tuple[str, Visit]] = []  # noqa: RUF012 - a test sets its own
+
+    def __init__(self, side: PackSide, workload: PackWorkload, effort: Effort) -> None:
+        if side.side in self.absent:
+            raise SideError(f"side {side.label}: not here")
+        self.side, self.ready = side, Ready(1, "")
+
+    def __enter__(self) -> PretendedProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing has been started."""
+
+    def window(self, visit: Visit) -> Window:
+        self.visits.append((self.side.side, visit))
+        members = MEMBERS if self.side.mixed else {0: RATES[self.side.side]}
+        return Window(round(RATES[self.side.side] * visit.seconds * 100), visit.seconds * 100, 0.0, 0.0, members)
+
+
+def cell(side: PackSide, workload: PackWorkload, *rates: float | None, **more: Any) -> PackCell:
+    """With windows of a second at these images/s."""
+    windows = [None if rate is None else Window(round(rate), 1.0, 0.0) for rate in rates]
+    return PackCell(side, workload, windows, ready=Ready(2, ""), **more)
+
+
+def mixed_cell(side: PackSide, workload: PackWorkload, *rates: dict[int, float]) -> PackCell:
+    """With windows in which the members had these images/s."""
+    windows: list[Window | None] = [Window(round(sum(own.values())), 1.0, 0.0, 0.0, own) for own in rates]
+    return PackCell(side, workload, windows, ready=Ready(1, ""))

@@ -1,0 +1,105 @@
+"""ModelBatch's figures: which sides there are, tables and pictures of made-up results, the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.common.packs import comparison
+from experiments.common.results import EXPERIMENTS
+from experiments.model_batch import plot, report, run
+from experiments.model_batch.figures import FIGURES, sides_of
+from tests.unit.experiments.packs import PretendedProcess
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[PretendedProcess]:
+    """Nothing is trained, and no images are read."""
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(comparison, "PackProcess", PretendedProcess)
+    monkeypatch.setattr(PretendedProcess, "visits", [])
+    return PretendedProcess
+
+
+def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    assert run.main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+@pytest.mark.parametrize(("figure", "device", "expected"), [
+    ("training", "cpu", ["default_loop 1", "tuned_single 1", "serial 1", "threads 16", "fused 16"]),
+    ("training", "cuda", ["default_loop 1", "tuned_single 1", "captured 1", "streams 16", "fused 16"]),
+    ("inference", "cpu", ["default_loop 1", "tuned_single 1", "threads 16", "fused 16"]),
+    ("inference", "cuda", ["default_loop 1", "tuned_single 1", "fused 16"]),
+    ("layers", "cpu", ["default_loop 64", "tuned_single 64", "fused 64"]),
+])  # fmt: skip
+def test_sides_of_a_figure_are_one_model_at_a_time_and_packs(figure: str, device: str, expected: list[str]) -> None:
+    sides = sides_of(FIGURES[figure], device)
+    assert [f"{side.side} {side.num_learners}" for side in sides] == expected
+    assert {side.work for side in sides} == {FIGURES[figure].work}
+
+
+@pytest.mark.usefixtures("pretended")
+def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = measured(tmp_path, "mlp_training", "--batch-sizes", "8", "2", "8", "--num-models", "3")
+    assert [(row["batch_size"], row["side"]) for row in result["rows"][::5]] == [
+        (8, "default_loop"),
+        (2, "default_loop"),
+    ]
+    assert {row["num_models"] for row in result["rows"]} == {1, 3}
+    assert (result["figure"]["num_models"], result["figure"]["batch_sizes"]) == (3, [8, 2])
+    said = capsys.readouterr().out
+    assert "The largest gain over default_loop is 5.00 (5.00–5.00), with batches of 8 by fused (n=5)." in said
+    assert "gain over tuned_single is 2.50 (2.50–2.50)" in said
+    summary = report.summary_table(result).splitlines()[2:]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in summary] == [
+        [size, "100", "200", "fused K=3", "500", "5.00 (5.00–5.00)", "2.50 (2.50–2.50)", "5"] for size in ("8", "2")
+    ]
+
+
+@pytest.mark.usefixtures("pretended")
+def test_picture_shows_rates_of_all_sides_and_ratios_to_both(tmp_path: Path) -> None:
+    result = measured(tmp_path, "inference", "--batch-sizes", "1", "4")
+    rates, over_default, over_tuned = plot.draw(result).axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in rates.lines}
+    assert lines == {
+        "default_loop": [100.0] * 2, "tuned_single": [200.0] * 2, "threads": [300.0] * 2, "fused": [500.0] * 2,
+    }  # fmt: skip
+    drawn = [{one.get_label(): list(one.lines[0].get_ydata()) for one in axes.containers} for axes in
+             (over_default, over_tuned)]  # fmt: skip
+    assert drawn[0] == {"tuned_single": [2.0] * 2, "threads": [3.0] * 2, "fused": [5.0] * 2}
+    assert drawn[1] == {"default_loop": [0.5] * 2, "threads": [1.5] * 2, "fused": [2.5] * 2}
+
+
+def test_result_without_packs_is_told_without_gains(
+    pretended: type[PretendedProcess], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(pretended, "absent", ("threads", "fused"))
+    result = measured(tmp_path, "inference", "--quick")
+    assert report.headline(result) == "figure 4: inference by five-layer networks: 2 models."
+    assert "Left out: side fused K=2 fp32 inference: not here" in report.result_text(result)
+    assert (result["method"]["repetitions"], result["rows"][0]["batch_size"]) == (1, 4)
+
+
+def test_figure_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run.main(["nothing"])
+    assert ended.value.code == 2
+    assert "nothing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("figure", ["layers", "mlp_training", "mlp_inference", "lstm"])
+def test_quick_run_from_the_command_line_measures_every_side(figure: str, tmp_path: Path) -> None:
+    path, script = tmp_path / "result.json", str(EXPERIMENTS / "model_batch" / "run.py")
+    options = ["--quick", "--device", "cpu", "--max-foreign-share", "9", "--json", str(path)]
+    subprocess.run([sys.executable, script, figure, *options], check=True, capture_output=True, timeout=300)
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["images_per_s"] > 0 and row["n"] == 1 and not row["failure"] for row in rows)

@@ -1,0 +1,128 @@
+"""Packs' step time: the panels of every part, tables and pictures of made-up results, the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.common.packs import comparison
+from experiments.common.packs.workloads import prepare_packs
+from experiments.common.results import EXPERIMENTS
+from experiments.pack_step_time import plot, report, run
+from experiments.pack_step_time.parts import LARGER_BATCHES, LARGER_MODELS, PARTS, Plan, models_of
+from experiments.throughput import workloads
+from tests.unit.experiments.packs import RATES, PretendedProcess
+
+SMALL = ["--families", "mlp", "lenet", "gru", "--num-models", "2", "8", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is trained, and images are few and synthetic."""
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
+    monkeypatch.setattr(comparison, "PackProcess", PretendedProcess)
+    monkeypatch.setattr(PretendedProcess, "visits", [])
+
+
+def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "result.json"
+    assert run.main([*arguments, "--json", str(path)]) == 0
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_panels_of_a_part_compare_packs_with_one_model_at_a_time_of_the_same_workload(
+    part: str, tmp_path: Path
+) -> None:
+    plan = Plan(families=("mlp", "lenet", "gru"), num_models=(2, 8))
+    found = prepare_packs(models_of(part, plan), "cpu", tmp_path)
+    panels = PARTS[part](plan, found, "cpu")
+    for panel in panels:
+        alone = {(cell.workload.model, cell.workload.batch_size, cell.side.side) for cell in panel}
+        for cell in panel:
+            assert {(cell.workload.model, cell.workload.batch_size, base) for base in comparison.BASES} <= alone
+    assert len(panels) == {"families": 3, "mixed": 2, "limits": 2 * len(LARGER_BATCHES) + 5 + 4}[part]
+
+
+def test_mixed_panel_has_both_families_alone_with_half_of_the_models(tmp_path: Path) -> None:
+    plan = Plan(families=("mlp", "lenet"), num_models=(2, 16))
+    (panel,) = PARTS["mixed"](plan, prepare_packs(plan.families, "cpu", tmp_path), "cpu")
+    together = [cell for cell in panel if cell.side.mixed]
+    assert [(cell.workload.model, cell.workload.partner.model) for cell in together] == [("mlp", "lenet")] * 2  # type: ignore[union-attr]
+    assert {cell.side.num_learners for cell in together} == {4}
+    assert {cell.side.num_learners for cell in panel if cell.side.side == "fused"} == {2, 4}
+
+
+def test_families_have_a_row_for_every_size_of_a_pack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = measured(tmp_path, "families", *SMALL)
+    assert [row[:4] for row in cells(report.families_table(result["rows"]))] == [
+        [model, "100", "200", f"fused K={count}"] for model in ("mlp", "lenet", "gru") for count in (2, 8)
+    ]
+    assert "over one tuned model at a time is 2.50 (2.50–2.50), of 2 mlp with batches of 16 by fused (n=5). Every" in (
+        capsys.readouterr().out
+    )
+    figure = plot.draw(result)
+    titles = [axes.get_title() for axes in figure.axes]
+    assert sorted(titles) == sorted(["mlp", "lenet", "gru"] * 2)
+    assert {tuple(one.lines[0].get_ydata()) for axes in figure.axes for one in axes.containers} == {
+        (3.0, 3.0), (5.0, 5.0), (1.5, 1.5), (2.5, 2.5),
+    }  # fmt: skip
+
+
+def test_packs_that_lose_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RATES, "fused", 150.0)
+    monkeypatch.setitem(RATES, "threads", 100.0)
+    result = measured(tmp_path, "families", "--quick", "--device", "cpu")
+    assert report.headline(result).endswith(
+        "Packing does not pay over one tuned model at a time for 2 mlp with batches of 4."
+    )
+
+
+def test_mixed_rows_are_compared_with_either_family_alone(tmp_path: Path) -> None:
+    result = measured(tmp_path, "mixed", *SMALL)
+    # Side by side 150 and 50 images/s; alone 100 by the default loop, 200 tuned, 300 and 500 as packs.
+    assert cells(report.mixed_table(result["mixed"]))[:2] == [
+        ["mlp and lenet", side, "2", "150 and 50", "2.00 (2.00–2.00)", "1.00 (1.00–1.00)", gain, "5", "0"]
+        for side, gain in (("threads", "0.67 (0.67–0.67)"), ("fused", "0.40 (0.40–0.40)"))
+    ]
+    assert "in 0 of 4 cases, at best 0.67 (0.67–0.67) times (mlp and lenet by threads, n=5)" in report.headline(result)
+    (axes,) = plot.draw(result).axes
+    assert [round(bar.get_height(), 2) for bar in axes.patches] == [0.67, 0.4, 0.67, 0.4]
+    assert "÷ two packs in turn" in report.result_text(result)
+
+
+def test_limits_are_drawn_by_batch_size_and_width(tmp_path: Path) -> None:
+    result = measured(tmp_path, "limits", *SMALL)
+    figure = plot.draw(result)
+    drawn = [list(axes.containers[0].lines[0].get_xdata()) for axes in figure.axes]
+    assert drawn == [list(LARGER_BATCHES), [8, 16, 32, 64, 128], list(LARGER_BATCHES), [64, 256, 1024, 2048]]
+    rows = cells(report.limits_table(result["rows"]))
+    assert [row[:2] for row in rows[:5]] == [*(["five_layers", str(size)] for size in LARGER_BATCHES), ["mlp", "4"]]
+    assert len(rows) == 2 * len(LARGER_BATCHES) + sum(map(len, LARGER_MODELS.values()))
+
+
+def test_result_without_clean_windows_has_no_headline() -> None:
+    assert report.headline({"part": "families", "rows": []}) == ""
+    assert report.headline({"part": "mixed", "mixed": []}) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_quick_run_from_the_command_line_measures_every_side(part: str, tmp_path: Path) -> None:
+    path, script = tmp_path / "result.json", str(EXPERIMENTS / "pack_step_time" / "run.py")
+    options = ["--quick", "--device", "cpu", "--max-foreign-share", "9", "--json", str(path)]
+    subprocess.run([sys.executable, script, part, *options], check=True, capture_output=True, timeout=300)
+    result = json.loads(path.read_text())
+    assert all(row["images_per_s"] > 0 and row["n"] == 1 and not row["failure"] for row in result["rows"])
+    assert bool(result["mixed"]) == (part == "mixed")

@@ -1,0 +1,269 @@
+"""Comparisons of packs: the sides count what they do, mixed packs share a gate, rows and ratios by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossbow_py.errors import CrossbowError
+from experiments.common.packs import comparison, inference, layers, mixed, training
+from experiments.common.packs.comparison import Method, measure_panel, mixed_rows, rows_of
+from experiments.common.packs.mixed import SharedGate, train_mixed
+from experiments.common.packs.models import BUILDS, RowReader, data_of
+from experiments.common.packs.report import best_pack, cells_table, left_out, summary_row
+from experiments.common.packs.side import PackSide, packed, single
+from experiments.common.packs.sides import run_pack_side
+from experiments.common.packs.training import new_pack
+from experiments.common.packs.workloads import PackWorkload, prepare_packs
+from experiments.throughput import sides, tuned, workloads
+from experiments.throughput.gate import FinishedError, Gate, Ready, Visit, Window
+from experiments.throughput.workloads import Effort
+from tests.unit.experiments.packs import PretendedProcess, cell, mixed_cell
+from tests.unit.experiments.samples import CountingGate
+from tests.unit.experiments.test_gate import Channel, Clock, gate_for
+
+BATCH = 4
+NO_EFFORT = Effort(trial_s=0.0, trials=1)
+
+
+@pytest.fixture
+def mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackWorkload]:
+    """Narrow MLPs on a few synthetic images; torch's global settings, which sides change, are kept."""
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
+    for module in (training, layers, inference, mixed, sides, tuned):
+        monkeypatch.setattr(module, "usable_cores", lambda: 1)
+    monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield prepare_packs(["mlp_64"], "cpu", tmp_path)["mlp_64"].at(BATCH)
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.mark.parametrize(("side", "images"), [
+    (single("default_loop"), BATCH), (single("tuned_single"), BATCH), (single("serial"), BATCH),
+    (single("captured"), BATCH), (packed("threads", 3), 3 * BATCH), (packed("fused", 3), 3 * BATCH),
+    (PackSide("default_loop", 3, work="layers"), 3 * BATCH), (PackSide("tuned_single", 3, work="layers"), 3 * BATCH),
+    (PackSide("fused", 3, work="layers"), 3 * BATCH), (single("default_loop", "inference"), BATCH),
+    (single("tuned_single", "inference"), BATCH), (packed("fused", 3, "inference"), 3 * BATCH),
+    (packed("threads", 3, "inference"), 3 * BATCH),
+], ids=lambda value: value.label if isinstance(value, PackSide) else "")  # fmt: skip
+def test_side_counts_an_image_for_every_model_that_took_it(side: PackSide, images: int, mlp: PackWorkload) -> None:
+    gate = CountingGate(5 * images)
+    with pytest.raises(FinishedError):
+        run_pack_side(side, mlp, gate, NO_EFFORT)  # type: ignore[arg-type]
+    assert gate.images == 5 * images
+    assert gate.prepared.threads == 1
+
+
+def test_pack_is_of_different_models_that_take_the_same_batches(mlp: PackWorkload) -> None:
+    parts = new_pack(packed("fused", 3), mlp).run.parts
+    assert parts.plan(2, 8, 1.0).starts == (8, 8, 8)
+    weights = [parts.bank.module(row).state_dict()["1.weight"] for row in range(3)]
+    assert not any(torch.equal(weights[0], other) for other in weights[1:])
+
+
+def test_side_that_torch_refuses_is_one_sentence(mlp: PackWorkload, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*arguments: Any) -> None:
+        raise RuntimeError("no memory\nand where")
+
+    monkeypatch.setattr(training, "new_pack", out_of_memory)
+    with pytest.raises(CrossbowError, match="^RuntimeError: no memory$"):
+        run_pack_side(packed("fused", 2), mlp, CountingGate(1), NO_EFFORT)  # type: ignore[arg-type]
+
+
+def test_ensemble_is_given_the_images_as_models_are_trained_on_them(
+    mlp: PackWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Tensor] = []
+
+    def recorded(_: object, batch: Tensor) -> Tensor:
+        taken.append(batch)
+        return torch.zeros(len(batch), 10)
+
+    monkeypatch.setattr(inference.Ensemble, "predict", recorded)
+    with ExitStack() as stack:
+        step = inference.ensemble_step(packed("fused", 2, "inference"), mlp, stack)
+        step(), step()
+    images = mlp.tensors()[0][: 2 * BATCH].float() / 255
+    torch.testing.assert_close(torch.cat(taken), (images - mlp.mean[0]) / mlp.std[0])
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_model_of_every_name_gives_scores(name: str) -> None:
+    shape = (1, 28, 28) if data_of(name) == "mnist" else (3, 32, 32)
+    with torch.no_grad():
+        assert BUILDS[name](shape, 10).eval()(torch.zeros(2, *shape)).shape == (2, 10)
+
+
+def test_row_reader_reads_rows_from_top_to_bottom() -> None:
+    torch.manual_seed(1)
+    model, x = RowReader(torch.nn.GRU, (2, 3, 5), 4), torch.randn(1, 2, 3, 5)
+    assert model.cells.input_size == 10
+    hidden = torch.zeros(1, 1, 64)
+    for row in range(3):
+        _, hidden = model.cells(x[:, :, row].reshape(1, 1, 10), hidden)
+    torch.testing.assert_close(model(x), model.head(hidden[0]))
+
+
+class MemberGate:
+    """Counts by member, and ends the loops at a number of ticks."""
+
+    num_learners = None
+
+    def __init__(self, ticks: int) -> None:
+        self.left, self.images, self.prepared = ticks, {0: 0, 1: 0}, Ready(0)
+
+    def ready(self, ready: Ready) -> None:
+        self.prepared = ready
+
+    def tick(self, images: int, member: int) -> None:
+        self.images[member] += images
+        self.left -= 1
+        if self.left <= 0 and min(self.images.values()):
+            raise FinishedError
+
+
+@pytest.mark.parametrize("executor", ["threads", "fused"])
+def test_mixed_packs_count_the_images_of_either_family_and_end_together(executor: str, mlp: PackWorkload) -> None:
+    both = replace(mlp, partner=replace(mlp, model="mlp_256"))
+    gate, before = MemberGate(6), threading.active_count()
+    with pytest.raises(FinishedError):
+        train_mixed(packed(executor, 4, mixed=True), both, gate)  # type: ignore[arg-type]
+    assert all(count > 0 and count % (2 * BATCH) == 0 for count in gate.images.values())
+    assert gate.prepared.threads == 1
+    assert threading.active_count() == before
+
+
+def test_mixed_pack_that_fails_ends_the_other_and_says_why(mlp: PackWorkload) -> None:
+    class Failing(MemberGate):
+        def tick(self, images: int, member: int) -> None:
+            if member == 1:
+                raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        train_mixed(packed("fused", 2, mixed=True), replace(mlp, partner=mlp), Failing(1))  # type: ignore[arg-type]
+
+
+def test_shared_gate_keeps_all_loops_waiting_while_it_holds_one() -> None:
+    held, go_on, passed = threading.Event(), threading.Event(), list[int]()
+
+    class Holding:
+        def tick(self, images: int, member: int) -> None:
+            if member == 0:
+                held.set()
+                go_on.wait(10)
+            passed.append(member)
+
+    shared = SharedGate(Holding())  # type: ignore[arg-type]
+    loops = [threading.Thread(target=shared.tick, args=(1, member)) for member in (0, 1)]
+    loops[0].start()
+    assert held.wait(10)
+    loops[1].start()
+    loops[1].join(0.1)
+    assert passed == []
+    go_on.set()
+    for loop in loops:
+        loop.join()
+    assert passed == [0, 1]
+
+
+def test_gate_gives_the_rates_of_members_between_their_own_ticks() -> None:
+    channel, clock = Channel(Visit(2.0)), Clock()
+    gate: Gate = gate_for(channel, clock)
+    gate.ready(Ready(1))
+    for second, member in ((1.0, 0), (1.5, 0), (2.0, 1), (2.5, 0), (2.75, 1), (3.0, 1)):
+        clock.now = second
+        if second < 3.0:
+            gate.tick(10, member)
+    with pytest.raises(FinishedError):
+        gate.tick(10, 1)
+    window = channel.sent[-1]
+    assert (window.images, window.seconds) == (50, 2.0)  # the first tick ended the lead-in
+    assert window.members == {0: 10.0, 1: 20.0}  # 10 images in 1.5..2.5 s, and 20 in 2..3 s
+
+
+def test_rows_hold_medians_and_ratios_within_repetitions(mlp: PackWorkload) -> None:
+    cells = [
+        cell(single("default_loop"), mlp, 100, 200, 100),
+        cell(single("tuned_single"), mlp, 200, None, 200, dropped=3),
+        cell(packed("fused", 4), mlp, 400, 1000, 300),
+    ]
+    default, one, pack = rows_of(cells)
+    assert (pack["images_per_s"], pack["n"], one["n"], one["dropped"]) == (400.0, 3, 2, 3)
+    assert pack["over"]["default_loop"] == {"median": 4.0, "minimum": 3.0, "maximum": 5.0}
+    assert pack["over"]["tuned_single"] == {"median": 1.75, "minimum": 1.5, "maximum": 2.0}
+    assert default["over"]["default_loop"] is None
+    assert one["images_per_s_windows"] == [200.0, None, 200.0]
+
+
+def test_mixed_row_adds_up_what_either_family_gains(mlp: PackWorkload) -> None:
+    other = replace(mlp, model="mlp_256")
+    cells = [
+        cell(single("default_loop"), mlp, 100, 100), cell(single("default_loop"), other, 10, 10),
+        cell(packed("fused", 2), mlp, 200, 400), cell(packed("fused", 2), other, 40, 40),
+        cell(packed("fused", 4), other, 1, 1),
+        # In the second window one member ended no two rounds.
+        mixed_cell(packed("fused", 4, mixed=True), replace(mlp, partner=other), {0: 150, 1: 20}, {0: 200}),
+    ]  # fmt: skip
+    (row,) = mixed_rows(cells)
+    assert row["models"] == ["mlp_64", "mlp_256"]
+    assert row["images_per_s"] == [175.0, 20.0]
+    assert row["gain"]["default_loop"]["median"] == 1.5 + 2.0
+    assert row["gain"]["in_turn"]["median"] == 0.75 + 0.5
+    assert row["gain"]["tuned_single"] is None
+    assert len(rows_of(cells)) == 5
+
+
+def test_window_with_foreign_load_is_dropped_and_taken_again(mlp: PackWorkload, monkeypatch: Any) -> None:
+    monkeypatch.setattr(comparison, "RETRY_AFTER_S", 0.0)
+    shares = iter([0.5, 0.1, 0.5, 0.5, 0.5, None])
+    own = cell(packed("fused", 2), mlp)
+    for _ in range(3):
+        own.add(lambda: Window(10, 1.0, next(shares)), Method(1.0, 3))
+    assert [window is not None for window in own.windows] == [True, False, True]
+    assert (own.dropped, own.load_known) == (4, False)
+
+
+def test_panel_takes_turns_and_goes_on_without_a_side_that_cannot_be_had(
+    mlp: PackWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "PackProcess", PretendedProcess)
+    monkeypatch.setattr(PretendedProcess, "absent", ("threads",))
+    monkeypatch.setattr(PretendedProcess, "visits", [])
+    both = replace(mlp, partner=mlp)
+    cells = [cell(single("default_loop"), mlp), cell(packed("threads", 2), mlp), cell(packed("fused", 2), mlp)]
+    cells.append(cell(packed("fused", 2, mixed=True), both))
+    measure_panel(cells, Method(1.0, 3))
+    visited = PretendedProcess.visits[3:]  # after the warm-up of each
+    assert [sorted(side for side, _ in visited[turn : turn + 3]) for turn in (0, 3, 6)] == [
+        ["default_loop", "fused", "fused"]
+    ] * 3
+    assert {visit.seconds for _, visit in visited} == {1.0, 5.0}  # the mixed side's windows are longer
+    rows = rows_of(cells)
+    assert [(row["n"], row["failure"]) for row in rows] == [
+        (3, ""), (0, "side threads K=2 fp32 training: not here"), (3, ""),
+    ]  # fmt: skip
+    assert left_out(rows) == "Left out: side threads K=2 fp32 training: not here"
+
+
+def test_summary_shows_the_fastest_pack_beside_one_model_at_a_time(mlp: PackWorkload) -> None:
+    rows = rows_of([
+        cell(single("default_loop"), mlp, 100), cell(single("tuned_single"), mlp, 200),
+        cell(packed("threads", 4), mlp, 300), cell(packed("fused", 4), mlp, 5000),
+    ])  # fmt: skip
+    assert best_pack(rows) is rows[3]
+    assert summary_row(rows) == [
+        "100", "200", "fused K=4", "5,000", "50.00 (50.00–50.00)", "25.00 (25.00–25.00)", "1",
+    ]  # fmt: skip
+    assert summary_row(rows[:2]) == ["100", "200", *["–"] * 5]
+    last = cells_table(rows).splitlines()[-1]
+    assert [part.strip() for part in last.split("|")[1:7]] == ["mlp_64", "4", "fused", "4", "2", "5,000"]
