@@ -1,8 +1,10 @@
 """Recurrent layers of all learners over all time steps, from the inputs' share of the gates on; forward and backward.
 
 A step is one batched product of all learners and some operators that do point-wise work for them. What a step leaves
-for the backward pass is written side by side, so that gradients of weights are one batched product over all steps.
-On two CPU cores this took three quarters of the time that autograd takes over the same operators.
+for the backward pass is written side by side: gradients of weights are one batched product over all steps, and those
+of LSTM's gates are multiples of factors worked out for all steps at once (for GRU that was no faster). For an LSTM of
+64 hidden values and batches of 16, written this way but with factors made in each step, 16 learners took 0.78 of the
+time that autograd took over the same operators, on two CPU cores.
 
 Legend: K learners, T steps, B batch, H hidden size; gates in torch's order.
 """
@@ -139,19 +141,19 @@ class GRU(torch.autograd.Function):
         """Of the gates, and of what else is needed."""
         (outputs,), (weights, found, inner, states) = given, ctx.saved_tensors
         h, size = states[1:] if ctx.reverse else states[:-1], weights.shape[2]
-        r, z, n = torch.split(found, size, -1)
-        # What gradients of h are multiplied by; then the products. Those of W·h + b are others than the gates' for n.
-        last, products = _aten.tanh_backward(1 - z, n), torch.empty_like(found)
-        by_gate = products.unflatten(-1, (3, -1))  # type: ignore[no-untyped-call]
-        _aten.sigmoid_backward.grad_input(inner * last, r, grad_input=by_gate[..., 0, :])
-        _aten.sigmoid_backward.grad_input(h - n, z, grad_input=by_gate[..., 1, :])
-        torch.mul(last, r, out=by_gate[..., 2, :])
+        r, z, n = (part.unbind() for part in torch.split(found, size, -1))
+        # Of W·h + b; of the gates it is another for n alone.
+        products, last = torch.empty_like(found), torch.empty_like(inner)
+        dr, dz, dn = (part.unbind() for part in torch.split(products, size, -1))
         dh = torch.zeros_like(last[0])
         for t in _order(len(found), not ctx.reverse):
             dh = dh + outputs[:, :, t]
-            by_gate[t].mul_(dh.unsqueeze(-2))
-            last[t].mul_(dh)
-            dh = torch.baddbmm(dh * z[t], products[t], weights)
+            _aten.sigmoid_backward.grad_input(dh * (h[t] - n[t]), z[t], grad_input=dz[t])
+            kept = dh * z[t]
+            _aten.tanh_backward.grad_input(dh - kept, n[t], grad_input=last[t])
+            _aten.sigmoid_backward.grad_input(last[t] * inner[t], r[t], grad_input=dr[t])
+            torch.mul(last[t], r[t], out=dn[t])
+            dh = torch.baddbmm(kept, products[t], weights)
         rows = _by_rows(products)
         gates = torch.cat([rows[..., : 2 * size], last.permute(1, 2, 0, 3)], -1)
         return (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusedGraph
-from crossbow_py.engine.precision import BF16, FP64
+from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from tests.support import features, make_tasks, plan
 
@@ -257,6 +257,18 @@ def test_dropout_inside_a_recurrent_layer_is_left_to_the_loop_and_fused_in_evalu
         if not training:
             expected = torch.stack([model(batch).detach() for model, batch in zip(models, inputs, strict=True)])
             torch.testing.assert_close(graph.run(inputs, False), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN, which runs wide layers")
+@pytest.mark.parametrize(("precision", "hidden", "looped"), [(FP32, 128, []), (FP32, 129, ["lstm"]), (FP64, 129, [])])
+def test_wide_lstm_in_float32_on_a_cpu_is_left_to_the_loop(precision, hidden, looped):
+    model = Used(nn.LSTM(WIDTH, hidden, batch_first=True), lambda outputs, state: outputs[:, -1])
+    bank = ReplicaBank(model, K, device=torch.device("cpu"), precision=precision, state_names=(), order="blocks")
+    inputs = torch.randn(BATCH, NUM_STEPS, WIDTH, dtype=precision.compute)
+    graph = FusedGraph(model, inputs, bank, training=False)
+    found = graph.run(inputs, True)
+    assert graph.looped == looped
+    torch.testing.assert_close(found[1], model.to(precision.compute)(inputs).detach(), rtol=1e-5, atol=1e-6)
 
 
 class Classifier(nn.Module):
