@@ -89,6 +89,7 @@ def test_limit_lowered_on_resume_takes_learners_away_and_one_raised_starts_growi
     assert (higher.run.tuning.state.num_learners, higher.run.tuning.state.phase) == (4, "growing")
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_note_is_told_once_however_often_the_number_of_learners_changes():
     recorder = Recorder()
     inputs, targets = inputs_for(LstmClassifier)
