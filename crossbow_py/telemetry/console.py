@@ -6,20 +6,18 @@ then, without control codes. Everything but the live line also goes to console.l
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
+from crossbow_py.telemetry.screen import Screen
 
 CONSOLE_LOG = "console.log"
 PLAIN_INTERVAL_S = 10.0
@@ -43,11 +41,8 @@ class ConsoleListener(Listener):
     def __init__(
         self, log_path: Path | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream: TextIO | None = stream or sys.stdout
-        self._log = log_path.open("a") if log_path else None
+        self._screen = Screen(log_path, stream)
         self._clock = clock
-        self._terminal = Console(file=self._stream, highlight=False, markup=False, emoji=False)
-        self._live: Live | None = None
         self._next_line_s = 0.0
         self._planned_samples: int | None = None
         self._planned_epochs = _NOTHING_PLANNED
@@ -61,34 +56,30 @@ class ConsoleListener(Listener):
         if info.planned_samples is not None:
             self._planned_epochs = f"{info.planned_samples / info.num_train_samples:g}"
         for line in header_lines(info):
-            self._say(line)
+            self._screen.say(line)
         self._next_line_s = self._clock() + PLAIN_INTERVAL_S
-        if self._terminal.is_terminal:
-            # Redrawn by the loop's own calls: no refresh thread to race the learners or to outlive an error.
-            self._live = Live(console=self._terminal, auto_refresh=False, transient=True)
-            self._guard(self._live.start)
+        self._screen.start_live()
 
     def on_progress(self, progress: Progress) -> None:
         """Redraw the live line, or, without a terminal, a plain line every ten seconds."""
         text = progress_line(progress, self._planned_epochs)
-        if self._live is not None:
-            live, shown = self._live, self._with_bar(text, progress.samples_seen)
-            self._guard(lambda: live.update(shown, refresh=True))
+        if self._screen.is_live:
+            self._screen.show(self._with_bar(text, progress.samples_seen))
         elif self._clock() >= self._next_line_s:
             self._next_line_s = self._clock() + PLAIN_INTERVAL_S
-            self._say(text)
+            self._screen.say(text)
 
     def on_epoch(self, record: EpochRecord) -> None:
         """One line that stays."""
-        self._say(epoch_line(record, self._planned_epochs))
+        self._screen.say(epoch_line(record, self._planned_epochs))
 
     def on_learner_count(self, change: LearnerCount) -> None:
         """A sentence that stays."""
-        self._say(f"auto-tuner: {change.reason}")
+        self._screen.say(f"auto-tuner: {change.reason}")
 
     def on_message(self, message: str) -> None:
         """A sentence that stays."""
-        self._say(message)
+        self._screen.say(message)
 
     def on_checkpoint(self, path: str, samples_seen: int) -> None:
         """Nothing to see, but the last block may count on it."""
@@ -96,54 +87,25 @@ class ConsoleListener(Listener):
 
     def on_end(self, summary: Summary) -> None:
         """The last block."""
-        self._stop_live()
+        self._screen.stop_live()
         for line in final_lines(summary):
-            self._say(line)
+            self._screen.say(line)
         if self._has_checkpoint and summary.status in _STOPPED_FROM_OUTSIDE:
-            self._say("  to go on       the same command with resume=auto")
+            self._screen.say("  to go on       the same command with resume=auto")
         if self._trace_path is not None and Path(self._trace_path).exists():
-            self._say(f"  timeline       {self._trace_path} (open it in ui.perfetto.dev)")
+            self._screen.say(f"  timeline       {self._trace_path} (open it in ui.perfetto.dev)")
 
     def close(self) -> None:
         """Give the terminal back (cursor shown, live line gone) and close the log."""
-        self._stop_live()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
-
-    def _say(self, line: str) -> None:
-        try:
-            if self._log is not None:
-                self._log.write(line + "\n")
-                self._log.flush()
-        except OSError:  # a full disk ends the log, not the run
-            self._log = None
-        if self._terminal.is_terminal:
-            self._guard(lambda: self._terminal.print(line, soft_wrap=True))
-        else:
-            self._guard(lambda: print(line, file=self._stream, flush=True))
+        self._screen.close()
 
     def _with_bar(self, line: str, samples_seen: int) -> Table | Text:
         text = Text(line, no_wrap=True, overflow="ellipsis")
-        if not self._planned_samples or self._terminal.width < _WIDTH_FOR_A_BAR:
+        if not self._planned_samples or self._screen.width < _WIDTH_FOR_A_BAR:
             return text
         row = Table.grid(padding=(0, 1))
         row.add_row(ProgressBar(total=self._planned_samples, completed=samples_seen, width=20), text)
         return row
-
-    def _stop_live(self) -> None:
-        if self._live is not None:
-            live, self._live = self._live, None
-            self._guard(live.stop)
-
-    def _guard(self, write: Callable[[], object]) -> None:
-        """Write, unless the terminal is gone."""
-        if self._stream is None:
-            return
-        try:
-            write()
-        except (OSError, ValueError):  # a broken pipe, a full disk behind a redirection; a stream closed under us
-            self._stream = self._live = None
 
 
 def header_lines(info: RunInfo) -> list[str]:

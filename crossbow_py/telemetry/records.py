@@ -134,12 +134,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _ordered(values: dict[str, Any], leading: tuple[str, ...]) -> dict[str, Any]:
     rest = (key for key in values if key not in leading)
-    return {key: _finite(values[key]) for key in (*leading, *rest)}
+    return {key: finite(values[key]) for key in (*leading, *rest)}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same plain values with null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,99 @@
+"""Where lines for the user go: a terminal or a pipe, and a log file; on a terminal, pictures redrawn in place too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+
+class Screen:
+    """Talks to a stream and to a log file, which has every line and nothing of what is redrawn.
+
+    A terminal that goes away (a closed pipe) is not a reason to stop: the log goes on alone.
+
+    Args:
+        log_path: appended to, as several processes may share it; None for none.
+        stream: where to talk, the process's stdout by default.
+        console: draws to the stream; None makes one that follows the terminal's size.
+    """
+
+    def __init__(
+        self, log_path: Path | None = None, stream: TextIO | None = None, console: Console | None = None
+    ) -> None:
+        self._stream: TextIO | None = stream or sys.stdout
+        self._log = log_path.open("a", encoding="utf-8") if log_path else None
+        self._console = console or Console(file=self._stream, highlight=False, markup=False, emoji=False)
+        self._live: Live | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether pictures may be redrawn in place."""
+        return self._console.is_terminal
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a live picture is shown."""
+        return self._live is not None
+
+    @property
+    def width(self) -> int:
+        """In columns."""
+        return self._console.width
+
+    @property
+    def height(self) -> int:
+        """In lines."""
+        return self._console.height
+
+    def say(self, line: str) -> None:
+        """A line that stays, above the live picture where there is one."""
+        try:
+            if self._log is not None:
+                self._log.write(line + "\n")
+                self._log.flush()
+        except OSError:  # a full disk ends the log, not the run
+            self._log = None
+        if self.is_terminal:
+            self._guard(lambda: self._console.print(line, soft_wrap=True))
+        else:
+            self._guard(lambda: print(line, file=self._stream, flush=True))
+
+    def start_live(self) -> None:
+        """From now on `show` draws; without a terminal nothing happens."""
+        if self.is_terminal:
+            # Redrawn by the caller's own calls: no refresh thread to race the learners or to outlive an error.
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._guard(self._live.start)
+
+    def show(self, picture: RenderableType) -> None:
+        """Draw the live picture anew."""
+        if self._live is not None:
+            live = self._live
+            self._guard(lambda: live.update(picture, refresh=True))
+
+    def stop_live(self) -> None:
+        """Take the live picture away and show the cursor again."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            self._guard(live.stop)
+
+    def close(self) -> None:
+        """Give the terminal back and close the log. May be called twice."""
+        self.stop_live()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _guard(self, write: Callable[[], object]) -> None:
+        """Write, unless the terminal is gone."""
+        if self._stream is None:
+            return
+        try:
+            write()
+        except (OSError, ValueError):  # a broken pipe, a full disk behind a redirection; a stream closed under us
+            self._stream = self._live = None
