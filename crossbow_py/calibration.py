@@ -72,8 +72,12 @@ class Calibration:
         return f"Executor {self.executor} was the fastest here (images/s: {each}); remembered for the next run."
 
 
-def calibrate(candidates: Sequence[Candidate], batch_size: int, device: torch.device) -> Calibration:
+def calibrate(
+    candidates: Sequence[Candidate], batch_size: int, device: torch.device, budget_s: float = _BUDGET_S
+) -> Calibration:
     """Measure the candidates one after another, those of one executor with rising numbers of learners.
+
+    A candidate that would take longer than what is left of `budget_s` is left out.
 
     Raises UserError when none of them can run.
     """
@@ -82,7 +86,7 @@ def calibrate(candidates: Sequence[Candidate], batch_size: int, device: torch.de
     refusals: dict[str, str] = {}
     with torch.random.fork_rng(), kept_host_state():  # a run must not hang on whether its executor was remembered
         for candidate in candidates:
-            name, left_s = candidate.executor, _BUDGET_S - (time.perf_counter() - begun)
+            name, left_s = candidate.executor, budget_s - (time.perf_counter() - begun)
             if name in refusals or _lost(name, rates):
                 continue
             if rates and _predicted_s(candidate, rates, batch_size) > left_s:

@@ -1,4 +1,4 @@
-"""`python -m crossbow_py.search`: search hyper-parameters as configured on the command line. `--help` explains the keys."""
+"""`python -m crossbow_py.search`: search as configured on the command line. `--help` explains the keys."""
 
 from __future__ import annotations
 

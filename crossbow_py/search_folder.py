@@ -10,11 +10,11 @@ from typing import Any
 from crossbow_py.checkpoint import differences
 from crossbow_py.config import config_to_mapping, read_yaml, write_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.telemetry.records import CONFIG_FILE, read_json, write_atomically
 
-SEARCH_FILE = "search.json"
 JOURNAL_FILE = "search.journal"
 _MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
@@ -55,7 +55,7 @@ def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str
             raise UserError(f"resume={path} is not the folder of a search; give one, or resume=auto for the newest.")
         return SearchFolder(_begun(make_folder(path), config), False)
     if config.resume is None:
-        raise UserError(f"{asked} {path} already holds a search or a run; continue it with resume=auto, or take another.")
+        raise UserError(f"{asked} {path} already holds a search or a run; set resume=auto or take another.")
     changed = differences(without(read_yaml(path / CONFIG_FILE), _MAY_CHANGE), ours)
     if changed:
         shown = "; ".join(changed[:4])

@@ -266,13 +266,25 @@ def choose_update(
         return reference, None
     try:
         library = load(cache)
-        _check(optimizer, rule, library)
+        _check_once(optimizer, rule, library)
     except NativeError as error:
         return reference, (
             f"Updates run as torch operators, which is slower for models with many parameters, because {error}; "
             f"{error.remedy}."
         )
     return NativeUpdate(optimizer, rule, library), None
+
+
+_CHECKED: set[Any] = set()
+
+
+def _check_once(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
+    """`_check`, which takes a tenth of a second, the first time in this process for what chooses the code in C."""
+    terms = {name: getattr(optimizer, name) == 0 for name in optimizer.per_learner()}
+    key = (id(library), type(rule), repr(optimizer.shared()), repr(terms))
+    if key not in _CHECKED:
+        _check(optimizer, rule, library)
+        _CHECKED.add(key)
 
 
 def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:

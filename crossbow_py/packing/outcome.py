@@ -85,7 +85,8 @@ def best_trial(
         if roster.data.test is not None:
             evaluation = evaluator.evaluate(_state_dict(state), roster.data.test)
     value = found[last].value
-    assert isinstance(known, Described) and value is not None, "the best trial trained"
+    assert isinstance(known, Described), "the best trial has trained"
+    assert value is not None, "the best trial has a value"
     return BestTrial(
         trial=trial,
         value=value,

@@ -95,9 +95,9 @@ class Roster:
             try:
                 self._described[trial] = self._describe(trial, params)
             except CrossbowError as error:
-                self._described[trial] = one_line(error)
+                self._described[trial] = " ".join(str(error).split())
             except Exception as error:  # of the user's model
-                self._described[trial] = f"{type(error).__name__}: {one_line(error)}"
+                self._described[trial] = one_line(error)
         return self._described[trial]
 
     def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:

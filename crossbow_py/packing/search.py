@@ -137,6 +137,7 @@ class Search:
         self._concluded: set[int] = set()
         self.spent = Spent()
         self.results: Results = {}
+        self._admitted_at: tuple[int, tuple[Segment, ...]] = (-1, ())
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,10 @@ class Search:
     # --- who trains ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Claim what the policy wants beside what runs, and give it seats."""
+        """Claim what the policy wants beside what runs, and give it seats; where nothing changed, nothing is wanted."""
+        now = (len(self.results), tuple(place.segment for place in self.places))
+        if self.places and now == self._admitted_at:
+            return
         waiting = self._waiting()
         running = [self._as_waiting(place.segment.trial, place.described, place.alone) for place in self.places]
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
@@ -199,6 +203,7 @@ class Search:
         if new:
             self.places += [place for place in new if place is not None]
             self._seat()
+        self._admitted_at = (len(self.results), tuple(place.segment for place in self.places))
 
     def _waiting(self) -> list[tuple[Segment, Waiting]]:
         """What may be claimed, as far as the policy looks ahead; what cannot be described has failed."""
@@ -306,7 +311,7 @@ class Search:
         self.places = [place for place in self.places if self._pack_key(place) != key]
         cause = error.__cause__ or error
         if len(mine) == 1:
-            self._fail(mine[0].segment, f"{type(cause).__name__}: {one_line(cause)}")
+            self._fail(mine[0].segment, one_line(cause))
         elif is_out_of_memory(cause):
             self.roster.narrow(mine[0].described.signature, len(mine) // 2)
             self.hooks.message(f"Memory does not hold {len(mine)} trials side by side; {len(mine) // 2} are tried.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -13,6 +14,7 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.calibration import Calibration, Candidate, calibrate, fingerprint
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
+from crossbow_py.engine.fusion.graph import FusionError, exported
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import choose_update
 from crossbow_py.executor_choice import new_bank
@@ -25,6 +27,7 @@ from crossbow_py.version import __version__
 _WORTH = 1.05  # times the throughput of one at a time: what a pack has to reach, or it is not worth its memory
 _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
 _SIZES = (2, 4, 8, 16, 32, 64)
+_BUDGET_S = 20.0
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
 
 
@@ -103,7 +106,10 @@ def measured_width(
 
         return Candidate(name, count, build)
 
-    result: Calibration = calibrate([candidate(*each) for each in asked], feed.batch_size, choices.device)
+    with suppress(FusionError):  # done here, it is no candidate's time
+        exported(template, feed.for_measuring().batch(0).inputs, choices.precision)
+    measured = [candidate(*each) for each in asked]
+    result: Calibration = calibrate(measured, feed.batch_size, choices.device, budget_s=_BUDGET_S)
     rates = dict(result.images_per_s)
     if not any(count == 1 for _, count in rates):
         name, count = min(rates, key=lambda own: own[1])

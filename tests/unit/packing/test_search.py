@@ -1,0 +1,323 @@
+"""One worker's loop: rungs, failures, resumes and several workers, on small models and a storage in memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from crossbow_py import SGD, Constant
+from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.engine.precision import FP32
+from crossbow_py.errors import LearnerError, UserError
+from crossbow_py.packing import search as search_module
+from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, standing
+from crossbow_py.packing.outcome import best_trial, trial_records
+from crossbow_py.packing.pack import Pack
+from crossbow_py.packing.policies import Policy
+from crossbow_py.packing.roster import Roster, SearchData
+from crossbow_py.packing.search import Search, SearchHooks, SearchRules
+from crossbow_py.packing.space import Space
+from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.study import SharedStudy
+from crossbow_py.packing.trial import TrialSettings
+from crossbow_py.packing.width import Width
+from crossbow_py.run_settings import Choices, RunSettings
+from tests.trainers import blobs
+
+SPACE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}, "batch_size": [4, 8]})
+ONE_SIZE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}})
+CHOICES = Choices(torch.device("cpu"), FP32, "serial")
+LOSS = nn.functional.cross_entropy
+
+
+class Breaking(nn.Module):
+    """A linear model that raises once its weights have moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.register_buffer("rounds", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.rounds += 1
+        if self.training and self.rounds > 3:
+            raise ArithmeticError("three rounds are enough")
+        return self.linear(inputs)  # type: ignore[no-any-return]
+
+
+@dataclass
+class Setting:
+    """What a search of tiny models needs; every call of `search` is a new worker process, so to say."""
+
+    folder: Path
+    space: Space = SPACE
+    method: str = "successive_halving"
+    num_trials: int = 9
+    policy: Policy = "signature"
+    width: int = 4
+    make: Callable[[int], Callable[[], nn.Module]] = lambda trial: partial(nn.Linear, 4, 3)
+    rates: Mapping[int, float] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    finished: list[Segment] = field(default_factory=list)
+
+    def rules(self) -> SearchRules:
+        brackets = make_brackets(self.method, num_trials=self.num_trials, min_epochs=1, max_epochs=9, eta=3)
+        return SearchRules(brackets, "accuracy", self.policy, 0, lookahead=self.width)
+
+    def study(self, worker: str = "worker") -> SharedStudy:
+        self.folder.parent.mkdir(exist_ok=True)
+        study = SharedStudy(
+            f"journal:{self.folder.parent / 'search.journal'}",
+            "tiny",
+            sampler="random",
+            space=self.space,
+            seed=1,
+            maximize=True,
+            worker=worker,
+            lease_s=30,
+        )
+        study.open({"tiny": 1})
+        return study
+
+    def roster(self, told: Callable[[str], None]) -> Roster:
+        feed = make_feed(blobs(40), 1, 0)
+        assert isinstance(feed, ResidentFeed)
+        data = SearchData(feed.with_batch_size, 40, make_feed(blobs(30), 1), make_feed(blobs(21), 1), (3, True))
+        return Roster(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, LOSS, self.width, told)
+
+    def trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
+        rate = self.rates.get(trial, params["optimizer.learning_rate"])
+        if rate < 0:
+            raise UserError("a learning rate below 0 goes uphill")
+        model = self.make(trial)
+        batch = params.get("batch_size", 4)
+        return TrialSettings(trial, model, repr(model), batch, SGD(learning_rate=rate, momentum=0.5), Constant())
+
+    def search(self, study: SharedStudy | None = None) -> Search:
+        hooks = SearchHooks(
+            message=self.messages.append,
+            finished=lambda _, segment: self.finished.append(segment),
+            sleep=lambda _: None,
+        )
+        states = TrialStates(self.folder)
+        return Search(
+            self.rules(), study or self.study(), self.roster(self.messages.append), states, RunSettings(device="cpu"),
+            CHOICES, LOSS, hooks,
+        )  # fmt: skip
+
+    def best(self) -> int | None:
+        return best(self.rules().brackets, self.study().results(), maximize=True)
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """Packs of four, unmeasured."""
+
+    def width(settings: Any, choices: Any, trial: Any, template: Any, feed: Any, loss: Any, limit: int, _: Any) -> Any:
+        return Width(limit, {("serial", 1): 1.0}, "four by four"), []
+
+    monkeypatch.setattr("crossbow_py.packing.roster.measured_width", width)
+    return Setting(tmp_path / "trials")
+
+
+def never() -> bool:
+    return False
+
+
+def test_search_keeps_the_top_third_of_every_rung_and_runs_no_segment_twice(setting: Setting) -> None:
+    assert setting.search().run(never)
+    results = setting.study().results()
+    assert len(setting.finished) == len(set(setting.finished)) == len(results) == 9 + 3 + 1
+    for rung, keep in ((0, 3), (1, 1)):
+        values = {segment.trial: results[segment] for segment in results if segment.rung == rung}
+        expected = sorted(values, key=lambda trial: (-(values[trial] or 0), trial))[:keep]
+        assert sorted(segment.trial for segment in results if segment.rung == rung + 1) == sorted(expected)
+
+
+@pytest.mark.parametrize("policy", ["signature", "batch_size", "random", "knn", "none"])
+def test_every_policy_finds_the_same_values(setting: Setting, policy: Policy, tmp_path: Path) -> None:
+    setting.policy = policy
+    assert setting.search().run(never)
+    other = Setting(tmp_path / "others" / "trials", width=1)
+    assert other.search().run(never)
+    ours, theirs = setting.study().results(), other.study().results()
+    assert ours.keys() == theirs.keys() and all(ours[each] == pytest.approx(theirs[each]) for each in ours)
+
+
+def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_size(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[int]] = []
+    advance = search_module.advance
+
+    def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes = [{member.settings.batch_size for member in pack.members} for pack in packs]
+        assert all(size == {pack.feed.batch_size} for size, pack in zip(sizes, packs, strict=True))
+        seen.append(set().union(*sizes))
+        return advance(packs, *args, **kwargs)
+
+    monkeypatch.setattr(search_module, "advance", spied)
+    assert setting.search().run(never)
+    assert {4, 8} in seen
+
+
+def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.method, setting.space, setting.num_trials = "hyperband", ONE_SIZE, 17
+    rows: list[int] = []
+    advance = search_module.advance
+
+    def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(sum(len(pack.members) for pack in packs))
+        return advance(packs, *args, **kwargs)
+
+    monkeypatch.setattr(search_module, "advance", spied)
+    assert setting.search().run(never)
+    states = {
+        where.state for where in standing(setting.rules().brackets, setting.study().results(), maximize=True).values()
+    }
+    assert states == {TrialState.PRUNED, TrialState.COMPLETE}
+    first_narrow = next(place for place, count in enumerate(rows) if count < 4)
+    assert first_narrow > len(rows) // 2  # only when little is left
+
+
+def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting: Setting, tmp_path: Path) -> None:
+    whole = Setting(tmp_path / "whole" / "trials")
+    assert whole.search().run(never)
+    for after in (1, 3, 4):  # the process ends without a word: no release, no close
+        stopped_at = len(setting.finished) + after
+        search = setting.search(setting.study(f"worker {after}"))
+        search.close = lambda: None  # type: ignore[method-assign]
+        assert not search.run(lambda: len(setting.finished) >= stopped_at)  # noqa: B023
+        for pack in search._packs.values():
+            pack.close()
+        let_leases_end(search)
+    assert setting.search(setting.study("last")).run(never)
+    assert len(setting.finished) == len(set(setting.finished)) == 13
+    ours, theirs = setting.study().results(), whole.study().results()
+    assert setting.best() == whole.best() and ours.keys() == theirs.keys()
+    assert all(ours[each] == pytest.approx(theirs[each]) for each in ours)
+
+
+def let_leases_end(search: Search) -> None:
+    """What the end of a process does; this one lives on."""
+    for segment in search.study.held:
+        search.study.release(segment)
+
+
+def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
+    search = setting.search()
+    assert not search.run(lambda: len(setting.finished) >= 3)
+    assert search.study.held == () and search.places == []
+    assert setting.search(setting.study("other")).run(never)
+    assert len(setting.finished) == len(set(setting.finished)) == 13
+
+
+def test_two_workers_share_the_trials_and_train_none_twice(setting: Setting) -> None:
+    errors: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            assert setting.search(setting.study(name)).run(never)
+        except BaseException as error:
+            errors.append(error)
+
+    setting.width = 2
+    threads = [threading.Thread(target=work, args=(f"worker {number}",)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sorted(setting.finished) == sorted(set(setting.finished)) and len(setting.finished) == 13
+    workers = {result.worker for result in setting.study().segment_results().values()}
+    assert len(workers) == 2
+
+
+def test_trial_that_raises_fails_with_its_reason_and_the_others_go_on(setting: Setting) -> None:
+    setting.space = ONE_SIZE
+    setting.make = lambda trial: Breaking if trial == 2 else partial(nn.Linear, 4, 3)
+    assert setting.search().run(never)
+    assert setting.study().reasons() == {2: "ArithmeticError: three rounds are enough"}
+    states = [record.state for record in trial_records(setting.rules(), setting.study())]
+    assert states.count(TrialState.FAILED) == 1 and states.count(TrialState.COMPLETE) == 1
+
+
+def test_trial_that_raises_in_a_pack_is_found_by_training_each_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space = ONE_SIZE
+    step = Pack.step
+
+    def failing(pack: Pack) -> bool:
+        if any(member.trial == 1 for member in pack.members):
+            raise LearnerError("learning(1)", 0, "learner 1", ArithmeticError("odd")) from ArithmeticError("odd")
+        return step(pack)
+
+    monkeypatch.setattr(Pack, "step", failing)
+    assert setting.search().run(never)
+    assert setting.study().reasons() == {1: "ArithmeticError: odd"}
+    assert any("one at a time" in message for message in setting.messages)
+
+
+def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.space = ONE_SIZE
+    step, widths = Pack.step, []
+
+    def failing(pack: Pack) -> bool:
+        widths.append(len(pack.members))
+        if len(pack.members) > 2:
+            raise MemoryError
+        return step(pack)
+
+    monkeypatch.setattr(Pack, "step", failing)
+    assert setting.search().run(never)
+    assert max(widths) == 4 and set(widths[1:]) == {1, 2} and not setting.study().reasons()
+
+
+def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Setting) -> None:
+    setting.rates = {0: -1.0, 4: 1e38}
+    assert setting.search().run(never)
+    reasons = setting.study().reasons()
+    assert reasons == {0: "a learning rate below 0 goes uphill", 4: "its loss or gradient is not finite"}
+    assert [message for message in setting.messages if "Trial 0 failed" in message]
+
+
+def test_state_that_is_lost_is_trained_again_from_the_beginning(setting: Setting, tmp_path: Path) -> None:
+    whole = Setting(tmp_path / "whole" / "trials")
+    assert whole.search().run(never)
+    search = setting.search()
+    assert not search.run(lambda: len(setting.finished) >= 9)
+    for state in setting.folder.glob("*/*.pt"):
+        state.write_bytes(b"torn")
+    assert setting.search().run(never)
+    ours, theirs = setting.study().results(), whole.study().results()
+    assert all(ours[each] == pytest.approx(theirs[each]) for each in theirs)
+    assert any("trained from its beginning" in message for message in setting.messages)
+
+
+def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, tmp_path: Path) -> None:
+    search = setting.search()
+    assert search.run(never)
+    found = best_trial(
+        setting.rules(), setting.study(), search.roster, search.states, CHOICES, LOSS, tmp_path,
+        lambda params, trial: f"train {trial} {sorted(params)}",
+    )  # fmt: skip
+    assert found is not None and found.trial == setting.best() and found.epochs == 9
+    assert found.command == f"train {found.trial} ['batch_size', 'optimizer.learning_rate']"
+    assert found.value == max(value for value in setting.study().results().values() if value is not None)
+    assert found.test_accuracy is not None and math.isfinite(found.test_accuracy)
+    assert (tmp_path / "model.safetensors").exists()
+    left = sorted(path.parent.name for path in setting.folder.glob("*/*.pt"))
+    assert left == [f"{found.trial:05}"]  # the files of the others are gone
