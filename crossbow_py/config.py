@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import hydra
 import yaml
@@ -97,7 +97,7 @@ class TrainConfig(RunSettings, StopConditions):
     def __post_init__(self) -> None:
         StopConditions.__post_init__(self)  # checks every field, and that the run has an end
         for key in ("resume", "init_from", "output_dir"):
-            _check_path(key, getattr(self, key))
+            check_path(key, getattr(self, key))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,32 @@ class EstimateConfig(TrainConfig):
             parse_bytes("held_back", self.held_back or 0)
 
 
-C = TypeVar("C", bound=TrainConfig)
+class CommandConfig(Protocol):
+    """What every command's configuration has: a frozen dataclass of what it can be told.
+
+    Attributes:
+        CONF: the YAML file that says what holds when nothing else is said.
+        NEEDS_FOLDER: whether what is done is recorded in any case.
+    """
+
+    CONF: ClassVar[str]
+    NEEDS_FOLDER: ClassVar[bool]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def experiment(self) -> str:
+        """Name of the folder of its kind."""
+
+    @property
+    def resume(self) -> str | None:
+        """What to go on from."""
+
+    @property
+    def output_dir(self) -> str | None:
+        """Its own folder."""
+
+
+C = TypeVar("C", bound=CommandConfig)
 
 
 def config_dir() -> Path:
@@ -163,9 +188,13 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     twice = next((group for group in chosen if chosen.count(group) > 1), None)
     if twice:
         raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
+    known = [field.name for field in dataclasses.fields(kind)]
+    stray = next((group for group in chosen if _key_of(group) not in known), None)
+    if stray:
+        raise UserError(f"unknown key {stray}{suggestion(stray, known)}")
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
     plain = _compose_plain([text for override in parsed for text in _settled(override)], kind.CONF)
-    return from_mapping(kind, _with_groups(plain))
+    return from_mapping(kind, _with_groups(plain, kind))
 
 
 def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
@@ -182,7 +211,7 @@ def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
 
 def config_from_mapping(plain: Mapping[str, Any]) -> TrainConfig:
     """Plain values, as in a run's config.yaml, to the configuration. Raises UserError naming the key."""
-    return from_mapping(TrainConfig, _with_groups(plain))
+    return from_mapping(TrainConfig, _with_groups(plain, TrainConfig))
 
 
 def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
@@ -223,8 +252,8 @@ def _check_growth(path: Path, text: str) -> None:
             raise UserError(f"{path} must be nested at most {_DEEPEST} deep, got more; restore or delete that file.")
 
 
-def _check_path(key: str, path: str | None) -> None:
-    """What would fail wherever the path is used, and not as a file that is missing."""
+def check_path(key: str, path: str | None) -> None:
+    """Refuse what would fail wherever the path is used, and not as a file that is missing. Raises UserError."""
     if path is None:
         return
     given = f"{path[:40]}..." if len(path) > 40 else path
@@ -240,13 +269,19 @@ def _check_path(key: str, path: str | None) -> None:
         )
 
 
-def _with_groups(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with a settings object in place of each group's."""
-    distributed = plain.get("distributed", {})
-    if not isinstance(distributed, Mapping):
-        raise UserError(f"distributed must be a mapping, got {distributed!r}; set distributed.timeout_s=300, say.")
-    nested = {"distributed": from_mapping(DistributedSettings, distributed, "distributed")}
-    return {**plain, **nested, **{group: _choose(group, plain.get(group)) for group in REGISTRIES}}
+def _with_groups(plain: Mapping[str, Any], kind: type[CommandConfig]) -> dict[str, Any]:
+    """The values with a settings object in place of each group's that the command has."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    nested: dict[str, Any] = {}
+    if "distributed" in fields:
+        distributed = plain.get("distributed", {})
+        if not isinstance(distributed, Mapping):
+            raise UserError(f"distributed must be a mapping, got {distributed!r}; set distributed.timeout_s=300, say.")
+        nested["distributed"] = from_mapping(DistributedSettings, distributed, "distributed")
+    for group in REGISTRIES:
+        if group in fields and (plain.get(group) is not None or fields[group].default is not None):
+            nested[group] = _choose(group, plain.get(group))
+    return {**plain, **nested}
 
 
 def _choose(group: str, values: Any) -> Any:
@@ -280,6 +315,11 @@ def _sweep(text: str) -> list[tuple[str, str]]:
     except _PARSING_ERRORS as error:
         raise UserError(f"cannot sweep {text!r}; list the values, as in seed=1,2,3 or seed=range(1,4).") from error
     return [(value, value.lstrip("+").replace("/", "_")) for value in values]
+
+
+def _key_of(group: str) -> str:
+    """The key that a group sets."""
+    return "experiment" if group in APPENDED_GROUPS else group
 
 
 def _is_group(key: str) -> bool:

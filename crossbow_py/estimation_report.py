@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from crossbow_py.estimation import Estimate
 from crossbow_py.sizing.memory import breakdown
 from crossbow_py.sizing.units import in_words
 from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.text_table import columns
 from crossbow_py.version import __version__
 
 JSON_FILE, PLOT_FILE = "estimate.json", "estimate.png"
@@ -72,7 +72,7 @@ def _table(found: Estimate) -> list[str]:
         (str(k), f"{size:,}{'+' if size == found.model.most else ''}", in_words(_predicted(found, size, k)))
         for k, size in found.table.items()
     ]
-    return ["The largest batch size a learner:", *_columns(("learners", "batch_size", "memory"), rows)] if rows else []
+    return ["The largest batch size a learner:", *columns(("learners", "batch_size", "memory"), rows)] if rows else []
 
 
 def _parts(found: Estimate) -> list[str]:
@@ -80,7 +80,7 @@ def _parts(found: Estimate) -> list[str]:
     parts = breakdown(found.model, size, k, found.at_once)
     per_image = in_words(found.model.activations.per_sample)
     title = f"Memory of {k} learner{'s' if k > 1 else ''} with batch_size={size}; an image more takes {per_image}:"
-    return [title, *_columns(("what for", "memory"), [(name, in_words(part)) for name, part in parts.items()])]
+    return [title, *columns(("what for", "memory"), [(name, in_words(part)) for name, part in parts.items()])]
 
 
 def _limits(found: Estimate) -> list[str]:
@@ -98,17 +98,6 @@ def _rate(what: str, seconds: float | None) -> str:
 
 def _predicted(found: Estimate, batch_size: int, num_learners: int) -> int:
     return found.model.predicted_bytes(batch_size, num_learners, 1 if found.in_turn else num_learners)
-
-
-def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in plain text: the first column to the left, the others to the right."""
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return [
-        "  "
-        + "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
-        for line in lines
-    ]
 
 
 def as_plain(found: Estimate) -> dict[str, Any]:

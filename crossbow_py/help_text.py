@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from crossbow_py.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, TrainConfig, group_options, read_option
+from crossbow_py.config import (
+    APPENDED_GROUPS,
+    REGISTRIES,
+    CommandConfig,
+    EstimateConfig,
+    TrainConfig,
+    group_options,
+    read_option,
+)
+from crossbow_py.predict_config import PredictConfig
 
 _TRAIN = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
@@ -44,14 +53,31 @@ Nothing is written unless output_dir is set: then estimate.json, and with matplo
 Exit codes: 0 answered, also when nothing fits; 2 a mistake in what was asked for; 1 anything else.
 """
 
-_USAGES: dict[type[TrainConfig], str] = {TrainConfig: _TRAIN, EstimateConfig: _ESTIMATE}
+_PREDICT = """\
+usage: python -m crossbow_py.predict models=[RUN,...] [data=NAME] [KEY=VALUE ...] [--help]
+
+Runs trained models over the test part of a data set, each alone and all as an ensemble: the mean of their
+probabilities. Shows accuracies, images/s, and how long an answer takes for batches of 1 to 64 samples.
+
+  python -m crossbow_py.predict models=[runs/digits/a,runs/digits/b]
+  python -m crossbow_py.predict models=[runs/digits/a/model_0.safetensors,runs/digits/b] executor=serial
+  python -m crossbow_py.predict models=[runs/lenet/a] data=fashion_mnist latency_s=0 output_dir=predicted
+
+A run with averaging=independent has a model for every learner, and its folder stands for all of them. Without data
+the models' own data set is taken, which must be the same. Models of one architecture run as rows of one bank.
+Writes predict.json, and predictions.npz: members [K, N, C], ensemble [N, C], targets [N], names [K].
+
+Exit codes: 0 done, 2 a mistake in what was asked for, 130 after Ctrl-C, 1 anything else.
+"""
+
+_USAGES: dict[type[CommandConfig], str] = {TrainConfig: _TRAIN, EstimateConfig: _ESTIMATE, PredictConfig: _PREDICT}
 # Keys that mean something else to another command than to training.
-_MEANINGS: dict[tuple[type[TrainConfig], str], str] = {
+_MEANINGS: dict[tuple[type[CommandConfig], str], str] = {
     (EstimateConfig, "output_dir"): "folder for estimate.json and estimate.png; null writes nothing"
 }
 
 
-def help_text(kind: type[TrainConfig] = TrainConfig) -> str:
+def help_text(kind: type[CommandConfig] = TrainConfig) -> str:
     """Usage, then every key with its meaning and default, group by group; `kind` is the command's configuration."""
     lines = [_USAGES[kind], "Keys (with the value they have when nothing is said):"]
     top_level = [field for field in dataclasses.fields(kind) if field.name not in REGISTRIES]

@@ -29,18 +29,18 @@ def save_weights(module: nn.Module, path: Path) -> None:
     sync(path.parent)
 
 
-def load_weights(module: nn.Module, path: str | Path) -> None:
-    """Fill a module from safetensors (fine-tuning). Raises CheckpointError naming what does not fit."""
+def load_weights(module: nn.Module, path: str | Path, key: str = "init_from") -> None:
+    """Fill a module from safetensors, which `key` named. Raises CheckpointError naming what does not fit."""
     try:
         values = load_file(str(path))
     except Exception as error:
         raise CheckpointError(
-            f"init_from={path} cannot be read as safetensors ({error}); give a .safetensors file."
+            f"{key}={path} cannot be read as safetensors ({error}); give a .safetensors file."
         ) from error
     own = module.state_dict(keep_vars=True)
     wrong = _unfitting(own, values)
     if wrong:
-        raise CheckpointError(f"init_from={path} does not fit this model: {wrong}; choose the model it was saved from.")
+        raise CheckpointError(f"{key}={path} does not fit this model: {wrong}; choose the model it was saved from.")
     with torch.no_grad():
         for name, value in values.items():
             own[name].copy_(value)

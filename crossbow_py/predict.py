@@ -1,0 +1,31 @@
+"""`python -m crossbow_py.predict`: what trained models say about test data, each alone and as an ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossbow_py.command_line import run
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.prediction import predict
+from crossbow_py.prediction_report import as_text, write
+from crossbow_py.run_folder import make_folder, new_folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
+    return run(argv, PredictConfig, answer)
+
+
+def answer(config: PredictConfig) -> int:
+    """One prediction, shown and written; returns its exit code."""
+    found = predict(config)
+    print(as_text(found), flush=True)
+    asked = config.output_dir
+    folder = new_folder(config.experiment) if asked is None else make_folder(Path(asked).expanduser())
+    print(write(found, folder))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,48 @@
+"""What a prediction can be told."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from crossbow_py.config import check_path
+from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.errors import UserError
+from crossbow_py.settings import check, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """Everything `crossbow_py.predict` can be told. `data` is None where the models' own data set is meant."""
+
+    GROUP: ClassVar[str] = ""
+    CONF: ClassVar[str] = "predict"
+    NEEDS_FOLDER: ClassVar[bool] = True
+    experiment: ClassVar[str] = "predict"
+    resume: ClassVar[None] = None
+
+    models: tuple[str, ...] | str = setting(
+        (), "in brackets, folders of runs (all models of each) or .safetensors files in them: models=[RUN,RUN]"
+    )
+    executor: Literal["auto", "serial", "threads", "fused"] = setting(
+        "auto", "how models run: serial, threads (a model a core), fused (one graph), auto (the fastest, measured)"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where models run")
+    precision: PrecisionName = setting("fp32", "number format of models: fp32, bf16, or auto (bf16 where it is fast)")
+    batch_size: int | None = setting(None, "samples at a time; null is 256, and fewer of large ones", minimum=1)
+    latency_s: float = setting(0.5, "seconds for which to measure the latency of each batch size; 0 never", minimum=0)
+    num_workers: int | Literal["auto"] = setting("auto", "processes that load streamed data", minimum=0)
+    output_dir: str | None = setting(None, "folder for the results; null is runs/predict/<time>")
+    data: Any = dataclasses.field(
+        default=None, metadata={"help": "the data set whose test part is predicted; by default that of the models"}
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        models = (self.models,) if isinstance(self.models, str) else self.models
+        object.__setattr__(self, "models", models)
+        if not models:
+            raise UserError("models must name a trained model at least, got none; set models=[RUN], or [RUN,RUN].")
+        for key, path in [*(("models", path) for path in models), ("output_dir", self.output_dir)]:
+            check_path(key, path)

@@ -1,0 +1,194 @@
+"""From a configuration to predictions: models are loaded, run over test data as an ensemble, and timed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.sources import DataSource
+from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.errors import UserError
+from crossbow_py.evaluation import evaluation_batch_size
+from crossbow_py.packing.ensemble import Ensemble
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.supply import first_workers
+from crossbow_py.trained_models import TrainedModel, common_data, find_models
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # of batches whose latency is measured
+_FEWEST_CALLS, _MOST_CALLS = 20, 10_000
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """How long an answer takes: percentiles in milliseconds of `calls` calls one after another, and who ran them."""
+
+    executor: str
+    calls: int
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What K models say about N test samples of C classes.
+
+    Attributes:
+        config: what was asked for.
+        models: the members.
+        data: name of the data set.
+        probabilities: `[K, N, C]` float32.
+        targets: `[N]`.
+        executor: of the batches that were predicted.
+        num_architectures: how many banks there are.
+        images_per_s: samples that all members together answer in a second; loading is not counted.
+        latencies: by batch size.
+        notes: sentences for the user.
+    """
+
+    config: PredictConfig
+    models: tuple[TrainedModel, ...]
+    data: str
+    probabilities: npt.NDArray[np.float32]
+    targets: npt.NDArray[Any]
+    device: str
+    precision: str
+    executor: str
+    num_architectures: int
+    batch_size: int
+    images_per_s: float
+    latencies: dict[int, Latency]
+    notes: tuple[str, ...]
+
+    @property
+    def ensemble(self) -> npt.NDArray[np.float32]:
+        """The mean of the members' probabilities `[N, C]`."""
+        mean: npt.NDArray[np.float32] = self.probabilities.mean(0)
+        return mean
+
+    @property
+    def accuracies(self) -> list[float]:
+        """Of every member."""
+        return [self._accuracy(own) for own in self.probabilities]
+
+    @property
+    def accuracy(self) -> float:
+        """Of the ensemble."""
+        return self._accuracy(self.ensemble)
+
+    def _accuracy(self, probabilities: npt.NDArray[np.float32]) -> float:
+        return float((probabilities.argmax(-1) == self.targets).mean())
+
+
+def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Prediction:
+    """Do what was asked for. Raises UserError for what cannot be predicted."""
+    models = find_models(config.models)
+    source = _loaded(config.data if config.data is not None else common_data(models))
+    shape, classes = source.input_shape, source.num_classes or 0
+    with Ensemble(
+        [model.load(shape, classes) for model in models],
+        executor=config.executor, device=config.device, precision=config.precision,
+    ) as ensemble:  # fmt: skip
+        feed = make_feed(
+            source.test, 1, device=ensemble.device, mean=source.mean, std=source.std, channels_last=True,
+            dtype=ensemble.precision.compute, num_workers=first_workers(config.num_workers, ensemble.device, False),
+        )  # fmt: skip
+        try:
+            size = config.batch_size or evaluation_batch_size(feed.first_samples(1).inputs[0].numel())
+            probabilities, targets, rate = _run(ensemble, feed, size, clock)
+            executor = next(iter(ensemble.chosen.values()))
+            latencies = measure_latencies(ensemble, feed, config.latency_s, clock) if config.latency_s else {}
+            notes = (*source.notes, *feed.take_notes(), *ensemble.notes)
+        finally:
+            feed.close()
+    return Prediction(
+        config, tuple(models), source.name, probabilities, targets, str(ensemble.device), ensemble.precision.name,
+        executor, ensemble.num_banks, size, rate, latencies, notes,
+    )  # fmt: skip
+
+
+def load_ensemble(
+    paths: Sequence[str],
+    *,
+    executor: Literal["auto", "serial", "threads", "fused"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    precision: PrecisionName = "fp32",
+) -> Ensemble:
+    """The ensemble of trained models, given folders of runs or .safetensors files in them.
+
+    Raises UserError for what is no model, and for models that were not trained on the same data.
+    """
+    models = find_models(paths)
+    if not models:
+        raise UserError("paths must name a trained model at least, got none; give the folder of a run.")
+    source = _loaded(common_data(models))
+    modules = [model.load(source.input_shape, source.num_classes or 0) for model in models]
+    return Ensemble(modules, executor=executor, device=device, precision=precision)
+
+
+def _loaded(data: Any) -> DataSource:
+    source: DataSource = data.load(progress=sys.stderr.isatty())
+    if source.num_classes is None:
+        raise UserError(
+            f"models of an ensemble must tell classes apart, and the targets of data={source.name} are none; "
+            "use data with integer targets."
+        )
+    return source
+
+
+def _run(
+    ensemble: Ensemble, feed: Feed, batch_size: int, clock: Clock
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any], float]:
+    """Probabilities `[K, N, C]`, targets `[N]` and samples a second. The host waits for every batch."""
+    found: list[Tensor] = []
+    targets: list[Tensor] = []
+    seen: set[int] = set()
+    seconds = 0.0
+    for batch in feed.evaluation_batches(batch_size):
+        if len(batch.targets) not in seen:  # what is measured, exported or captured for it counts for nothing
+            ensemble.predict(batch.inputs)
+            seen.add(len(batch.targets))
+        _wait(ensemble.device)
+        begun = clock()
+        members = ensemble.members(batch.inputs).cpu()  # a host–device synchronisation on CUDA
+        seconds += clock() - begun
+        found.append(members)
+        targets.append(batch.targets.cpu())
+    right = torch.cat(targets)
+    return torch.cat(found, 1).numpy(), right.numpy(), len(right) / seconds
+
+
+def measure_latencies(ensemble: Ensemble, feed: Feed, seconds: float, clock: Clock) -> dict[int, Latency]:
+    """Of batches of 1 to 64 of the first samples, each for so many seconds and some calls at least."""
+    sizes = [size for size in SIZES if size <= feed.num_samples]
+    return {size: _latency(ensemble, feed.first_samples(size).inputs, seconds, clock) for size in sizes}
+
+
+def _latency(ensemble: Ensemble, inputs: Tensor, seconds: float, clock: Clock) -> Latency:
+    """What a caller waits for answers that it has on the host."""
+    ensemble.predict(inputs)
+    times: list[float] = []
+    _wait(ensemble.device)
+    begun = clock()
+    while len(times) < _FEWEST_CALLS or (clock() - begun < seconds and len(times) < _MOST_CALLS):
+        before = clock()
+        ensemble.predict(inputs).cpu()  # a host–device synchronisation on CUDA
+        times.append(1000 * (clock() - before))
+    p50, p90, p99 = (float(value) for value in np.percentile(times, (50, 90, 99)))
+    return Latency(ensemble.chosen[inputs.shape, inputs.dtype], len(times), p50, p90, p99)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

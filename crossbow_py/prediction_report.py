@@ -1,0 +1,94 @@
+"""A prediction as text, as plain values in predict.json, and its probabilities in predictions.npz."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from crossbow_py.errors import UserError
+from crossbow_py.prediction import Prediction
+from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.text_table import columns
+from crossbow_py.version import __version__
+
+JSON_FILE, PROBABILITIES_FILE = "predict.json", "predictions.npz"
+
+
+def as_text(found: Prediction) -> str:
+    """What the user reads."""
+    k, banks = len(found.models), found.num_architectures
+    several = f" of {banks} architectures" if banks > 1 else ""
+    head = (
+        f"{k} model{'s' if k > 1 else ''}{several} on the {len(found.targets):,} test samples of data={found.data}: "
+        f"executor={found.executor} device={found.device} precision={found.precision} batch_size={found.batch_size}"
+    )
+    rows = [(model.name, f"{own:.4f}") for model, own in zip(found.models, found.accuracies, strict=True)]
+    blocks = [
+        [head, *found.notes],
+        columns(("model", "accuracy"), [*rows, ("ensemble", f"{found.accuracy:.4f}")]),
+        [f"{found.images_per_s:,.0f} images/s, each answered by all models; loading is not counted."],
+    ]
+    if found.latencies:
+        times = [
+            (str(size), f"{own.p50_ms:.3f}", f"{own.p90_ms:.3f}", f"{own.p99_ms:.3f}", own.executor)
+            for size, own in found.latencies.items()
+        ]
+        table = columns(("batch", "p50", "p90", "p99", "executor"), times)
+        blocks.append(["Latency of one answer of the ensemble, in milliseconds:", *table])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def as_plain(found: Prediction) -> dict[str, Any]:
+    """Everything but the probabilities, in plain values."""
+    members = zip(found.models, found.accuracies, strict=True)
+    return {
+        "models": [
+            {"name": model.name, "file": str(model.file), "model": model.config.model.NAME, "accuracy": accuracy}
+            for model, accuracy in members
+        ],
+        "ensemble": {"accuracy": found.accuracy},
+        "data": found.data,
+        "num_samples": len(found.targets),
+        "num_classes": found.probabilities.shape[2],
+        "num_architectures": found.num_architectures,
+        "device": found.device,
+        "executor": found.executor,
+        "precision": found.precision,
+        "batch_size": found.batch_size,
+        "images_per_s": found.images_per_s,
+        "latency": {
+            str(size): {
+                "p50_ms": own.p50_ms, "p90_ms": own.p90_ms, "p99_ms": own.p99_ms, "calls": own.calls,
+                "executor": own.executor,
+            }
+            for size, own in found.latencies.items()
+        },
+        "notes": list(found.notes),
+        "versions": {"crossbow_py": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }  # fmt: skip
+
+
+def write(found: Prediction, folder: Path) -> str:
+    """Write both files into a folder that exists; says where. Raises UserError when it cannot be written."""
+    try:
+        _write_probabilities(found, folder / PROBABILITIES_FILE)
+        write_atomically(folder / JSON_FILE, json.dumps(as_plain(found), indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"output_dir {folder} cannot be written ({error.strerror}); choose another folder.") from error
+    return f"Written to {folder / JSON_FILE} and {folder / PROBABILITIES_FILE}."
+
+
+def _write_probabilities(found: Prediction, path: Path) -> None:
+    """members `[K, N, C]`, ensemble `[N, C]`, targets `[N]` and names `[K]`; whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        np.savez(
+            file, members=found.probabilities, ensemble=found.ensemble, targets=found.targets,
+            names=np.array([model.name for model in found.models]),
+        )  # fmt: skip
+    partial.replace(path)

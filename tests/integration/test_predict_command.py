@@ -1,0 +1,188 @@
+"""`python -m crossbow_py.predict`, called in process: what it says of trained models, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from crossbow_py import train
+from crossbow_py.config import TrainConfig
+from crossbow_py.data.digits import Digits
+from crossbow_py.errors import UserError
+from crossbow_py.help_text import help_text
+from crossbow_py.predict import main
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.prediction import SIZES, load_ensemble
+from crossbow_py.trained_models import common_data, find_models
+
+TRAINED = ["+experiment=digits", "device=cpu", "precision=fp32", "executor=serial"]
+ON_CPU = ["device=cpu", "latency_s=0"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: five independent learners, a wider and a narrower model alone, and one on other data."""
+    folder = tmp_path_factory.mktemp("runs")
+    own = {
+        "five": ["averaging=independent", "num_learners=5", "max_epochs=4", "model.hidden=[32]"],
+        "wide": ["max_epochs=2", "model.hidden=[48]"],
+        "narrow": ["max_epochs=1", "model.hidden=[16]", "data.flip=true"],
+        "other": ["data=synthetic", "data.shape=[1,8,8]", "max_epochs=1"],
+    }
+    for name, keys in own.items():
+        assert train.main([*TRAINED, f"output_dir={folder / name}", *keys]) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder_of_runs(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy each, so that no test sees what another has written."""
+    copied = tmp_path / "here"
+    shutil.copytree(runs, copied)
+    monkeypatch.chdir(copied)
+
+
+def predict(models: str, *keys: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of predict.json and the arrays of predictions.npz."""
+    assert main([f"models=[{models}]", *ON_CPU, "output_dir=predicted", *keys]) == 0
+    with np.load("predicted/predictions.npz") as arrays:
+        return json.loads(Path("predicted/predict.json").read_text()), dict(arrays)
+
+
+def by_hand(file: str, hidden: int) -> Tensor:
+    """Probabilities of the test digits by plain PyTorch `[N, C]`."""
+    images = (Digits().load(progress=False).test[0].float() / 255 - Digits.MEAN[0]) / Digits.STD[0]
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+    module.load_state_dict(load_file(file))
+    with torch.no_grad():
+        return module(images).softmax(1)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+def test_five_independent_learners_equal_plain_pytorch_and_are_better_together(
+    executor: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, arrays = predict("five", f"executor={executor}")
+    members = torch.stack([by_hand(f"five/model_{j}.safetensors", 32) for j in range(5)])
+    assert arrays["members"].dtype == arrays["ensemble"].dtype == np.float32
+    assert np.abs(arrays["members"] - members.numpy()).max() <= 1e-6
+    assert np.abs(arrays["ensemble"] - members.mean(0).numpy()).max() <= 1e-6
+    targets = Digits().load(progress=False).test[1]
+    assert arrays["targets"].tolist() == targets.tolist()
+    assert list(arrays["names"]) == [f"five/model_{j}.safetensors" for j in range(5)]
+    alone = [model["accuracy"] for model in found["models"]]
+    assert alone == pytest.approx([float((own.argmax(1) == targets).float().mean()) for own in members])
+    assert found["ensemble"]["accuracy"] >= max(alone) - 0.005
+    assert (found["executor"], found["num_samples"], found["num_architectures"]) == (executor, 296, 1)
+    said = capsys.readouterr().out
+    assert re.search(rf"\n  ensemble +{found['ensemble']['accuracy']:.4f}\n", said)
+    assert "five/model_3.safetensors" in said and "images/s" in said
+
+
+def test_models_of_several_architectures_and_single_files_answer_together() -> None:
+    found, arrays = predict("wide,five/model_2.safetensors,narrow/model.safetensors")
+    members = [
+        by_hand("wide/model.safetensors", 48), by_hand("five/model_2.safetensors", 32),
+        by_hand("narrow/model.safetensors", 16),
+    ]  # fmt: skip
+    assert np.abs(arrays["ensemble"] - torch.stack(members).mean(0).numpy()).max() <= 1e-6
+    assert [model["name"] for model in found["models"]] == [
+        "wide", "five/model_2.safetensors", "narrow/model.safetensors",
+    ]  # fmt: skip
+    assert found["num_architectures"] == 3
+
+
+def test_latency_is_told_for_batches_of_1_to_64(capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = predict("five", "latency_s=0.001", "executor=fused", "batch_size=100")
+    assert [int(size) for size in found["latency"]] == list(SIZES)
+    for own in found["latency"].values():
+        assert 0 < own["p50_ms"] <= own["p90_ms"] <= own["p99_ms"]
+        assert own["calls"] >= 20
+    assert found["batch_size"] == 100
+    assert capsys.readouterr().out.count(" fused\n") == len(SIZES)
+
+
+def test_data_that_was_named_is_taken_in_place_of_the_models_own() -> None:
+    found, arrays = predict("five,other", "data=synthetic", "data.shape=[1,8,8]")
+    assert found["data"] == "synthetic"
+    assert arrays["members"].shape[0] == 6
+
+
+def test_without_a_folder_results_go_to_one_of_their_own() -> None:
+    assert main(["models=wide", *ON_CPU]) == 0
+    (written,) = Path("runs/predict").iterdir()
+    assert {path.name for path in written.iterdir()} == {"predict.json", "predictions.npz"}
+
+
+def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
+    assert main(["-m", "models=[wide]", *ON_CPU, "executor=serial,fused", "output_dir=swept"]) == 0
+    assert {path.name for path in Path("swept").iterdir()} == {"executor=serial", "executor=fused"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "models must name a trained model at least, got none"),
+        (["models=[]"], "models must name a trained model at least, got none"),
+        (["models=[nowhere]"], "models: nowhere does not exist; give the folder of a run"),
+        (["models=[.]"], "has no config.yaml and is no run"),
+        (["models=[five/model_9.safetensors]"], "model_9.safetensors does not exist"),
+        (["models=[five,begun]"], "begun has no model.safetensors yet (not finished); finish the run"),
+        (["models=[five,other]"], "trained on the same data, got data=digits of five/model_0.safetensors and"),
+        (["models=[five]", "data=synthetic"], "no model for samples of shape [3, 32, 32] and 10 classes"),
+        (["models=[five,damaged]"], "cannot be read as safetensors"),
+        (["models=[five]", "num_learners=2"], "unknown key num_learners"),
+        (["models=[five]", "model=mlp"], "unknown key model; did you mean 'models'?"),
+        (["models=[five]", "+experiment=digits"], "unknown key experiment"),
+        (["models=[five]", "executor=streams"], "executor must be one of auto, serial, threads, fused"),
+        (["models=[five]", "latency_s=-1"], "latency_s must be at least 0"),
+        (["models=[five]", "output_dir=five/config.yaml"], "output_dir five/config.yaml cannot be written"),
+    ],
+)
+def test_what_cannot_be_predicted_is_said_in_one_line_and_ends_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("begun", "damaged"):
+        Path(name).mkdir()
+        shutil.copy("five/config.yaml", name)
+    Path("damaged/model.safetensors").write_bytes(b"no safetensors")
+    assert main([*arguments, *(key for key in ON_CPU if key.split("=")[0] not in "".join(arguments))]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert message in said
+
+
+def test_help_has_the_keys_of_a_prediction_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert said == help_text(PredictConfig) + "\n"
+    assert "python -m crossbow_py.predict models=" in said and "  latency_s=0.5" in said
+    assert "num_learners=" not in said and help_text(TrainConfig) != said
+
+
+def test_load_ensemble_from_python_gives_what_the_command_does() -> None:
+    _, arrays = predict("five,wide")
+    images = (Digits().load(progress=False).test[0].float() / 255 - Digits.MEAN[0]) / Digits.STD[0]
+    with load_ensemble(["five", "wide"], device="cpu") as ensemble:
+        assert np.abs(ensemble.predict(images).numpy() - arrays["ensemble"]).max() <= 1e-6
+    with pytest.raises(UserError, match="paths must name a trained model at least"):
+        load_ensemble([])
+
+
+def test_learners_come_in_the_order_of_their_numbers() -> None:
+    for number in (10, 11):
+        shutil.copy("five/model_0.safetensors", f"five/model_{number}.safetensors")
+    assert [model.file.stem for model in find_models(["five"])] == [f"model_{j}" for j in (0, 1, 2, 3, 4, 10, 11)]
+
+
+def test_runs_that_differ_in_training_data_alone_are_on_the_same_test_data() -> None:
+    assert common_data(find_models(["wide", "narrow"])).NAME == "digits"
