@@ -1,0 +1,125 @@
+"""How wide packs are: the rule on measured numbers, and what is measured and remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, Constant
+from crossbow_py.calibration import Calibration, Candidate
+from crossbow_py.data.feeds import make_feed
+from crossbow_py.engine.precision import FP32
+from crossbow_py.packing import width as width_module
+from crossbow_py.packing.trial import TrialSettings
+from crossbow_py.packing.width import choose_width, measured_width
+from crossbow_py.run_settings import Choices, RunSettings
+from tests.trainers import blobs
+
+RATES = {
+    ("serial", 1): 100.0,
+    ("threads", 1): 90.0,
+    ("threads", 2): 150.0,
+    ("fused", 4): 240.0,
+    ("fused", 8): 300.0,
+    ("fused", 16): 310.0,
+}
+
+
+def test_width_is_the_smallest_pack_close_to_the_best() -> None:
+    width = choose_width(RATES, "mlp")
+    assert width.size == 8  # 300 is within 5 % of 310, 240 is not
+    assert width.sentence == (
+        "Trials of mlp run in packs of 8 by executor fused: 300 images/s, and 100 one at a time (3.0 times)."
+    )
+
+
+def test_width_is_one_where_packs_do_not_pay() -> None:
+    width = choose_width({("serial", 1): 100.0, ("fused", 2): 104.0, ("fused", 4): 90.0}, "vgg16")
+    assert width.size == 1
+    assert width.sentence == (
+        "Trials of vgg16 run one at a time, as packing does not pay: 104 images/s at best, and 100 one at a time."
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_trials", "expected"),
+    [(1, "serial"), (2, "threads"), (3, "fused"), (4, "fused"), (8, "fused"), (16, "fused"), (20, "fused")],
+)
+def test_executor_for_fewer_trials_is_the_fastest_with_as_many(num_trials: int, expected: str) -> None:
+    assert choose_width(RATES, "mlp").executor(num_trials) == expected
+
+
+def test_executor_measured_with_more_trials_alone_counts_for_their_share() -> None:
+    width = choose_width({("serial", 1): 100.0, ("fused", 8): 240.0}, "mlp")
+    assert width.executor(2) == "serial"  # fused: 240 · 2/8
+    assert width.executor(4) == "fused"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[tuple[str, int]]]:
+    """What is measured, which says 10 images/s a trial and twice that fused."""
+    calls: list[list[tuple[str, int]]] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def calibrate(candidates: list[Candidate], batch_size: int, device: Any, budget_s: float) -> Calibration:
+        calls.append([(each.executor, each.num_learners) for each in candidates])
+        for each in candidates:
+            executor, plan = each.build()  # the very parts
+            executor.submit(plan(0))
+            executor.drain()
+            executor.close()
+        rates = {key: 10.0 * key[1] * (1 + (key[0] == "fused")) for key in calls[-1]}
+        return Calibration("fused", rates, ())
+
+    monkeypatch.setattr(width_module, "calibrate", calibrate)
+    return calls
+
+
+def measure(limit: int, executor: str = "auto", told: list[str] | None = None) -> Any:
+    trial = TrialSettings(0, lambda: nn.Linear(4, 3), "linear", 4, SGD(), Constant(), name="linear")
+    choices = Choices(torch.device("cpu"), FP32, executor)
+    feed = make_feed(blobs(40), 4)
+    said = [] if told is None else told
+    return measured_width(
+        RunSettings(device="cpu"),
+        choices,
+        trial,
+        trial.new_model(),
+        feed,
+        nn.functional.cross_entropy,
+        limit,
+        said.append,
+    )
+
+
+def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(asked: list[list[tuple[str, int]]]) -> None:
+    width, notes = measure(6)
+    assert asked == [
+        [("serial", 1), ("threads", 1), ("fused", 2), ("fused", 4), ("fused", 6), ("threads", 2), ("threads", 4),
+         ("threads", 6)]
+    ]  # fmt: skip
+    assert width.size == 6 and notes == []
+
+
+def test_measured_width_is_remembered_for_the_same_trials(asked: list[list[tuple[str, int]]]) -> None:
+    told: list[str] = []
+    first, _ = measure(4, told=told)
+    again, _ = measure(4, told=told)
+    assert first == again and len(asked) == 1 and len(told) == 1
+    measure(2)
+    assert len(asked) == 2
+
+
+def test_executor_that_was_asked_for_is_the_only_one(asked: list[list[tuple[str, int]]]) -> None:
+    measure(2, "threads")
+    measure(2, "serial")
+    measure(2, "fused")
+    assert asked == [
+        [("threads", 1), ("threads", 2)],
+        [("serial", 1), ("serial", 2)],
+        [("fused", 1), ("fused", 2)],
+    ]
