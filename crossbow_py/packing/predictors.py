@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.packing.recording import recorded
 
 
 class Predictor(ABC):
@@ -89,7 +90,7 @@ class ThreadsPredictor(SerialPredictor):
 
 
 class FusedPredictor(Predictor):
-    """A graph a bank, and banks side by side; on CUDA all of it is one CUDA graph for every shape of batches.
+    """A graph a bank, and banks side by side, recorded for every shape of batches; on CUDA as one CUDA graph.
 
     Raises FusionError, in `probabilities`, for models that cannot be fused.
     """
@@ -111,7 +112,7 @@ class FusedPredictor(Predictor):
     def _prepared(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
         graphs = [FusedGraph(bank.template, inputs, bank, training=False) for bank in self.banks]
         run = partial(self._all, graphs)
-        return run if inputs.device.type != "cuda" else _captured(run, inputs, self.banks)
+        return _captured(run, inputs, self.banks) if inputs.device.type == "cuda" else recorded(run, inputs)
 
     @torch.no_grad()
     def _all(self, graphs: Sequence[FusedGraph], inputs: Tensor) -> Tensor:
