@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from experiments.common.packs.comparison import PackCell
 from experiments.common.packs.running import executors_on, one_at_a_time, predictors_on
-from experiments.common.packs.side import DEFAULT, TUNED, PackSide, Work, packed, single
+from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, single
 from experiments.common.packs.workloads import PackWorkload
 
 
@@ -43,10 +43,13 @@ def sides_of(figure: ModelBatchFigure, device: str) -> list[PackSide]:
     """Those of one model, and the packs."""
     if figure.work == "layers":  # here all of the models are gone through in every tick
         return [PackSide(name, figure.num_models, work=figure.work) for name in (DEFAULT, TUNED, "fused")]
-    singles = one_at_a_time(device) if figure.work == "training" else (DEFAULT, TUNED)
-    executors = executors_on(device) if figure.work == "training" else predictors_on(device)
-    packs = [packed(name, figure.num_models, figure.work) for name in executors]
-    return [*(single(name, figure.work) for name in singles), *packs]
+    training = figure.work == "training"
+    singles = one_at_a_time(device) if training else (DEFAULT, TUNED)
+    together = executors_on(device) if training else (DEFAULT_ENSEMBLE, *predictors_on(device))
+    return [
+        *(single(name, figure.work) for name in singles),
+        *(packed(name, figure.num_models, figure.work) for name in together),
+    ]
 
 
 def panels_of(figure: ModelBatchFigure, workload: PackWorkload, batch_sizes: Sequence[int]) -> list[list[PackCell]]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from experiments.common.markdown import markdown_table
 from experiments.common.packs.report import (
-    SUMMARY_HEADER,
     Result,
+    bases_of,
     best_pack,
     cells_table,
     grouped,
     how,
     left_out,
     ratio_text,
+    summary_header,
     summary_row,
 )
-from experiments.common.packs.side import DEFAULT, TUNED
 
 
 def headline(result: Result) -> str:
@@ -22,7 +22,7 @@ def headline(result: Result) -> str:
     figure = result["figure"]
     text = f"{figure['title']}: {figure['num_models']} models."
     packs = [best_pack(rows) for rows in grouped(result["rows"], "batch_size").values()]
-    for base in (DEFAULT, TUNED):
+    for base in bases_of(result["rows"]):
         found = [pack for pack in packs if pack is not None and pack["over"][base] is not None]
         if found:
             best = max(found, key=lambda pack: float(pack["over"][base]["median"]))
@@ -36,7 +36,8 @@ def headline(result: Result) -> str:
 def summary_table(result: Result) -> str:
     """A row a batch size: the sides of one model at a time, and the best pack."""
     groups = grouped(result["rows"], "batch_size")
-    return markdown_table(["b", *SUMMARY_HEADER], [[str(size), *summary_row(rows)] for (size,), rows in groups.items()])
+    lines = [[str(size), *summary_row(rows)] for (size,), rows in groups.items()]
+    return markdown_table(["b", *summary_header(result["rows"])], lines)
 
 
 def result_text(result: Result) -> str:

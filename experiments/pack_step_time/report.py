@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from experiments.common.markdown import markdown_table
 from experiments.common.packs.report import (
     NONE,
-    SUMMARY_HEADER,
     Result,
     Row,
     best_pack,
@@ -20,6 +19,7 @@ from experiments.common.packs.report import (
     how,
     left_out,
     ratio_text,
+    summary_header,
     summary_row,
 )
 from experiments.common.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
@@ -33,14 +33,14 @@ def families_table(rows: Sequence[Row]) -> str:
         packs = [row for row in own if row["side"] not in ONE_AT_A_TIME]
         sizes = grouped(packs, "num_models").values()
         lines += [[model, *summary_row([*singles, *of_size])] for of_size in sizes]
-    return markdown_table(["model", *SUMMARY_HEADER], lines)
+    return markdown_table(["model", *summary_header(rows)], lines)
 
 
 def limits_table(rows: Sequence[Row]) -> str:
     """A row a model and batch size."""
     groups = grouped(rows, "model", "batch_size")
     lines = [[model, str(size), *summary_row(own)] for (model, size), own in groups.items()]
-    return markdown_table(["model", "b", *SUMMARY_HEADER], lines)
+    return markdown_table(["model", "b", *summary_header(rows)], lines)
 
 
 def mixed_table(rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from experiments.common.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED, PackSide
+from experiments.common.packs.side import BASES, DEFAULT, TUNED, PackSide
 from experiments.common.packs.sides import PackProcess
 from experiments.common.packs.workloads import PackWorkload
 from experiments.common.windows import spread
@@ -23,7 +23,6 @@ EFFORT = Effort(trial_s=0.2, trials=2)
 WARM_UP_S = 0.3
 ATTEMPTS, RETRY_AFTER_S = 3, 0.5
 _ORDER_SEED = 0
-BASES = (DEFAULT, TUNED)
 MIXED_WINDOWS = 5
 
 
@@ -161,7 +160,7 @@ def _mixed_row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
     half = cell.side.num_learners // 2
     members = [[rate for rate in cell.rates(member) if rate is not None] for member in range(len(models))]
     bases = {
-        **{base: [find(cells, base, model) for model in models] for base in BASES},
+        **{base: [find(cells, base, model) for model in models] for base in (DEFAULT, TUNED)},
         "in_turn": [find(cells, cell.side.side, model, half) for model in models],
     }
     return {
@@ -193,8 +192,3 @@ def _gain(cell: PackCell, alone: Sequence[PackCell | None]) -> dict[str, float] 
 
 def _rate(window: Window, member: int | None) -> float | None:
     return window.images_per_s if member is None else window.members.get(member)
-
-
-def is_packed(row: dict[str, Any]) -> bool:
-    """Whether a row is of a pack."""
-    return row["side"] not in ONE_AT_A_TIME

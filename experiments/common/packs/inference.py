@@ -11,7 +11,7 @@ from torch import Tensor
 
 from crossbow_py.packing.ensemble import Ensemble
 from experiments.common.machine import usable_cores
-from experiments.common.packs.side import DEFAULT, TUNED, PackSide
+from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide
 from experiments.common.packs.workloads import PackWorkload
 from experiments.throughput.captured import Step, captured, train_for_ever
 from experiments.throughput.gate import Gate, Ready
@@ -26,8 +26,8 @@ def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) 
     """For ever. Every model takes the batch; the images count once for each."""
     torch.set_num_threads(usable_cores())
     with ExitStack() as stack:
-        if side.side == DEFAULT:
-            step, detail = default_step(workload), ""
+        if side.side in (DEFAULT, DEFAULT_ENSEMBLE):
+            step, detail = default_step(side.num_learners, workload), ""
         elif side.side == TUNED:
             step, detail = _tuned(workload, effort)
         else:
@@ -36,16 +36,17 @@ def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) 
         train_for_ever(step, side.num_learners * workload.batch_size, gate)
 
 
-def default_step(workload: PackWorkload) -> Step:
-    """As PyTorch's tutorials have it: `model.eval()`, `torch.no_grad()`, float32, NCHW."""
+def default_step(num_models: int, workload: PackWorkload) -> Step:
+    """As PyTorch's tutorials have it: `model.eval()`, `torch.no_grad()`, float32, NCHW; the mean of several models."""
     device = torch.device(workload.device)
-    model = workload.make_model().to(device).eval()
+    models = [workload.make_model().to(device).eval() for _ in range(num_models)]
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
     each = cycle(_batches(workload))
 
     def step() -> None:
         with torch.no_grad():
-            model((next(each).to(device).float() / 255 - mean) / std).argmax(1).cpu()
+            inputs = (next(each).to(device).float() / 255 - mean) / std
+            torch.stack([model(inputs).softmax(1) for model in models]).mean(0).argmax(1).cpu()
 
     return step
 

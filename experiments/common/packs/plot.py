@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.packs.report import Row, grouped
-from experiments.common.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
+from experiments.common.packs.side import CAPTURED, DEFAULT, DEFAULT_ENSEMBLE, SERIAL, TUNED
 from experiments.common.results import EXPERIMENTS, read_results
 
 COLORS = {
     DEFAULT: "#999999", TUNED: "#000000", CAPTURED: "#D55E00", SERIAL: "#CC79A7",
-    "threads": "#009E73", "fused": "#0072B2", "streams": "#009E73",
+    DEFAULT_ENSEMBLE: "#E69F00", "threads": "#009E73", "fused": "#0072B2", "streams": "#009E73",
 }  # fmt: skip
 
 

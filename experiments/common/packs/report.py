@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.common.markdown import markdown_table
-from experiments.common.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.common.packs.side import BASES, DEFAULT_ENSEMBLE, ONE_AT_A_TIME
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
@@ -32,22 +32,41 @@ def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
     return groups
 
 
+def bases_of(rows: Sequence[Row]) -> list[str]:
+    """The sides that others are compared with."""
+    return [base for base in BASES if base != DEFAULT_ENSEMBLE or row_of(rows, base) is not None]
+
+
+def summary_header(rows: Sequence[Row]) -> list[str]:
+    """What stands over the cells of `summary_row`."""
+    bases = bases_of(rows)
+    return [*bases, "best pack", "images/s", *(f"÷ {base}" for base in bases), "n"]
+
+
 def summary_row(rows: Sequence[Row]) -> list[str]:
-    """Of the rows of one panel: two sides of one model, the best pack, and its ratios to them. See SUMMARY_HEADER."""
-    pack = best_pack(rows)
-    singles = [_rate(row_of(rows, side)) for side in (DEFAULT, TUNED)]
+    """Of the rows of one panel: the sides of one model at a time, the best pack, and its ratios to them."""
+    pack, bases = best_pack(rows), bases_of(rows)
+    singles = [_rate(row_of(rows, side)) for side in bases]
     if pack is None:
-        return [*singles, *[NONE] * 5]
-    return [*singles, f"{pack['side']} K={pack['num_models']}", _rate(pack), *_ratios(pack), str(pack["n"])]
-
-
-SUMMARY_HEADER = ["default_loop", "tuned_single", "best pack", "images/s", "÷ default_loop", "÷ tuned_single", "n"]
+        return [*singles, *[NONE] * (3 + len(bases))]
+    ratios = _ratios(pack, bases)
+    return [*singles, f"{pack['side']} K={pack['num_models']}", _rate(pack), *ratios, str(pack["n"])]
 
 
 def cells_table(rows: Sequence[Row]) -> str:
     """A row for every side that was measured."""
-    header = ["model", "b", "side", "K", "threads a model", "images/s", "÷ default_loop", "÷ tuned_single", "n",
-              "dropped"]  # fmt: skip
+    bases = bases_of(rows)
+    header = [
+        "model",
+        "b",
+        "side",
+        "K",
+        "threads a model",
+        "images/s",
+        *(f"÷ {base}" for base in bases),
+        "n",
+        "dropped",
+    ]
     lines = [
         [
             row["model"],
@@ -56,7 +75,7 @@ def cells_table(rows: Sequence[Row]) -> str:
             str(row["num_models"]),
             NONE if row["threads"] is None else str(row["threads"]),
             _rate(row),
-            *_ratios(row),
+            *_ratios(row, bases),
             str(row["n"]),
             str(row["dropped"]),
         ]
@@ -90,8 +109,8 @@ def ratio_text(ratio: Mapping[str, float] | None) -> str:
     return NONE if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
 
 
-def _ratios(row: Row) -> list[str]:
-    return ["1" if row["side"] == base else ratio_text(row["over"][base]) for base in (DEFAULT, TUNED)]
+def _ratios(row: Row, bases: Sequence[str]) -> list[str]:
+    return ["1" if row["side"] == base else ratio_text(row["over"][base]) for base in bases]
 
 
 def _rate(row: Row | None) -> str:

@@ -8,8 +8,12 @@ from typing import Literal
 from experiments.throughput.sides import Side
 
 DEFAULT, TUNED, CAPTURED, SERIAL = "default_loop", "tuned_single", "captured", "serial"
-# One model at a time; images/s are then those of any number of models, one after another.
-ONE_AT_A_TIME = (DEFAULT, TUNED, CAPTURED, SERIAL)
+# Every batch through one model after another, as it has to be when the answers are wanted together.
+DEFAULT_ENSEMBLE = "default_ensemble"
+# One model at a time; but for the last, images/s are those of any number of models, one after another.
+ONE_AT_A_TIME = (DEFAULT, TUNED, CAPTURED, SERIAL, DEFAULT_ENSEMBLE)
+# What others are compared with.
+BASES = (DEFAULT, TUNED, DEFAULT_ENSEMBLE)
 PACKED = ("threads", "fused", "streams")
 
 Work = Literal["training", "inference", "layers"]
@@ -31,7 +35,7 @@ class PackSide(Side):
     @property
     def label(self) -> str:
         """As it is called on the terminal."""
-        models = "" if self.side in ONE_AT_A_TIME else f" K={self.num_learners}"
+        models = "" if self.num_learners == 1 and self.side in ONE_AT_A_TIME else f" K={self.num_learners}"
         return f"{'mixed ' if self.mixed else ''}{self.side}{models} {self.precision} {self.work}"
 
 

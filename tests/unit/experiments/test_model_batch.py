@@ -36,8 +36,8 @@ def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("figure", "device", "expected"), [
     ("training", "cpu", ["default_loop 1", "tuned_single 1", "serial 1", "threads 16", "fused 16"]),
     ("training", "cuda", ["default_loop 1", "tuned_single 1", "captured 1", "streams 16", "fused 16"]),
-    ("inference", "cpu", ["default_loop 1", "tuned_single 1", "threads 16", "fused 16"]),
-    ("inference", "cuda", ["default_loop 1", "tuned_single 1", "fused 16"]),
+    ("inference", "cpu", ["default_loop 1", "tuned_single 1", "default_ensemble 16", "threads 16", "fused 16"]),
+    ("inference", "cuda", ["default_loop 1", "tuned_single 1", "default_ensemble 16", "fused 16"]),
     ("layers", "cpu", ["default_loop 64", "tuned_single 64", "fused 64"]),
 ])  # fmt: skip
 def test_sides_of_a_figure_are_one_model_at_a_time_and_packs(figure: str, device: str, expected: list[str]) -> None:
@@ -67,15 +67,29 @@ def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: 
 @pytest.mark.usefixtures("pretended")
 def test_picture_shows_rates_of_all_sides_and_ratios_to_both(tmp_path: Path) -> None:
     result = measured(tmp_path, "inference", "--batch-sizes", "1", "4")
+    summary = report.summary_table(result).splitlines()[-1]
+    assert [cell.strip() for cell in summary.split("|")[1:6]] == ["4", "100", "200", "125", "fused K=16"]
+    assert summary.split("|")[9].strip() == "4.00 (4.00–4.00)"  # over 125 images/s
     rates, over_default, over_tuned = plot.draw(result).axes
     lines = {line.get_label(): list(line.get_ydata()) for line in rates.lines}
     assert lines == {
-        "default_loop": [100.0] * 2, "tuned_single": [200.0] * 2, "threads": [300.0] * 2, "fused": [500.0] * 2,
+        "default_loop": [100.0] * 2, "tuned_single": [200.0] * 2, "default_ensemble": [125.0] * 2,
+        "threads": [300.0] * 2, "fused": [500.0] * 2,
     }  # fmt: skip
     drawn = [{one.get_label(): list(one.lines[0].get_ydata()) for one in axes.containers} for axes in
              (over_default, over_tuned)]  # fmt: skip
-    assert drawn[0] == {"tuned_single": [2.0] * 2, "threads": [3.0] * 2, "fused": [5.0] * 2}
-    assert drawn[1] == {"default_loop": [0.5] * 2, "threads": [1.5] * 2, "fused": [2.5] * 2}
+    assert drawn[0] == {
+        "tuned_single": [2.0] * 2,
+        "default_ensemble": [1.25] * 2,
+        "threads": [3.0] * 2,
+        "fused": [5.0] * 2,
+    }
+    assert drawn[1] == {
+        "default_loop": [0.5] * 2,
+        "default_ensemble": [0.625] * 2,
+        "threads": [1.5] * 2,
+        "fused": [2.5] * 2,
+    }
 
 
 def test_result_without_packs_is_told_without_gains(
@@ -96,7 +110,7 @@ def test_figure_of_another_name_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("figure", ["layers", "mlp_training", "mlp_inference", "lstm"])
+@pytest.mark.parametrize("figure", ["layers", "mlp_inference", "lstm"])
 def test_quick_run_from_the_command_line_measures_every_side(figure: str, tmp_path: Path) -> None:
     path, script = tmp_path / "result.json", str(EXPERIMENTS / "model_batch" / "run.py")
     options = ["--quick", "--device", "cpu", "--max-foreign-share", "9", "--json", str(path)]

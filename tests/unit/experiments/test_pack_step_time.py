@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from experiments.common.packs import comparison
+from experiments.common.packs.side import DEFAULT, TUNED
 from experiments.common.packs.workloads import prepare_packs
 from experiments.common.results import EXPERIMENTS
 from experiments.pack_step_time import plot, report, run
@@ -51,7 +52,7 @@ def test_panels_of_a_part_compare_packs_with_one_model_at_a_time_of_the_same_wor
     for panel in panels:
         alone = {(cell.workload.model, cell.workload.batch_size, cell.side.side) for cell in panel}
         for cell in panel:
-            assert {(cell.workload.model, cell.workload.batch_size, base) for base in comparison.BASES} <= alone
+            assert {(cell.workload.model, cell.workload.batch_size, base) for base in (DEFAULT, TUNED)} <= alone
     assert len(panels) == {"families": 3, "mixed": 2, "limits": 2 * len(LARGER_BATCHES) + 5 + 4}[part]
 
 

@@ -53,7 +53,8 @@ def mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackWorkloa
     (single("captured"), BATCH), (packed("threads", 3), 3 * BATCH), (packed("fused", 3), 3 * BATCH),
     (PackSide("default_loop", 3, work="layers"), 3 * BATCH), (PackSide("tuned_single", 3, work="layers"), 3 * BATCH),
     (PackSide("fused", 3, work="layers"), 3 * BATCH), (single("default_loop", "inference"), BATCH),
-    (single("tuned_single", "inference"), BATCH), (packed("fused", 3, "inference"), 3 * BATCH),
+    (single("tuned_single", "inference"), BATCH), (packed("default_ensemble", 3, "inference"), 3 * BATCH),
+    (packed("fused", 3, "inference"), 3 * BATCH),
     (packed("threads", 3, "inference"), 3 * BATCH),
 ], ids=lambda value: value.label if isinstance(value, PackSide) else "")  # fmt: skip
 def test_side_counts_an_image_for_every_model_that_took_it(side: PackSide, images: int, mlp: PackWorkload) -> None:
