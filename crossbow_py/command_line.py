@@ -1,7 +1,7 @@
 """What every entry point does around its work: flags, one job or a multirun, and errors turned into exit codes.
 
 0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, data that
-cannot be loaded, or our fault
+cannot be loaded, a search that cannot go on, or our fault
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from crossbow_py.errors import (
     NonFiniteError,
     RankError,
     RankLostError,
+    SearchError,
     UserError,
 )
 from crossbow_py.help_text import help_text, list_text
@@ -31,7 +32,7 @@ from crossbow_py.settings import suggestion
 EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
 _STOPPED_FROM_OUTSIDE = (EXIT_TERMINATED, EXIT_INTERRUPTED)
 _MULTIRUN = ("-m", "--multirun")
-_SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError)
+_SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
 _FLAGS = ("--help", "-h", "--list", *_MULTIRUN)
 
 

@@ -59,6 +59,10 @@ class NonFiniteError(CrossbowError):
         )
 
 
+class SearchError(CrossbowError):
+    """A search cannot go on, or came to nothing; what was finished is kept. One sentence with the remedy."""
+
+
 class LearnerError(CrossbowError):
     """A task failed with an exception: carries the task, its round and its stream; the cause is chained."""
 

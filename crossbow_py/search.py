@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED, run
-from crossbow_py.errors import UserError
+from crossbow_py.errors import SearchError, UserError
 from crossbow_py.search_config import SearchConfig
-from crossbow_py.search_folder import open_search_folder
+from crossbow_py.search_folder import kept_unless_refused, open_search_folder
 from crossbow_py.signals import StopSignal
 
 _EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
@@ -21,16 +21,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def search(config: SearchConfig) -> int:
-    """One worker of a search; returns its exit code."""
+    """One worker of a search; returns its exit code. Raises SearchError when every trial has failed."""
     if importlib.util.find_spec("optuna") is None:
         raise UserError("a search needs Optuna, which is not installed; run pip install 'crossbow_py[search]'.")
     from crossbow_py.packing.search_report import search_listeners  # noqa: PLC0415  as Optuna is optional
     from crossbow_py.search_build import SearchRun  # noqa: PLC0415
 
     folder = open_search_folder(config)
-    with ExitStack() as stack, StopSignal(enabled=True) as signals:
+    with kept_unless_refused(folder), ExitStack() as stack, StopSignal(enabled=True) as signals:
         listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
         summary = SearchRun(config, folder, listeners).run(lambda: signals.status)
+    if summary.status == "finished" and summary.best is None:
+        reasons = [trial.reason for trial in summary.trials if trial.reason]
+        raise SearchError(f"all {len(summary.trials)} trials failed, the first of them with: {reasons[0].rstrip('.')}.")
     return _EXIT_CODES.get(summary.status, 0)
 
 

@@ -22,7 +22,8 @@ from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.errors import UserError
-from crossbow_py.packing.hyperband import best, make_brackets
+from crossbow_py.models.custom import CustomModel
+from crossbow_py.packing.hyperband import best
 from crossbow_py.packing.outcome import best_trial, trial_records
 from crossbow_py.packing.roster import Roster, SearchData
 from crossbow_py.packing.search import Search, SearchHooks, SearchRules
@@ -33,11 +34,11 @@ from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.reporter import versions
 from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, train_command, trial_config
-from crossbow_py.search_folder import JOURNAL_FILE, SearchFolder, identity
+from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, identity
 from crossbow_py.settings import to_mapping
+from crossbow_py.targets import import_target
 
 LOSS = nn.functional.cross_entropy
-_STATES = "trials"
 
 
 class SearchRun:
@@ -56,12 +57,15 @@ class SearchRun:
         self.config, self.folder, self.listeners = config, folder, listeners
         self.settings = dataclasses.replace(_run_settings(config), num_learners=1)
         self.choices = _choices(self.settings)
+        self.rules = SearchRules(config.brackets(), config.metric, config.packing, config.seed, config.max_pack_size)
+        self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
+        most = 1 if config.packing == "none" else config.max_pack_size
         space = config.parsed_space
-        brackets = make_brackets(
-            config.method, num_trials=_num_trials(config), min_epochs=config.min_epochs,
-            max_epochs=config.max_epochs or 0, eta=config.eta,
-        )  # fmt: skip
-        self.rules = SearchRules(brackets, config.metric, config.packing, config.seed, config.max_pack_size)
+        self.roster = Roster(
+            self.trial_settings, space, self._search_data(), self.settings, self.choices, LOSS, most, self._say
+        )
+        self._check_corners()
+        # Last, so that a mistake that is found out before leaves nothing in a storage.
         self._address = config.storage or f"journal:{folder.path / JOURNAL_FILE}"
         self._worker = f"{socket.gethostname()}:{os.getpid()}"
         self.study = SharedStudy(
@@ -69,15 +73,15 @@ class SearchRun:
             maximize=self.rules.maximize, worker=self._worker, lease_s=config.lease_s,
         )  # fmt: skip
         self.study.open({**identity(config), "precision": self.choices.precision.name})
-        self._source: DataSource = config.data.load(progress=sys.stderr.isatty())
-        most = 1 if config.packing == "none" else config.max_pack_size
-        self.roster = Roster(
-            self._make_trial, space, self._search_data(), self.settings, self.choices, LOSS, most, self._say
-        )
-        self.states = TrialStates(folder.path / _STATES)
+        self.states = TrialStates(folder.path / TRIALS_FOLDER)
         self._told: set[str] = set()
 
     # --- trials -------------------------------------------------------------------------------------------------------
+
+    @property
+    def order_seed(self) -> int:
+        """Of the order of samples, which all trials share."""
+        return self.settings.sample_order_seed
 
     def _seed_of(self, trial: int, params: Mapping[str, Any]) -> int:
         given = params.get("seed")
@@ -86,12 +90,13 @@ class SearchRun:
     def _trial_config(self, trial: int, params: Mapping[str, Any]) -> TrainConfig:
         return trial_config(self.config, params, self._seed_of(trial, params))
 
-    def _make_trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
+    def trial_settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
+        """What a trial trains. Raises UserError when its parameters do not fit each other."""
         own = self._trial_config(trial, params)
         model = {name: value for name, value in to_mapping(own.model).items() if name != "dropout"}
 
         def make_model() -> nn.Module:
-            module: nn.Module = own.model.build(self._source.input_shape, self._source.num_classes or 0)
+            module: nn.Module = own.model.build(self.source.input_shape, self.source.num_classes or 0)
             return module
 
         return TrialSettings(
@@ -106,10 +111,20 @@ class SearchRun:
             name=own.model.NAME,
         )
 
+    def _check_corners(self) -> None:
+        """Refuse now what would make trials fail one after another. Raises UserError."""
+        for own in self._corners():
+            self.roster.data.feed_of(own.batch_size).close()
+            if isinstance(own.model, CustomModel):
+                import_target("model.target", own.model.target)
+
+    def _corners(self) -> list[TrainConfig]:
+        return [trial_config(self.config, params, seed=0) for params in self.config.parsed_space.corners()]
+
     # --- data ---------------------------------------------------------------------------------------------------------
 
     def _search_data(self) -> SearchData:
-        source, config = self._source, self.config
+        source, config = self.source, self.config
         if source.validation is None:
             raise UserError("a search compares trials on validation data, got none; set data.validation_fraction=0.1.")
         data = DataSets(
@@ -133,7 +148,7 @@ class SearchRun:
 
     def _most_augmentation(self) -> Augmentation:
         """What images are stored for: the most that any trial does to them."""
-        corners = [trial_config(self.config, params, seed=0).data for params in self.config.parsed_space.corners()]
+        corners = [own.data for own in self._corners()]
         return Augmentation(max(data.crop_padding for data in corners), any(data.flip for data in corners))
 
     # --- the run ------------------------------------------------------------------------------------------------------
@@ -143,10 +158,10 @@ class SearchRun:
         info = self._info()
         for listener in self.listeners:
             listener.on_start(info)
+        for note in self.source.notes:
+            self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
-        search = Search(
-            self.rules, self.study, self.roster, self.states, self.settings, self.choices, LOSS, hooks
-        )
+        search = Search(self.rules, self.study, self.roster, self.states, self.settings, self.choices, LOSS, hooks)
         self._search = search
         done = search.run(lambda: stopped() is not None or self._is_enough())
         status = "finished" if done else stopped() or "stopped"
@@ -227,7 +242,7 @@ class SearchRun:
         config, rules = self.config, self.rules
         return SearchInfo(
             experiment=config.experiment,
-            data=self._source.name,
+            data=self.source.name,
             num_trials=sum(bracket.num_trials for bracket in rules.brackets),
             num_brackets=len(rules.brackets),
             method=config.method,
@@ -241,6 +256,9 @@ class SearchRun:
             seed=config.seed,
             storage=self._address,
             worker=self._worker,
+            num_train_samples=self.roster.data.num_samples,
+            brackets=rules.brackets,
+            space=config.parsed_space,
             num_finished_segments=len(self.study.results()),
             output_dir=str(self.folder.path),
         )
@@ -256,16 +274,6 @@ def _choices(settings: RunSettings) -> Choices:
     return dataclasses.replace(chosen, executor=settings.executor)
 
 
-def _num_trials(config: SearchConfig) -> int | None:
-    """As asked for; a grid has as many as points."""
-    if config.sampler != "grid":
-        return config.num_trials
-    points = len(config.parsed_space.grid())
-    if config.num_trials is not None and config.num_trials > points:
-        raise UserError(f"num_trials={config.num_trials} is more than the {points} points of the grid; lower it.")
-    return config.num_trials or points
-
-
 def _check_shared_augmentation(config: SearchConfig) -> None:
     searched = [parameter.key for parameter in config.parsed_space.parameters if parameter.key.startswith("data.")]
     if searched:
@@ -273,5 +281,3 @@ def _check_shared_augmentation(config: SearchConfig) -> None:
             f"space: {searched[0]} can be searched for images that live on the device, and data={config.data.NAME} is "
             "streamed: all trials share its samples; leave it out."
         )
-
-

@@ -18,14 +18,18 @@ from crossbow_py.config import (
     read_option,
 )
 from crossbow_py.errors import UserError
-from crossbow_py.packing.hyperband import Method
+from crossbow_py.packing.hyperband import Bracket, Method, make_brackets
 from crossbow_py.packing.policies import Policy
 from crossbow_py.packing.space import Space
 from crossbow_py.settings import setting, suggestion
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip")
-_MEANINGLESS = ("max_samples", "max_rounds", "target_loss", "init_from")
+# What a trial does not do, and the value that says so.
+_MEANINGLESS: dict[str, Any] = {
+    "max_samples": None, "max_rounds": None, "target_loss": None, "init_from": None, "max_evaluation_batches": None,
+    "trace": False, "compile_model": False, "on_nonfinite": "stop",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +64,38 @@ class SearchConfig(TrainConfig):
         super().__post_init__()
         if self.max_epochs is None:
             raise UserError("max_epochs must be set in a search, got null: it is how long a trial trains to the end.")
-        for key in _MEANINGLESS:
-            if getattr(self, key) is not None:
-                raise UserError(f"{key} means nothing in a search, got {getattr(self, key)}; leave it out.")
+        for key, neutral in _MEANINGLESS.items():
+            if getattr(self, key) != neutral:
+                raise UserError(f"{key} means nothing in a search, got {_written(getattr(self, key))}; leave it out.")
+        if self.num_learners != 1:
+            raise UserError(
+                f"num_learners must be 1 in a search, got {self.num_learners}: a trial is one learner, and trials are "
+                "learners of one another's packs; set num_learners=1, and max_pack_size for the width of packs."
+            )
+        if self.target_accuracy is not None and self.metric != "accuracy":
+            raise UserError(
+                f"target_accuracy ends a search by metric=accuracy, got metric={self.metric}; leave one of them out."
+            )
         _check_space(self)
+        self.brackets()
 
     @property
     def parsed_space(self) -> Space:
         """What `space` says."""
         return Space.from_mapping(self.space)
+
+    def brackets(self) -> tuple[Bracket, ...]:
+        """Who trains how far; a grid has as many trials as points. Raises UserError when that cannot be."""
+        num_trials = self.num_trials
+        if self.sampler == "grid":
+            points = len(self.parsed_space.grid())
+            if num_trials is not None and num_trials > points:
+                raise UserError(f"num_trials={num_trials} is more than the {points} points of the grid; lower it.")
+            num_trials = num_trials or points
+        return make_brackets(
+            self.method, num_trials=num_trials, min_epochs=self.min_epochs, max_epochs=self.max_epochs or 0,
+            eta=self.eta,
+        )  # fmt: skip
 
 
 def _check_space(config: SearchConfig) -> None:
@@ -82,6 +109,8 @@ def _check_space(config: SearchConfig) -> None:
 
 def _check_key(key: str) -> None:
     group = key.split(".", maxsplit=1)[0]
+    if key.endswith(".name") and group in _SEARCHED_GROUPS:
+        raise UserError(f"space: {key} comes with its own settings; search {group}, with names of its options.")
     if key in _SEARCHED or group in _SEARCHED_GROUPS:
         return
     known = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -97,7 +126,10 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
     """A trial as a run of its own, with one learner. Raises UserError when its parameters do not fit each other."""
     plain = _base(config)
     order_seed = config.seed if config.order_seed is None else config.order_seed
-    plain.update(num_learners=1, seed=seed, order_seed=order_seed, averaging={"name": "sma"})
+    # Its own name: `train` takes an experiment's for a choice.
+    plain.update(
+        experiment=TrainConfig.experiment, num_learners=1, seed=seed, order_seed=order_seed, averaging={"name": "sma"}
+    )
     for key, value in sorted(params.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
         if key in REGISTRIES:
             if value not in group_options(key):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,26 @@ from crossbow_py.errors import UserError
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
 from crossbow_py.search_config import SearchConfig
+from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.records import CONFIG_FILE, read_json, write_atomically
 
 JOURNAL_FILE = "search.journal"
+TRIALS_FOLDER = "trials"
 _MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
 
 @dataclass(frozen=True)
 class SearchFolder:
-    """Where a search is recorded; `is_known` says that it was begun before, here or by another worker."""
+    """Where a search is recorded.
+
+    Attributes:
+        is_known: it was begun before, here or by another worker.
+        is_made: there was no such folder.
+    """
 
     path: Path
     is_known: bool
+    is_made: bool = False
 
 
 def open_search_folder(config: SearchConfig) -> SearchFolder:
@@ -41,7 +51,27 @@ def open_search_folder(config: SearchConfig) -> SearchFolder:
     found = _newest_unfinished(config.experiment, ours) if config.resume == "auto" else None
     if found is not None:
         return SearchFolder(found, True)
-    return SearchFolder(_begun(new_folder(config.experiment), config), False)
+    return SearchFolder(_begun(new_folder(config.experiment), config), False, is_made=True)
+
+
+@contextmanager
+def kept_unless_refused(folder: SearchFolder) -> Iterator[None]:
+    """Take back what was begun here when the block ends with the user's mistake before any trial was measured."""
+    try:
+        yield
+    except UserError:
+        if not folder.is_known and not (folder.path / TRIALS_FOLDER).exists():
+            _take_back(folder)
+        raise
+
+
+def _take_back(folder: SearchFolder) -> None:
+    if folder.is_made:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        return
+    for name in (CONFIG_FILE, CONSOLE_LOG):  # the rest is somebody's
+        with suppress(OSError):
+            (folder.path / name).unlink()
 
 
 def identity(config: SearchConfig) -> dict[str, Any]:
@@ -53,10 +83,14 @@ def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str
     if not (path / CONFIG_FILE).is_file():
         if asked == "resume":
             raise UserError(f"resume={path} is not the folder of a search; give one, or resume=auto for the newest.")
-        return SearchFolder(_begun(make_folder(path), config), False)
+        is_made = not path.exists()
+        return SearchFolder(_begun(make_folder(path), config), False, is_made)
     if config.resume is None:
         raise UserError(f"{asked} {path} already holds a search or a run; set resume=auto or take another.")
-    changed = differences(without(read_yaml(path / CONFIG_FILE), _MAY_CHANGE), ours)
+    found = read_yaml(path / CONFIG_FILE)
+    if "space" not in found:
+        raise UserError(f"{asked} {path} holds a run that is no search; choose another folder.")
+    changed = differences(without(found, _MAY_CHANGE), ours)
     if changed:
         shown = "; ".join(changed[:4])
         raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")

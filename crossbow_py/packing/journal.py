@@ -18,14 +18,14 @@ from typing import IO, Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from crossbow_py.errors import CrossbowError
+from crossbow_py.errors import SearchError
 from crossbow_py.file_locks import locked
 
 _POLL_S = 0.002
 _BEGIN = b'{"op_code":'  # of every record
 
 
-class StorageError(CrossbowError):
+class StorageError(SearchError):
     """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
 
 
