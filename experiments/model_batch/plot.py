@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.figure import Figure
 
 from experiments.common.packs.plot import rate_lines, ratio_lines, save_pictures
-from experiments.common.packs.side import DEFAULT, TUNED
+from experiments.common.packs.report import bases_of
 
 EXPERIMENT = "model_batch"
 
@@ -26,13 +26,14 @@ def main() -> int:
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
-    """Throughput, and the ratios to both sides of one model at a time."""
-    figure = Figure(figsize=(15, 4.2), layout="constrained")
-    rates, over_default, over_tuned = figure.subplots(1, 3)
-    rate_lines(rates, result["rows"], "batch_size")
-    ratio_lines(over_default, result["rows"], "batch_size", DEFAULT)
-    ratio_lines(over_tuned, result["rows"], "batch_size", TUNED)
-    for axes in (rates, over_default, over_tuned):
+    """Throughput, and the ratios to the sides of one model at a time."""
+    bases = bases_of(result["rows"])
+    figure = Figure(figsize=(5 * (1 + len(bases)), 4.2), layout="constrained")
+    panels = figure.subplots(1, 1 + len(bases))
+    rate_lines(panels[0], result["rows"], "batch_size")
+    for axes, base in zip(panels[1:], bases, strict=True):
+        ratio_lines(axes, result["rows"], "batch_size", base)
+    for axes in panels:
         axes.set_xlabel("images in a batch")
     figure.suptitle(f"{result['figure']['num_models']} models, {result['figure']['title']} ({result['device']})")
     return figure

@@ -37,16 +37,18 @@ def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) 
 
 
 def default_step(num_models: int, workload: PackWorkload) -> Step:
-    """As PyTorch's tutorials have it: `model.eval()`, `torch.no_grad()`, float32, NCHW; the mean of several models."""
+    """As PyTorch's tutorials have it: `model.eval()`, `torch.no_grad()`, float32, NCHW. Of several models the mean."""
     device = torch.device(workload.device)
     models = [workload.make_model().to(device).eval() for _ in range(num_models)]
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
-    each = cycle(_batches(workload))
+    batches = cycle(_batches(workload))
 
     def step() -> None:
         with torch.no_grad():
-            inputs = (next(each).to(device).float() / 255 - mean) / std
-            torch.stack([model(inputs).softmax(1) for model in models]).mean(0).argmax(1).cpu()
+            inputs = (next(batches).to(device).float() / 255 - mean) / std
+            outputs = [model(inputs) for model in models]
+            answer = outputs[0] if num_models == 1 else torch.stack([each.softmax(1) for each in outputs]).mean(0)
+            answer.argmax(1).cpu()
 
     return step
 
@@ -83,10 +85,10 @@ def ensemble_step(side: PackSide, workload: PackWorkload, stack: ExitStack) -> S
         Ensemble(models, executor=executor, device="cuda" if workload.device == "cuda" else "cpu")
     )
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
-    each = cycle(_batches(workload))
+    batches = cycle(_batches(workload))
 
     def step() -> None:
-        ensemble.predict((next(each).to(device).float() / 255 - mean) / std).argmax(1).cpu()
+        ensemble.predict((next(batches).to(device).float() / 255 - mean) / std).argmax(1).cpu()
 
     return step
 

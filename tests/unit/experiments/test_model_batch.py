@@ -65,31 +65,18 @@ def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: 
 
 
 @pytest.mark.usefixtures("pretended")
-def test_picture_shows_rates_of_all_sides_and_ratios_to_both(tmp_path: Path) -> None:
+def test_picture_shows_rates_of_all_sides_and_ratios_to_those_of_one_model(tmp_path: Path) -> None:
     result = measured(tmp_path, "inference", "--batch-sizes", "1", "4")
     summary = report.summary_table(result).splitlines()[-1]
     assert [cell.strip() for cell in summary.split("|")[1:6]] == ["4", "100", "200", "125", "fused K=16"]
     assert summary.split("|")[9].strip() == "4.00 (4.00–4.00)"  # over 125 images/s
-    rates, over_default, over_tuned = plot.draw(result).axes
+    rates, *over = plot.draw(result).axes
     lines = {line.get_label(): list(line.get_ydata()) for line in rates.lines}
-    assert lines == {
-        "default_loop": [100.0] * 2, "tuned_single": [200.0] * 2, "default_ensemble": [125.0] * 2,
-        "threads": [300.0] * 2, "fused": [500.0] * 2,
-    }  # fmt: skip
-    drawn = [{one.get_label(): list(one.lines[0].get_ydata()) for one in axes.containers} for axes in
-             (over_default, over_tuned)]  # fmt: skip
-    assert drawn[0] == {
-        "tuned_single": [2.0] * 2,
-        "default_ensemble": [1.25] * 2,
-        "threads": [3.0] * 2,
-        "fused": [5.0] * 2,
-    }
-    assert drawn[1] == {
-        "default_loop": [0.5] * 2,
-        "default_ensemble": [0.625] * 2,
-        "threads": [1.5] * 2,
-        "fused": [2.5] * 2,
-    }
+    pretended = {"default_loop": 100, "tuned_single": 200, "default_ensemble": 125, "threads": 300, "fused": 500}
+    assert lines == {side: [rate] * 2 for side, rate in pretended.items()}
+    for axes, base in zip(over, ("default_loop", "tuned_single", "default_ensemble"), strict=True):
+        drawn = {one.get_label(): list(one.lines[0].get_ydata()) for one in axes.containers}
+        assert drawn == {side: [rate / pretended[base]] * 2 for side, rate in pretended.items() if side != base}
 
 
 def test_result_without_packs_is_told_without_gains(
