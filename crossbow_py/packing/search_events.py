@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossbow_py.packing.hyperband import TrialState
+from crossbow_py.packing.hyperband import Bracket, TrialState
+from crossbow_py.packing.space import Space
+
+SEARCH_FILE = "search.json"  # in the search's folder: how it stands, and in the end how it ended
 
 
 @dataclass(frozen=True)
 class SearchInfo:
-    """What is fixed when a search starts. `metric` is the name of the values, `maximize` whether greater is better."""
+    """What is fixed when a search starts.
+
+    Attributes:
+        metric: the name of the values; `maximize` says whether greater is better.
+        num_train_samples: in an epoch.
+        brackets: who trains how far.
+        space: what is searched.
+        num_finished_segments: by this and other workers, before this one began.
+    """
 
     experiment: str
     data: str
@@ -28,13 +39,24 @@ class SearchInfo:
     seed: int
     storage: str
     worker: str
+    num_train_samples: int
+    brackets: tuple[Bracket, ...]
+    space: Space
     num_finished_segments: int = 0
     output_dir: str | None = None
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """A trial as it stands: `values` by epochs measured at; `params` None while it has not been sampled."""
+    """A trial as it stands.
+
+    Attributes:
+        rung: the last where it was measured, with `value`.
+        values: by epochs measured at.
+        params: None while it has not been sampled.
+        worker: who measured it last.
+        reason: why it failed.
+    """
 
     trial: int
     bracket: int

@@ -1,53 +1,148 @@
-"""What a search leaves behind and shows: search.json, the console."""
+"""What a search leaves in its folder: search.json, while it goes on and when it has ended, and all other listeners."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary
-from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.packing.search_console import SearchConsole
+from crossbow_py.packing.search_events import (
+    SEARCH_FILE,
+    BestTrial,
+    SearchInfo,
+    SearchListener,
+    SearchProgress,
+    SearchSummary,
+    TrialRecord,
+)
+from crossbow_py.packing.search_pictures import SearchPictures
+from crossbow_py.packing.search_standing import last_epochs, ranked
+from crossbow_py.packing.search_tensorboard import SearchTensorBoard
+from crossbow_py.telemetry.console import CONSOLE_LOG
+from crossbow_py.telemetry.records import TENSORBOARD_FOLDER, finite, write_atomically
+from crossbow_py.version import __version__
 
-SEARCH_FILE = "search.json"
-
-
-class SearchFile(SearchListener):
-    """Writes search.json."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / SEARCH_FILE
-
-    def on_end(self, summary: SearchSummary) -> None:
-        """See SearchListener."""
-        write_atomically(self._path, json.dumps(_plain(summary), indent=1, allow_nan=False, default=str) + "\n")
-
-
-class PrintedLines(SearchListener):
-    """One line a message."""
-
-    def on_start(self, info: SearchInfo) -> None:
-        """See SearchListener."""
-        print(info)
-
-    def on_message(self, message: str) -> None:
-        """See SearchListener."""
-        print(message, flush=True)
-
-    def on_progress(self, progress: SearchProgress) -> None:
-        """See SearchListener."""
-        print(len(progress.running), progress.num_finished, progress.num_segments, round(progress.images_per_s), progress.best_value, flush=True)
-
-    def on_end(self, summary: SearchSummary) -> None:
-        """See SearchListener."""
-        print(summary.best, summary)
+_RUNNING = "running"
+_INTERVAL_S = 3.0  # between two versions of the file while the search goes on
 
 
 def search_listeners(folder: Path) -> list[SearchListener]:
-    """Everything that records a search."""
-    return [SearchFile(folder), PrintedLines()]
+    """Everything that records a search in its folder, which exists; the console is told last, and says what was drawn.
+
+    Raises OSError when console.log cannot be opened.
+    """
+    console = SearchConsole(folder / CONSOLE_LOG)
+    return [
+        SearchFile(folder, console.on_message),
+        SearchTensorBoard(folder / TENSORBOARD_FOLDER, console.on_message),
+        SearchPictures(folder, console.on_message),
+        console,
+    ]
 
 
-def _plain(summary: SearchSummary) -> dict[str, Any]:
-    return dataclasses.asdict(summary)
+class SearchFile(SearchListener):
+    """Keeps search.json: with `status` running while the search goes on, so that a killed one shows what it has.
+
+    A disk that is full does not end the search: what is missing is said.
+
+    Args:
+        folder: the search's; several workers may write there, each the results of all.
+        say: tells the user.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._say, self._clock = folder / SEARCH_FILE, say, clock
+        self._info: SearchInfo | None = None
+        self._trials: tuple[TrialRecord, ...] = ()
+        self._is_new = False
+        self._next_s = self._begun_s = clock()
+
+    def on_start(self, info: SearchInfo) -> None:
+        """See SearchListener."""
+        self._info = info
+
+    def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
+        """See SearchListener."""
+        self._trials, self._is_new = trials, True
+        self._write_now_and_then()
+
+    def on_progress(self, progress: SearchProgress) -> None:
+        """What was too soon to be written."""
+        self._write_now_and_then()
+
+    def on_end(self, summary: SearchSummary) -> None:
+        """See SearchListener."""
+        self._write(ended_plain(summary))
+
+    def _write_now_and_then(self) -> None:
+        if self._info is not None and self._is_new and self._clock() >= self._next_s:
+            self._next_s, self._is_new = self._clock() + _INTERVAL_S, False
+            self._write(running_plain(self._info, self._trials, self._clock() - self._begun_s))
+
+    def _write(self, plain: dict[str, Any]) -> None:
+        try:
+            write_atomically(self._path, json.dumps(finite(plain), indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            self._say(f"{self._path} was not written ({error.strerror or error}).")
+
+
+def running_plain(info: SearchInfo, trials: Sequence[TrialRecord], elapsed_s: float) -> dict[str, Any]:
+    """A search that goes on, as plain values; `best` is the one that leads, without what is found out at the end."""
+    leaders = ranked(trials, maximize=info.maximize)
+    return {
+        "experiment": info.experiment,
+        "status": _RUNNING,
+        "best": _leader(leaders[0]) if leaders else None,
+        "wall_time_s": elapsed_s,
+        "trials": [trial_plain(trial) for trial in trials],
+        "info": info_plain(info),
+        "versions": {"crossbow_py": __version__},
+    }
+
+
+def ended_plain(summary: SearchSummary) -> dict[str, Any]:
+    """A search that has ended, as plain values. Times and samples are those of the worker that writes."""
+    wall_s = summary.wall_time_s
+    return {
+        "experiment": summary.info.experiment,
+        "status": summary.status,
+        "best": None if summary.best is None else dataclasses.asdict(summary.best),
+        "samples": summary.samples,
+        "images_per_s": summary.images_per_s,
+        "wall_time_s": wall_s,
+        "train_time_s": summary.train_time_s,
+        "evaluation_time_s": summary.evaluation_time_s,
+        "tuning_time_s": summary.tuning_time_s,
+        "waiting_time_s": summary.waiting_time_s,
+        "overhead_time_s": summary.overhead_time_s,
+        "overhead_share": summary.overhead_time_s / wall_s if wall_s else 0.0,
+        "notes": list(summary.notes),
+        "trials": [trial_plain(trial) for trial in summary.trials],
+        "info": info_plain(summary.info),
+        "versions": dict(summary.versions),
+    }
+
+
+def trial_plain(trial: TrialRecord) -> dict[str, Any]:
+    """A trial; `values` by epochs as text, because keys are text in JSON."""
+    plain = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}
+    values = {f"{epochs:g}": value for epochs, value in sorted(trial.values.items())}
+    return {**plain, "state": str(trial.state), "values": values, "params": trial.params and dict(trial.params)}
+
+
+def info_plain(info: SearchInfo) -> dict[str, Any]:
+    """What was fixed at the start."""
+    plain = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    brackets = [{"trials": each.num_trials, "epochs": each.epochs, "sizes": each.sizes} for each in info.brackets]
+    return {**plain, "brackets": brackets, "space": info.space.to_plain()}
+
+
+def _leader(trial: TrialRecord) -> dict[str, Any]:
+    plain = dict.fromkeys(field.name for field in dataclasses.fields(BestTrial))
+    params = trial_plain(trial)["params"]
+    return {**plain, "trial": trial.trial, "value": trial.value, "epochs": last_epochs(trial), "params": params}

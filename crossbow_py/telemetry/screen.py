@@ -52,16 +52,20 @@ class Screen:
 
     def say(self, line: str) -> None:
         """A line that stays, above the live picture where there is one."""
+        self.note(line)
+        if self.is_terminal:
+            self._guard(lambda: self._console.print(line, soft_wrap=True))
+        else:
+            self._guard(lambda: print(line, file=self._stream, flush=True))
+
+    def note(self, line: str) -> None:
+        """A line for the log alone."""
         try:
             if self._log is not None:
                 self._log.write(line + "\n")
                 self._log.flush()
         except OSError:  # a full disk ends the log, not the run
             self._log = None
-        if self.is_terminal:
-            self._guard(lambda: self._console.print(line, soft_wrap=True))
-        else:
-            self._guard(lambda: print(line, file=self._stream, flush=True))
 
     def start_live(self) -> None:
         """From now on `show` draws; without a terminal nothing happens."""

@@ -1,0 +1,92 @@
+"""How a search stands, by the records of its trials: who leads, how much is trained, what its parameters are called.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from crossbow_py.packing.hyperband import Bracket, TrialState, bracket_of
+from crossbow_py.packing.search_events import RunningTrial, TrialRecord
+
+
+def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
+    """Those with a value, best first: measured at more epochs comes before a better value, ties by trial number.
+
+    The first is the search's best, as in `hyperband.best`.
+    """
+    sign = -1.0 if maximize else 1.0
+    measured = [(last_epochs(each), each.values[last_epochs(each)], each) for each in trials if each.values]
+    finite = [(epochs, value, each) for epochs, value, each in measured if math.isfinite(value)]
+    return [each for *_, each in sorted(finite, key=lambda own: (-own[0], sign * own[1], own[2].trial))]
+
+
+def last_epochs(trial: TrialRecord) -> float:
+    """Epochs at its last value; 0 before the first."""
+    return max(trial.values, default=0.0)
+
+
+def value_range(trials: Iterable[TrialRecord], *, maximize: bool) -> tuple[float, float] | None:
+    """From the worst to the best value worth a place in a picture, rising; None without any.
+
+    The far end of what is worse than the better three quarters is cut off, as one trial that learned nothing would
+    press all others together: at most half as far again from the best as the quartile is.
+    """
+    values = sorted(value for each in trials for value in each.values.values() if math.isfinite(value))
+    if not values:
+        return None
+    best, worst, quartile = values[-1], values[0], values[len(values) // 4]
+    if not maximize:
+        best, worst, quartile = values[0], values[-1], values[-1 - len(values) // 4]
+    bound = best + 1.5 * (quartile - best)
+    low, high = sorted((best, max(worst, bound) if maximize else min(worst, bound)))
+    margin = 0.0 if high > low else abs(high) * 0.01 or 0.01
+    return low - margin, high + margin
+
+
+def num_results(trial: TrialRecord) -> int:
+    """Segments that are over: those with a value, and the one it failed in."""
+    return (0 if trial.rung is None else trial.rung + 1) + (trial.state is TrialState.FAILED)
+
+
+def planned_epochs(brackets: Iterable[Bracket]) -> float:
+    """Epochs of training in all when no trial fails."""
+    return sum(
+        size * length for each in brackets for size, length in zip(each.sizes, segment_lengths(each), strict=True)
+    )
+
+
+def trained_epochs(brackets: Sequence[Bracket], trials: Iterable[TrialRecord]) -> float:
+    """Epochs of the segments that are over; one in which a trial failed counts as if it had trained to the end."""
+    return sum(sum(segment_lengths(bracket_of(brackets, each.trial))[: num_results(each)]) for each in trials)
+
+
+def running_epochs(brackets: Sequence[Bracket], running: Iterable[RunningTrial]) -> float:
+    """Epochs of training so far in segments that are not over."""
+    return sum(each.share * segment_lengths(bracket_of(brackets, each.trial))[each.rung] for each in running)
+
+
+def segment_lengths(bracket: Bracket) -> list[float]:
+    """Epochs between its rungs, the first from 0."""
+    return [end - begin for begin, end in zip((0.0, *bracket.epochs[:-1]), bracket.epochs, strict=True)]
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """As little of the end of each dotted key as tells it from the others."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        others = [f".{other}" for other in keys if other != key]
+        names[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
+    return names
+
+
+def as_text(value: Any) -> str:
+    """The value of a parameter in a few characters."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,177 @@
+"""A search in TensorBoard: every trial a run with its hyper-parameters and its values, every worker one with its pace.
+
+What is known of a trial goes into files of their own, one a rung and one for its end, with names that follow from the
+trial alone: written whole or not at all, once, whoever comes first of workers that share the folder or go on in it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+from torch.utils.tensorboard import SummaryWriter
+
+from crossbow_py.packing.hyperband import TrialState, bracket_of
+from crossbow_py.packing.parameter import Parameter
+from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
+from crossbow_py.packing.search_standing import num_results, ranked
+from crossbow_py.stopping import StopConditions
+
+_ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
+_LAST = 10**6  # place of the file that is read last
+_FILE_VERSION = "brain.Event:2"  # the format TensorBoard reads
+
+
+class SearchTensorBoard(SearchListener):
+    """Writes the event files of a search.
+
+    A trial is the run `trial_00007`; its curve has samples seen as its x-axis. What goes on over a search has the
+    number of segments that are over, in the run `worker_HOST_PROCESS`.
+
+    Args:
+        folder: where TensorBoard looks.
+        say: tells the user what could not be written.
+        clock: seconds since the epoch, of the events.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+        self._folder, self._say, self._clock = folder, say, clock
+        self._info: SearchInfo | None = None
+        self._writer: SummaryWriter | None = None
+        self._written: set[tuple[int, str]] = set()
+        self._last_step = -1
+
+    def on_start(self, info: SearchInfo) -> None:
+        """The names and ranges of the hyper-parameters come first."""
+        self._info = info
+        self._writer = SummaryWriter(str(self._folder / f"worker_{re.sub('[^A-Za-z0-9.-]', '_', info.worker)}"))
+        self._write(self._folder / _file_name(0, "space"), [(0, experiment_summary(info))])
+
+    def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
+        """What is new of every trial, and the best value."""
+        if self._info is None or self._writer is None:
+            return
+        for trial in trials:
+            self._write_trial(self._info, trial)
+        leaders = ranked(trials, maximize=self._info.maximize)
+        if leaders and leaders[0].value is not None:
+            self._writer.add_scalar("search/best_value_by_segments", leaders[0].value, sum(map(num_results, trials)))
+            self._writer.flush()
+
+    def on_progress(self, progress: SearchProgress) -> None:
+        """The pace, once for each number of segments that are over."""
+        if self._writer is not None and progress.num_finished != self._last_step and progress.images_per_s > 0:
+            self._last_step = progress.num_finished
+            self._writer.add_scalar("search/images_per_s_by_segments", progress.images_per_s, progress.num_finished)
+
+    def on_end(self, summary: SearchSummary) -> None:
+        """How all trials ended, and what came of it as text."""
+        self.on_trials(summary.trials)
+        if self._writer is not None and summary.best is not None:
+            best = summary.best
+            text = f"{summary.status}: trial {best.trial}, {summary.info.metric} {best.value}"
+            text += f", test accuracy {best.test_accuracy}"
+            self._writer.add_text("result", text, sum(map(num_results, summary.trials)))
+
+    def close(self) -> None:
+        """Flush and end the writer's thread."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write_trial(self, info: SearchInfo, trial: TrialRecord) -> None:
+        folder = self._folder / f"trial_{trial.trial:05}"
+        for name, events in trial_files(info, trial, self._clock()).items():
+            if (trial.trial, name) not in self._written:
+                self._written.add((trial.trial, name))
+                self._write(folder / name, events)
+
+    def _write(self, path: Path, events: Iterable[tuple[int, Summary]]) -> None:
+        try:
+            if not path.exists():
+                _write_events(path, events, self._clock())
+        except OSError as error:  # a full disk does not end the search
+            self._say(f"{path} was not written ({error.strerror or error}).")
+
+
+def experiment_summary(info: SearchInfo) -> Summary:
+    """The hyper-parameters with what they may be, and the one metric: what TensorBoard makes columns and filters of."""
+    hparams = [_hparam(parameter) for parameter in info.space.parameters]
+    metric = summary_v2.Metric(trial_tag(info), display_name=info.metric.replace("_", " "))
+    return summary_v2.hparams_config_pb(hparams, [metric])
+
+
+def trial_tag(info: SearchInfo) -> str:
+    """The curve of a trial."""
+    return f"search/{info.metric}_by_samples_seen"
+
+
+def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, list[tuple[int, Summary]]]:
+    """What there is to say of a trial that has begun: summaries with their x-axis values, by the files they go to.
+
+    TensorBoard reads the files of a run in the order of their names.
+    """
+    if trial.params is None or not num_results(trial):
+        return {}
+    started = summary_v2.hparams_pb(flat_params(trial.params), f"trial {trial.trial}", now)
+    found = {_file_name(0, "start"): [(0, started)]}
+    for rung, epochs in enumerate(bracket_of(info.brackets, trial.trial).epochs):
+        value = trial.values.get(epochs)
+        if value is not None and math.isfinite(value):
+            samples = StopConditions(max_epochs=epochs).planned_samples(info.num_train_samples) or 0
+            found[_file_name(1 + rung, f"rung_{rung}")] = [(samples, _scalar(trial_tag(info), value))]
+    if trial.state in _ENDED:
+        found[_file_name(_LAST, "end")] = [(0, _end_summary(trial.state, now))]
+    return found
+
+
+def flat_params(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """Numbers, truth values and text stay; null becomes text."""
+    return {key: "null" if value is None else value for key, value in params.items()}
+
+
+def _hparam(parameter: Parameter) -> summary_v2.HParam:
+    if parameter.choices is None:
+        assert parameter.low is not None and parameter.high is not None, "a range has ends"  # noqa: PT018
+        return summary_v2.HParam(parameter.key, summary_v2.RealInterval(float(parameter.low), float(parameter.high)))
+    choices = list(flat_params({str(n): choice for n, choice in enumerate(parameter.choices)}).values())
+    alike = len({type(choice) for choice in choices}) == 1  # TensorBoard has no column of mixed types
+    return summary_v2.HParam(parameter.key, summary_v2.Discrete(choices) if alike else None)
+
+
+def _scalar(tag: str, value: float) -> Summary:
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+
+
+def _end_summary(state: TrialState, now: float) -> Summary:
+    status = api_pb2.STATUS_FAILURE if state is TrialState.FAILED else api_pb2.STATUS_SUCCESS
+    ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=now)
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=ended))
+    value = Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
+    return Summary(value=[value])
+
+
+def _file_name(place: int, what: str) -> str:
+    return f"events.out.tfevents.{place:010}.{what}"
+
+
+def _write_events(path: Path, events: Iterable[tuple[int, Summary]], now: float) -> None:
+    buffer = io.BytesIO()
+    records = RecordWriter(buffer)
+    records.write(Event(wall_time=now, file_version=_FILE_VERSION).SerializeToString())
+    for step, summary in events:
+        records.write(Event(wall_time=now, step=step, summary=summary).SerializeToString())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{os.getpid()}.tmp")  # no name that TensorBoard reads
+    temporary.write_bytes(buffer.getvalue())
+    temporary.replace(path)
