@@ -7,9 +7,7 @@ of several architectures is several banks side by side.
 from __future__ import annotations
 
 import copy
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
 
@@ -23,8 +21,8 @@ from crossbow_py.errors import UserError
 from crossbow_py.packed_evaluation import load_state
 from crossbow_py.packing.architecture import same_architecture
 from crossbow_py.packing.predictors import PREDICTORS, FusedPredictor, Predictor
+from crossbow_py.packing.timing import fastest
 
-_TRIES, _TRIED_S = 3, 0.05  # of every executor, at least
 Shape = tuple[torch.Size, torch.dtype]
 
 
@@ -191,20 +189,6 @@ class Ensemble:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def fastest(runs: Mapping[str, Callable[[], None]], clock: Callable[[], float] = time.perf_counter) -> str:
-    """The name of the call that takes the least time, by the median of some in turn, after one that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    begun = clock()
-    while len(next(iter(times.values()))) < _TRIES or clock() - begun < _TRIED_S * len(runs):
-        for name, run in runs.items():
-            before = clock()
-            run()
-            times[name].append(clock() - before)
-    return min(times, key=lambda name: statistics.median(times[name]))
 
 
 def _check(models: Sequence[nn.Module], executor: str, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.packing.recording import recorded
+from crossbow_py.packing.recording import Run, recorded
+from crossbow_py.packing.timing import fastest
 
 
 class Predictor(ABC):
@@ -100,7 +101,7 @@ class FusedPredictor(Predictor):
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(banks, writes_inputs)
         self._branches = Branches(banks[0].device)
-        self._run: dict[tuple[torch.Size, torch.dtype], Callable[[Tensor], Tensor]] = {}
+        self._run: dict[tuple[torch.Size, torch.dtype], Run] = {}
 
     def probabilities(self, inputs: Tensor) -> Tensor:
         """See Predictor. The first call for a shape exports the models, and on CUDA blocks the host."""
@@ -109,10 +110,12 @@ class FusedPredictor(Predictor):
             self._run[key] = self._prepared(inputs)
         return self._run[key](inputs)
 
-    def _prepared(self, inputs: Tensor) -> Callable[[Tensor], Tensor]:
+    def _prepared(self, inputs: Tensor) -> Run:
         graphs = [FusedGraph(bank.template, inputs, bank, training=False) for bank in self.banks]
         run = partial(self._all, graphs)
-        return _captured(run, inputs, self.banks) if inputs.device.type == "cuda" else recorded(run, inputs)
+        if inputs.device.type == "cuda":
+            return _captured(run, inputs, self.banks)
+        return _on_fastest_threads(recorded(run, inputs), inputs)
 
     @torch.no_grad()
     def _all(self, graphs: Sequence[FusedGraph], inputs: Tensor) -> Tensor:
@@ -126,14 +129,32 @@ PREDICTORS: dict[str, type[Predictor]] = {
 }
 
 
+def _on_fastest_threads(run: Run, inputs: Tensor) -> Run:
+    """`run` on one intra-op thread or on all of them: a few samples are answered before threads have met."""
+    every = torch.get_num_threads()
+    if every == 1:
+        return run
+    runs = {number: partial(_with_threads, run, number) for number in (1, every)}
+    return runs[fastest({number: partial(own, inputs) for number, own in runs.items()})]
+
+
+def _with_threads(run: Run, number: int, inputs: Tensor) -> Tensor:
+    before = torch.get_num_threads()
+    if before == number:
+        return run(inputs)
+    torch.set_num_threads(number)
+    try:
+        return run(inputs)
+    finally:
+        torch.set_num_threads(before)
+
+
 def _softmax(outputs: Tensor, bank: ReplicaBank) -> Tensor:
     """In master precision."""
     return outputs.to(bank.precision.master).softmax(-1)
 
 
-def _captured(
-    run: Callable[[Tensor], Tensor], inputs: Tensor, banks: Sequence[ReplicaBank]
-) -> Callable[[Tensor], Tensor]:
+def _captured(run: Run, inputs: Tensor, banks: Sequence[ReplicaBank]) -> Run:
     """`run` as a CUDA graph; as it is when it draws random numbers, which a graph would repeat. Blocks the host."""
     stream = torch.cuda.Stream(inputs.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(inputs.device))
@@ -163,7 +184,7 @@ class CapturedRun:
         stream: a side stream, where it is captured.
     """
 
-    def __init__(self, run: Callable[[Tensor], Tensor], inputs: Tensor, stream: torch.cuda.Stream) -> None:
+    def __init__(self, run: Run, inputs: Tensor, stream: torch.cuda.Stream) -> None:
         self._inputs = inputs.clone()
         self._graph, self._done = torch.cuda.CUDAGraph(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(inputs.device))

@@ -12,8 +12,8 @@ from torch import nn
 
 from crossbow_py import Ensemble
 from crossbow_py.errors import UserError
+from crossbow_py.packing import predictors
 from crossbow_py.packing.architecture import same_architecture
-from crossbow_py.packing.ensemble import fastest
 from crossbow_py.packing.predictors import PREDICTORS
 from tests import networks
 from tests.support import norm_model
@@ -198,11 +198,19 @@ def test_models_share_a_bank_only_where_one_program_serves_them():
     assert sorted(itertools.chain(*groups)) == sorted(names)
 
 
-def test_fastest_takes_the_least_median_and_leaves_the_first_call_out():
-    now, costs = [0.0], {"a": itertools.chain([0.1], itertools.repeat(2.0)), "b": itertools.repeat(1.0)}
-    costs["c"] = itertools.chain([0.0], itertools.cycle([0.1, 3.0, 3.0]))
+def test_fused_on_several_cores_takes_the_faster_number_of_threads_and_leaves_the_callers(monkeypatch):
+    models, batch, asked = seeded(mlp, 3), torch.randn(2, 12), []
 
-    def run(name):
-        now[0] += next(costs[name])
+    def take_one(runs):
+        asked.append(list(runs))
+        return 1
 
-    assert fastest({name: lambda name=name: run(name) for name in costs}, clock=lambda: now[0]) == "b"
+    monkeypatch.setattr(predictors, "fastest", take_one)
+    torch.set_num_threads(2)
+    try:
+        ensemble = Ensemble(models, executor="fused", device="cpu")
+        assert_as_by_hand(ensemble, models, batch)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert asked == [[1, 2]]
