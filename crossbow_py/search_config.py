@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -30,6 +32,8 @@ _MEANINGLESS: dict[str, Any] = {
     "max_samples": None, "max_rounds": None, "target_loss": None, "init_from": None, "max_evaluation_batches": None,
     "trace": False, "compile_model": False, "on_nonfinite": "stop",
 }  # fmt: skip
+# Text that is nothing else without quotes.
+_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,16 +181,22 @@ def _differing(default: Mapping[str, Any], own: Mapping[str, Any], prefix: str =
 
 
 def _word(key: str, value: Any) -> str:
-    text = f"{key}={_written(value)}"
-    return f"'{text}'" if any(character in text for character in " [{\"'&;|<>$()") else text
+    return shlex.quote(f"{key}={_written(value)}")
 
 
 def _written(value: Any) -> str:
+    """A plain value as Hydra's command line has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_written(own)}" for key, own in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_written, value)) + "]"
-    plain = isinstance(value, int | float) or str(value).replace("_", "").replace("/", "").replace(".", "").isalnum()
-    return str(value) if plain else '"' + str(value).replace('"', '\\"') + '"'
+    return value if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) else _quoted(value)
+
+
+def _quoted(value: Any) -> str:
+    """Text in quotes, in which backslashes count only before a quote; a number as it is."""
+    if not isinstance(value, str):
+        return str(value)
+    return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'

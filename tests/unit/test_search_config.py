@@ -1,0 +1,209 @@
+"""A search's configuration: its space against the keys of a run, its trials as runs, and their commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from typing import Any
+
+import pytest
+
+from crossbow_py.config import TrainConfig, compose
+from crossbow_py.engine.optimizers import SGD
+from crossbow_py.errors import UserError
+from crossbow_py.search_config import SearchConfig, train_command, trial_config
+
+DIGITS = ["+experiment=search_digits"]
+TWO_OPTIMIZERS = [
+    "data=digits", "model=mlp",
+    "space={optimizer:[sgd,adamw],optimizer.learning_rate:{low:0.01,high:0.1},"
+    "optimizer.momentum:{low:0.5,high:0.9,when:{optimizer:sgd}},"
+    "optimizer.beta1:{choices:[0.8,0.9],when:{optimizer:adamw}}}",
+]  # fmt: skip
+CUSTOM = ["data=digits", "model=custom", "model.target=package.of.mine", "space.seed=[1,2]"]
+
+
+def search(*overrides: str) -> SearchConfig:
+    return compose(overrides, SearchConfig)
+
+
+@pytest.fixture(scope="module")
+def digits() -> SearchConfig:
+    return search(*DIGITS)
+
+
+def composed(command: str) -> TrainConfig:
+    """What `train` is told by a command as a shell splits it."""
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "crossbow_py.train"]
+    return compose(words[3:])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        DIGITS,
+        [*DIGITS, "order_seed=7", "seed=3", "precision=fp32", "executor=serial", "distributed.timeout_s=60"],
+        ["+experiment=search_lenet", "channels_last=false"],
+        TWO_OPTIMIZERS,
+        ["data=digits", "space.model=[mlp,resnet20]"],
+        ["data=digits", "space.schedule=[constant,cosine,exponential]", "space.batch_size=[8,64]"],
+        ["data=cifar10", "space.data.crop_padding={low:0,high:4}", "space.data.flip=[true,false]"],
+        [
+            *CUSTOM,
+            "model.args.inner={}",
+            "space.model.args.width={low:1,high:64}",
+            "space.model.args.inner.text=['a b','it\\'s']",
+        ],
+    ],
+)
+def test_command_of_a_trial_composes_to_exactly_its_configuration(overrides: list[str]) -> None:
+    config = search(*overrides)
+    for number, params in enumerate(config.parsed_space.corners()[:3]):
+        trial = trial_config(config, params, seed=number + 5)
+        assert composed(train_command(trial)) == trial
+
+
+def test_command_keeps_text_that_looks_like_something_else() -> None:
+    texts = [
+        "plain", "two words", "it's", '"', "\\", 'back\\"slash', "end\\", "null", "True", "12", "1e-3", "nan", "a,b",
+        "{x:1}", "[", "a=b", "$HOME", "`ls`", "", " ", "~/file",
+        "#", "-x", "größe", "a:b", "\\\\", "*", "!", "&&",
+    ]  # fmt: skip
+    args: dict[str, Any] = {f"key{index}": text for index, text in enumerate(texts)}
+    args |= {"list": [1, 2.5, "x y", None, True, [-1e-30]], "nested": {"deep": {"text": "it's"}}, "none": {}}
+    config = search(*CUSTOM)
+    trial = trial_config(config, {"seed": 1}, seed=1)
+    trial = dataclasses.replace(trial, model=dataclasses.replace(trial.model, args=args))
+    assert composed(train_command(trial)).model.args == args
+
+
+def test_command_says_only_what_is_not_the_default() -> None:
+    command = train_command(trial_config(search(*DIGITS), {"label_smoothing": 0.1}, seed=5))
+    assert command == (
+        "python -m crossbow_py.train model=mlp data=digits optimizer=sgd schedule=cosine averaging=sma "
+        "max_epochs=27.0 num_learners=1 seed=5 order_seed=0 label_smoothing=0.1 data.validation_fraction=0.1 "
+        "optimizer.learning_rate=0.05 optimizer.weight_decay=0.0001"
+    )
+
+
+def test_trial_is_one_learner_with_its_own_seed_and_the_order_of_the_search() -> None:
+    config = search(*DIGITS, "seed=3", "output_dir=x", "resume=auto", "max_time_s=60", "target_accuracy=0.5")
+    trial = trial_config(config, {"optimizer.learning_rate": 0.25, "optimizer.momentum": 0.75}, seed=11)
+    assert (trial.num_learners, trial.seed, trial.order_seed, trial.batch_size) == (1, 11, 3, 16)
+    assert isinstance(trial.optimizer, SGD)
+    assert (trial.optimizer.learning_rate, trial.optimizer.momentum) == (0.25, 0.75)
+    assert (trial.output_dir, trial.resume, trial.max_time_s, trial.target_accuracy) == (None, None, None, None)
+    assert trial_config(search(*DIGITS, "order_seed=8", "seed=3"), {}, seed=11).order_seed == 8
+
+
+def test_trial_of_a_searched_group_has_the_options_own_values_and_what_is_searched_beneath_it() -> None:
+    config = search(*TWO_OPTIMIZERS)
+    sgd = trial_config(config, {"optimizer.momentum": 0.7, "optimizer": "sgd"}, seed=0).optimizer
+    assert (sgd.NAME, sgd.momentum) == ("sgd", 0.7)
+    adamw = trial_config(config, {"optimizer.beta1": 0.8, "optimizer": "adamw"}, seed=0).optimizer
+    assert (adamw.NAME, adamw.beta1, adamw.beta2) == ("adamw", 0.8, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("key", "entry", "words"),
+    [
+        ("optimiser.momentum", [0.1], ["space has no key 'optimiser.momentum'", "did you mean 'optimizer'"]),
+        ("learning_rate", [0.1], ["space has no key 'learning_rate'", "optimizer"]),
+        ("optimizer.momentun", [0.1], ["optimizer.momentun", "did you mean 'momentum'"]),
+        ("model", ["lenett"], ["unknown model 'lenett'", "did you mean 'lenet'"]),
+        ("optimizer.name", ["sgd"], ["optimizer.name", "search optimizer"]),
+        ("max_epochs", [1, 2], ["max_epochs is the same for all trials", "batch_size"]),
+        ("num_learners", [1, 2], ["num_learners is the same for all trials"]),
+        ("data.validation_fraction", [0.1], ["data.validation_fraction is the same"]),
+        ("data", ["mnist"], ["data is the same"]),
+        ("averaging.averaging_momentum", [0.1], ["averaging.averaging_momentum is the same"]),
+        ("batch_size.x", [1], ["batch_size"]),
+        ("batch_size", {"low": 0, "high": 8}, ["batch_size must be at least 1, got 0"]),
+        ("batch_size", {"low": 1.5, "high": 8}, ["batch_size must be a whole number"]),
+        ("optimizer.learning_rate", {"low": -1, "high": 1, "log": False}, ["optimizer.learning_rate must be", "-1"]),
+        ("optimizer.learning_rate", {"low": 0.5, "high": 0.1}, ["space: optimizer.learning_rate", "0.5"]),
+        ("optimizer.momentum", {"low": 0.5, "hihg": 0.9}, ["hihg", "did you mean 'high'"]),
+        (
+            "optimizer.momentum",
+            {"low": 0.5, "high": 0.9, "when": {"optimizer": "sgd"}},
+            ["'optimizer', which is not searched"],
+        ),
+    ],
+)
+def test_space_that_does_not_fit_a_run_is_refused(digits: SearchConfig, key: str, entry: Any, words: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        dataclasses.replace(digits, space={**digits.space, key: entry})
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_learners", 2, ["num_learners must be 1 in a search, got 2", "max_pack_size"]),
+        ("num_learners", 'auto', ["got auto"]),
+        ("max_epochs", None, ["set one of max_epochs"]),
+        ("max_samples", 100, ["max_samples means nothing in a search, got 100"]),
+        ("max_rounds", 3, ["max_rounds"]),
+        ("target_loss", 0.1, ["target_loss"]),
+        ("init_from", 'x', ["init_from"]),
+        ("trace", True, ["trace means nothing in a search, got true"]),
+        ("compile_model", True, ["compile_model"]),
+        ("on_nonfinite", 'reseed', ["on_nonfinite"]),
+        ("max_evaluation_batches", 3, ["max_evaluation_batches"]),
+        ("eta", 1, ["eta must be at least 2, got 1"]),
+        ("min_epochs", 28, ["min_epochs", "28", "27"]),
+        ("min_epochs", 0, ["min_epochs must be greater than 0"]),
+        ("num_trials", 0, ["num_trials must be at least 1"]),
+        ("max_pack_size", 0, ["max_pack_size must be at least 1"]),
+        ("lease_s", 0.5, ["lease_s must be greater than 1"]),
+        ("metric", 'f1', ["metric must be one of accuracy, loss, got 'f1'"]),
+        ("sampler", 'bayes', ["sampler must be one of random, tpe, grid"]),
+        ("method", 'median', ["method must be one of"]),
+        ("packing", 'all', ["packing must be one of"]),
+        ("sampler", 'grid', ["must have num, step or choices for a grid"]),
+    ],
+)  # fmt: skip
+def test_value_that_means_nothing_in_a_search_is_refused(
+    digits: SearchConfig, key: str, value: Any, words: list[str]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        dataclasses.replace(digits, **{key: value})
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_search_without_a_space_or_without_a_number_of_trials_is_refused() -> None:
+    with pytest.raises(UserError, match="space must be a mapping with at least one key"):
+        search("data=digits")
+    with pytest.raises(UserError, match="space must be a mapping"):
+        search("data=digits", "space=3")
+    with pytest.raises(UserError, match=r"'num_trials'"):
+        search(*DIGITS, "nun_trials=3")
+    with pytest.raises(UserError, match="num_trials must be set where method is none"):
+        search(*DIGITS, "method=none", "num_trials=null")
+    with pytest.raises(UserError, match=r"num_trials=5 is more than the 4 points of the grid"):
+        search("data=digits", "space.batch_size=[8,16]", "space.seed=[1,2]", "sampler=grid", "num_trials=5")
+    with pytest.raises(UserError, match="max_epochs must be set in a search, got null"):
+        search(*DIGITS, "max_epochs=null", "max_time_s=9")
+    with pytest.raises(UserError, match=r"target_accuracy .* metric=loss"):
+        search(*DIGITS, "metric=loss", "target_accuracy=0.9")
+
+
+def test_key_of_the_space_on_the_command_line_is_laid_over_the_experiments() -> None:
+    fixed, narrowed, added = (
+        search(*DIGITS, override).parsed_space.to_plain()
+        for override in ("space.optimizer.momentum=0.9", "space.optimizer.momentum.low=0.8", "space.batch_size=[8,16]")
+    )
+    momentum = {"key": "optimizer.momentum", "low": 0.5, "high": 0.99}
+    assert fixed[1] == {"key": "optimizer.momentum", "choices": [0.9]}
+    assert narrowed[1] == {**momentum, "low": 0.8}
+    assert added[1] == momentum
+    assert added[-1] == {"key": "batch_size", "choices": [8, 16]}
+
+
+def test_brackets_of_a_grid_have_as_many_trials_as_points() -> None:
+    config = search("data=digits", "space.batch_size=[8,16]", "space.seed=[1,2,3]", "sampler=grid", "method=none")
+    assert [bracket.num_trials for bracket in config.brackets()] == [6]
+    assert sum(bracket.num_trials for bracket in search(*DIGITS).brackets()) == 27
