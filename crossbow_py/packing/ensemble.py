@@ -100,10 +100,10 @@ class Ensemble:
     def members(self, batch: Tensor) -> Tensor:
         """The probabilities of every model `[K, B, classes]`, in the order they were given; see `predict`."""
         found = self._probabilities(batch)
-        return found.clone() if self._order is None else found[self._order]
+        return found if self._order is None else found[self._order]
 
     def _probabilities(self, batch: Tensor) -> Tensor:
-        """In the banks' order, and in memory that the next call may overwrite."""
+        """In the banks' order."""
         inputs = self._prepared(batch)
         shape = inputs.shape, inputs.dtype
         if shape not in self.chosen:

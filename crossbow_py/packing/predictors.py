@@ -34,7 +34,7 @@ class Predictor(ABC):
 
     @abstractmethod
     def probabilities(self, inputs: Tensor) -> Tensor:
-        """`[K, B, classes]` of a batch `[B, ...]` as the models take it, valid until the next call.
+        """`[K, B, classes]` of a batch `[B, ...]` as the models take it; the caller's own.
 
         On CUDA it is enqueued on the current stream; the host does not wait for it.
         """
@@ -196,10 +196,11 @@ class CapturedRun:
             self._outputs = run(self._inputs)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """The outputs, in memory that the next call overwrites. All on the current stream, the host does not wait."""
+        """A copy of the outputs. All on the current stream, the host does not wait."""
         stream = torch.cuda.current_stream(inputs.device)
         stream.wait_event(self._done)  # of the last call, which may have been made on another stream
         self._inputs.copy_(inputs)
         self._graph.replay()
+        outputs = self._outputs.clone()  # which the next call overwrites, maybe on another stream
         self._done.record(stream)
-        return self._outputs
+        return outputs

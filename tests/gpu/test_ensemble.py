@@ -1,0 +1,77 @@
+"""Ensembles and evaluation of banks on CUDA: the answers of plain PyTorch, from captured graphs too."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import Ensemble
+from crossbow_py.data.feeds import make_feed
+from crossbow_py.engine.precision import FP64
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.evaluation import Evaluator
+from crossbow_py.packed_evaluation import evaluate_bank
+from tests.support import features, norm_model
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+
+
+def convolutional(seed):
+    torch.manual_seed(seed)
+    model = norm_model()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_()
+    return model
+
+
+def dense(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(inplace=True), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("executor", ["auto", "serial", "fused"])
+def test_ensemble_of_two_architectures_on_cuda_equals_plain_pytorch_at_every_call(executor):
+    models = [convolutional(0), dense(1), convolutional(2), dense(3)]
+    with Ensemble(models, executor=executor, device="cuda") as ensemble, torch.no_grad():
+        for size in (1, 5, 5, 1):  # the second time a graph that was captured is replayed, on other values
+            batch = torch.randn(size, 3, 6, 6)
+            expected = torch.stack([copy.deepcopy(model).eval()(batch).softmax(1) for model in models])
+            members, mean = ensemble.members(batch.to(CUDA)), ensemble.predict(batch.to(CUDA))
+            assert (members.cpu() - expected).abs().max() <= 1e-5
+            assert (mean.cpu() - expected.mean(0)).abs().max() <= 1e-5
+
+
+def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer():
+    models, batches = [dense(seed) for seed in range(4)], torch.randn(20, 8, 3, 6, 6, device=CUDA)
+    ensemble, streams = Ensemble(models, executor="fused", device="cuda"), [torch.cuda.Stream() for _ in range(2)]
+    ensemble.predict(batches[0])
+    torch.cuda.synchronize()
+    found = []
+    for index, batch in enumerate(batches):
+        with torch.cuda.stream(streams[index % 2]):
+            found.append(ensemble.members(batch))
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        for own, batch in zip(found, batches, strict=True):
+            expected = torch.stack([model(batch.cpu()).softmax(1) for model in models])
+            assert (own.cpu() - expected).abs().max() <= 1e-5
+
+
+def test_rows_of_a_bank_on_cuda_are_evaluated_together_as_each_alone():
+    template = norm_model().double().to(CUDA)
+    bank = ReplicaBank(template, 3, device=CUDA, precision=FP64, state_names=("momentum",))
+    for row in range(3):
+        bank.load_learner(row, convolutional(row).double().to(CUDA))
+    feed = make_feed(features(10, (3, 6, 6)), 1, 0, CUDA, channels_last=True, dtype=torch.float64)
+    evaluator = Evaluator(template, precision=FP64, loss=nn.functional.cross_entropy, metrics={}, batch_size=4)
+    together = evaluate_bank(bank, evaluator, feed, [2, 0])
+    for own, row in zip(together, (2, 0), strict=True):
+        alone = evaluator.evaluate(bank.learner_state(row), feed)
+        assert own.loss == pytest.approx(alone.loss, rel=1e-9)
+        assert own.accuracy == alone.accuracy
