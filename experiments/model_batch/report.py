@@ -20,7 +20,7 @@ from experiments.common.packs.report import (
 def headline(result: Result) -> str:
     """What it was, and the largest gains of a pack."""
     figure = result["figure"]
-    text = f"{figure['title']}: {figure['num_models']} models."
+    text = f"{figure['title']}: {figure['num_models']} models ({figure['model']})."
     packs = [best_pack(rows) for rows in grouped(result["rows"], "batch_size").values()]
     for base in bases_of(result["rows"]):
         found = [pack for pack in packs if pack is not None and pack["over"][base] is not None]

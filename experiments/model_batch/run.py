@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.arguments import count
+from experiments.common.packs.models import BUILDS
 from experiments.common.packs.running import device_of, measure_panels, measuring_parser, show_and_write
 from experiments.common.packs.workloads import prepare_packs
 from experiments.model_batch.figures import FIGURES, panels_of
@@ -29,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = measuring_parser(__doc__, repetitions=5, seconds=0.5)
     parser.add_argument("figure", choices=FIGURES, help="what is measured")
     parser.add_argument("--batch-sizes", type=count, nargs="+", metavar="B", help="images in a batch of one model")
+    parser.add_argument("--model", choices=BUILDS, metavar="MODEL", help="which model (default: the figure's)")
     parser.add_argument("--num-models", type=count, metavar="K", help="how many models (default: the figure's)")
     options = parser.parse_args(argv)
     device, figure = device_of(parser, options), FIGURES[options.figure]
-    if options.num_models:
-        figure = replace(figure, num_models=options.num_models)
+    figure = replace(figure, model=options.model or figure.model, num_models=options.num_models or figure.num_models)
     sizes = list(dict.fromkeys(options.batch_sizes or figure.batch_sizes))
     if options.quick:
         figure, sizes = replace(figure, num_models=_QUICK_MODELS), [_QUICK_BATCH_SIZE]

@@ -13,8 +13,8 @@ from crossbow_py.models import MODELS as ZOO
 FIVE_LAYERS_WIDTH = 16
 RECURRENT_UNITS = 64
 LAYER_UNITS = 256  # a layer is wider than the data set has classes
-FIVE_LAYERS_WIDTHS = (8, 16, 32, 64, 128)
-MLP_UNITS = (64, 256, 1024, 2048)
+FIVE_LAYERS_WIDTHS = (8, 32, 128)
+MLP_UNITS = (64, 256, 2048)
 MOBILENET_WIDTH = 0.25
 # The zoo's, as they are.
 _FROM_ZOO = ("mlp", "lenet", "resnet20", "resnet32", "densenet40")

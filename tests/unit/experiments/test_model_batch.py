@@ -48,12 +48,13 @@ def test_sides_of_a_figure_are_one_model_at_a_time_and_packs(figure: str, device
 
 @pytest.mark.usefixtures("pretended")
 def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = measured(tmp_path, "mlp_training", "--batch-sizes", "8", "2", "8", "--num-models", "3")
+    result = measured(tmp_path, "mlp_training", "--batch-sizes", "8", "2", "8", "--num-models", "3", "--model", "lenet")
     assert [(row["batch_size"], row["side"]) for row in result["rows"][::5]] == [
         (8, "default_loop"),
         (2, "default_loop"),
     ]
     assert {row["num_models"] for row in result["rows"]} == {1, 3}
+    assert {row["model"] for row in result["rows"]} == {result["figure"]["model"]} == {"lenet"}
     assert (result["figure"]["num_models"], result["figure"]["batch_sizes"]) == (3, [8, 2])
     said = capsys.readouterr().out
     assert "The largest gain over default_loop is 5.00 (5.00–5.00), with batches of 8 by fused (n=5)." in said
@@ -84,7 +85,7 @@ def test_result_without_packs_is_told_without_gains(
 ) -> None:
     monkeypatch.setattr(pretended, "absent", ("threads", "fused"))
     result = measured(tmp_path, "inference", "--quick")
-    assert report.headline(result) == "figure 4: inference by five-layer networks: 2 models."
+    assert report.headline(result) == "figure 4: inference by five-layer networks: 2 models (five_layers)."
     assert "Left out: side fused K=2 fp32 inference: not here" in report.result_text(result)
     assert (result["method"]["repetitions"], result["rows"][0]["batch_size"]) == (1, 4)
 

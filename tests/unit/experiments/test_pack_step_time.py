@@ -53,7 +53,7 @@ def test_panels_of_a_part_compare_packs_with_one_model_at_a_time_of_the_same_wor
         alone = {(cell.workload.model, cell.workload.batch_size, cell.side.side) for cell in panel}
         for cell in panel:
             assert {(cell.workload.model, cell.workload.batch_size, base) for base in (DEFAULT, TUNED)} <= alone
-    assert len(panels) == {"families": 3, "mixed": 2, "limits": 2 * len(LARGER_BATCHES) + 5 + 4}[part]
+    assert len(panels) == {"families": 3, "mixed": 2, "limits": 2 * len(LARGER_BATCHES) + 3 + 3}[part]
 
 
 def test_mixed_panel_has_both_families_alone_with_half_of_the_models(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_limits_are_drawn_by_batch_size_and_width(tmp_path: Path) -> None:
     result = measured(tmp_path, "limits", *SMALL)
     figure = plot.draw(result)
     drawn = [list(axes.containers[0].lines[0].get_xdata()) for axes in figure.axes]
-    assert drawn == [list(LARGER_BATCHES), [8, 16, 32, 64, 128], list(LARGER_BATCHES), [64, 256, 1024, 2048]]
+    assert drawn == [list(LARGER_BATCHES), [8, 32, 128], list(LARGER_BATCHES), [64, 256, 2048]]
     rows = cells(report.limits_table(result["rows"]))
     assert [row[:2] for row in rows[:5]] == [*(["five_layers", str(size)] for size in LARGER_BATCHES), ["mlp", "4"]]
     assert len(rows) == 2 * len(LARGER_BATCHES) + sum(map(len, LARGER_MODELS.values()))
