@@ -1,0 +1,177 @@
+"""Which folder a search writes to, which it goes on in, and what it takes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossbow_py.config import compose, config_to_mapping, read_yaml, write_yaml
+from crossbow_py.errors import SearchError, UserError
+from crossbow_py.search_config import SearchConfig
+from crossbow_py.search_folder import (
+    TRIALS_FOLDER,
+    SearchFolder,
+    identity,
+    kept_unless_refused,
+    open_search_folder,
+)
+
+BASE = compose(["+experiment=search_digits"], SearchConfig)
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def config(**changes: Any) -> SearchConfig:
+    return dataclasses.replace(BASE, **changes)
+
+
+def begun(age: int = 0, status: str | None = None, **changes: Any) -> Path:
+    """A search that was begun so many seconds ago, and how it ended."""
+    path = open_search_folder(config(resume=None, **changes)).path
+    if status is not None:
+        (path / "search.json").write_text(json.dumps({"status": status}))
+    seconds = 1e9 - age
+    os.utime(path / "config.yaml", (seconds, seconds))
+    return path
+
+
+def test_folder_of_a_new_search_is_under_runs_and_holds_its_configuration() -> None:
+    folder = open_search_folder(config())
+    assert folder.path.parent == Path("runs/search_digits")
+    assert not folder.is_known
+    assert read_yaml(folder.path / "config.yaml") == config_to_mapping(config())
+    assert [path.name for path in folder.path.iterdir()] == ["config.yaml"]
+
+
+def test_folder_of_auto_is_the_newest_unfinished_of_an_equal_configuration() -> None:
+    begun(age=40)
+    wanted = begun(age=30, status="terminated")
+    begun(age=20, status="finished")
+    begun(age=10, seed=1)
+    assert open_search_folder(config()) == SearchFolder(wanted, is_known=True)
+
+
+@pytest.mark.parametrize("status", [None, "running", "stopped", "terminated", "interrupted"])
+def test_folder_of_auto_is_one_that_was_begun_however_it_was_left(status: str | None) -> None:
+    path = begun(status=status)
+    assert open_search_folder(config()) == SearchFolder(path, is_known=True)
+
+
+def test_folder_of_auto_is_new_when_all_are_finished_or_other_searches() -> None:
+    old = {begun(status="finished"), begun(num_trials=9), begun(space={"batch_size": [8]}), begun(metric="loss")}
+    folder = open_search_folder(config())
+    assert folder.path not in old
+    assert not folder.is_known
+
+
+def test_folder_of_auto_passes_over_one_whose_report_is_torn() -> None:
+    path = begun()
+    (path / "search.json").write_text('{"status": "fini')
+    assert open_search_folder(config()).path == path
+
+
+def test_folder_without_resume_is_always_new() -> None:
+    path = begun()
+    assert open_search_folder(config(resume=None)).path != path
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_time_s": 5.0}, {"lease_s": 9.0}, {"max_pack_size": 2}, {"packing": "none"}, {"target_accuracy": 0.5},
+        {"storage": "sqlite:///x.db"}, {"study": "other"}, {"num_workers": 1}, {"resume": None, "output_dir": None},
+    ],
+)  # fmt: skip
+def test_identity_is_the_same_with_other_stops_and_packing(changes: dict[str, Any]) -> None:
+    assert identity(config(**changes)) == identity(config())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_epochs": 9.0}, {"eta": 2}, {"seed": 1}, {"batch_size": 8}, {"sampler": "tpe"}, {"min_epochs": 3.0},
+        {"order_seed": 1}, {"precision": "bf16"}, {"space": {"optimizer.momentum": [0.5]}},
+    ],
+)  # fmt: skip
+def test_identity_is_another_with_other_trials(changes: dict[str, Any]) -> None:
+    assert identity(config(**changes)) != identity(config())
+
+
+def test_named_folder_is_begun_and_then_shared_with_those_that_resume() -> None:
+    first = open_search_folder(config(output_dir="deep/search"))
+    assert first == SearchFolder(Path("deep/search"), is_known=False, is_made=True)
+    assert open_search_folder(config(output_dir="deep/search")) == SearchFolder(first.path, is_known=True)
+    assert open_search_folder(config(resume="deep/search")) == SearchFolder(first.path, is_known=True)
+    with pytest.raises(UserError, match=r"output_dir deep/search already holds a search .* resume=auto"):
+        open_search_folder(config(output_dir="deep/search", resume=None))
+
+
+@pytest.mark.parametrize("key", ["output_dir", "resume"])
+def test_named_folder_of_another_search_is_refused_with_what_differs(key: str) -> None:
+    path = begun(seed=4, eta=2)
+    with pytest.raises(UserError, match=r"holds another search \(eta: 2 → 3; seed: 4 → 0\)"):
+        open_search_folder(config(**{key: str(path)}))
+
+
+@pytest.mark.parametrize("key", ["output_dir", "resume"])
+def test_named_folder_of_a_training_run_is_refused(key: str) -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(write_yaml(config_to_mapping(compose(["+experiment=digits"]))))
+    with pytest.raises(UserError, match=f"{key} run holds a run that is no search"):
+        open_search_folder(config(**{key: "run"}))
+
+
+def test_resume_of_a_path_that_is_no_search_is_refused() -> None:
+    Path("empty").mkdir()
+    for path in ("empty", "nowhere"):
+        with pytest.raises(UserError, match=f"resume={path} is not the folder of a search"):
+            open_search_folder(config(resume=path))
+    assert not Path("nowhere").exists()
+
+
+def test_output_dir_that_cannot_be_written_is_refused() -> None:
+    Path("file").write_text("mine")
+    with pytest.raises(UserError, match="output_dir file/search cannot be written"):
+        open_search_folder(config(output_dir="file/search"))
+
+
+def refuse(folder: SearchFolder, error: Exception) -> None:
+    with pytest.raises(type(error)), kept_unless_refused(folder):
+        (folder.path / "console.log").write_text("begun")
+        raise error
+
+
+def test_refused_search_takes_back_the_folder_it_made() -> None:
+    refuse(open_search_folder(config(output_dir="new")), UserError("a mistake"))
+    assert list(Path().iterdir()) == []
+
+
+def test_refused_search_leaves_what_was_in_a_folder_before() -> None:
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("mine")
+    refuse(open_search_folder(config(output_dir="mine")), UserError("a mistake"))
+    assert [path.name for path in Path("mine").iterdir()] == ["notes.txt"]
+
+
+def test_search_that_others_began_or_that_has_measured_trials_is_kept_when_refused() -> None:
+    begun_by_others = begun()
+    refuse(SearchFolder(begun_by_others, is_known=True), UserError("a mistake"))
+    assert (begun_by_others / "config.yaml").exists()
+    measured = open_search_folder(config(output_dir="measured"))
+    (measured.path / TRIALS_FOLDER).mkdir()
+    refuse(measured, UserError("the disk is full"))
+    assert (measured.path / "config.yaml").exists()
+
+
+def test_search_that_ends_with_what_is_no_mistake_is_kept() -> None:
+    folder = open_search_folder(config(output_dir="new"))
+    refuse(folder, SearchError("the storage is gone"))
+    assert (folder.path / "config.yaml").exists()
