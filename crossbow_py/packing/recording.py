@@ -37,7 +37,7 @@ def _compiled(program: GraphModule) -> Run:
     constants = _fold(program)
     rest, named = _without(program.graph, constants), {node.name: value for node, value in constants.items()}
     forward, own = type(GraphModule(named, rest)).forward, SimpleNamespace(**named)
-    return lambda inputs: forward(own, inputs)  # type: ignore[arg-type]  attributes of modules are slow to look up
+    return lambda inputs: forward(own, inputs)  # attributes of modules are slow to look up
 
 
 def _fold(program: GraphModule) -> dict[Node, Any]:
@@ -48,7 +48,7 @@ def _fold(program: GraphModule) -> dict[Node, Any]:
             known[node] = getattr(program, str(node.target))
         elif node.op == "call_function" and _is_constant(node, known):
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            known[node] = node.target(*args, **kwargs)
     return known
 
 
