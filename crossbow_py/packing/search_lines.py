@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.packing.search_events import BestTrial, SearchInfo, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.packing.search_standing import as_text, short_names
+from crossbow_py.packing.search_events import (
+    SEARCH_FILE,
+    BestTrial,
+    SearchInfo,
+    SearchProgress,
+    SearchSummary,
+    TrialRecord,
+)
+from crossbow_py.packing.search_standing import as_text, last_epochs, ranked, short_names
 from crossbow_py.telemetry.console import clock_time
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 
@@ -44,16 +51,12 @@ def value_line(info: SearchInfo, trial: TrialRecord, epochs: float, *, is_best: 
 
 def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
     """Where the search stands, on one line."""
-    parts = [
-        f"{progress.num_finished} of {progress.num_segments} segments",
-        f"{progress.images_per_s:,.0f} images/s",
-        clock_time(progress.elapsed_s),
-    ]
+    parts = [f"{progress.num_finished} of {progress.num_segments} segments"]
+    if progress.best_trial is not None and progress.best_value is not None:
+        parts.append(f"best {progress.best_value:.4f} by trial {progress.best_trial}")
     if remaining_s is not None:
         parts.append(f"about {clock_time(remaining_s)} left")
-    if progress.best_trial is not None and progress.best_value is not None:
-        parts.append(f"best: trial {progress.best_trial} with {progress.best_value:.4f}")
-    return " · ".join(parts)
+    return " · ".join([*parts, f"{clock_time(progress.elapsed_s)} so far", f"{progress.images_per_s:,.0f} images/s"])
 
 
 def final_lines(summary: SearchSummary) -> list[str]:
@@ -62,7 +65,7 @@ def final_lines(summary: SearchSummary) -> list[str]:
     counts = Counter(str(trial.state) for trial in summary.trials)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
     lines = ["", f"{info.experiment} {summary.status}: {len(summary.trials)} trials ({states})"]
-    lines += _best_lines(info, summary.best) if summary.best is not None else []
+    lines += _leader_lines(summary) if summary.best is None else _best_lines(info, summary.best)
     lines += [*_time_lines(summary), f"  throughput     {summary.images_per_s:,.0f} images/s while training"]
     if info.output_dir:
         lines.append(f"  folder         {info.output_dir}")
@@ -70,6 +73,16 @@ def final_lines(summary: SearchSummary) -> list[str]:
     if summary.status in _STOPPED_FROM_OUTSIDE:
         lines.append("  to go on       the same command: what is finished is kept")
     return lines
+
+
+def _leader_lines(summary: SearchSummary) -> list[str]:
+    """Of a search that did not come to choose its best."""
+    leaders = ranked(summary.trials, maximize=summary.info.maximize)
+    if not leaders:
+        return [f"  best           none, as no trial has a value; {SEARCH_FILE} says why trials failed"]
+    at = last_epochs(leaders[0])
+    value = leaders[0].values[at]
+    return [f"  best so far    trial {leaders[0].trial}: {_metric(summary.info)} {value:.4f} after {_epochs(at)}"]
 
 
 def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:

@@ -93,11 +93,10 @@ class SearchFile(SearchListener):
 
 def running_plain(info: SearchInfo, trials: Sequence[TrialRecord], elapsed_s: float) -> dict[str, Any]:
     """A search that goes on, as plain values; `best` is the one that leads, without what is found out at the end."""
-    leaders = ranked(trials, maximize=info.maximize)
     return {
         "experiment": info.experiment,
         "status": _RUNNING,
-        "best": _leader(leaders[0]) if leaders else None,
+        "best": _leader(info, trials),
         "wall_time_s": elapsed_s,
         "trials": [trial_plain(trial) for trial in trials],
         "info": info_plain(info),
@@ -111,7 +110,7 @@ def ended_plain(summary: SearchSummary) -> dict[str, Any]:
     return {
         "experiment": summary.info.experiment,
         "status": summary.status,
-        "best": None if summary.best is None else dataclasses.asdict(summary.best),
+        "best": _leader(summary.info, summary.trials) if summary.best is None else dataclasses.asdict(summary.best),
         "samples": summary.samples,
         "images_per_s": summary.images_per_s,
         "wall_time_s": wall_s,
@@ -142,7 +141,12 @@ def info_plain(info: SearchInfo) -> dict[str, Any]:
     return {**plain, "brackets": brackets, "space": info.space.to_plain()}
 
 
-def _leader(trial: TrialRecord) -> dict[str, Any]:
+def _leader(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[str, Any] | None:
+    """The trial that leads, with the keys of `BestTrial`; null for what is found out when a search is over."""
+    leaders = ranked(trials, maximize=info.maximize)
+    if not leaders:
+        return None
+    trial = leaders[0]
     plain = dict.fromkeys(field.name for field in dataclasses.fields(BestTrial))
-    params = trial_plain(trial)["params"]
-    return {**plain, "trial": trial.trial, "value": trial.value, "epochs": last_epochs(trial), "params": params}
+    value, params = trial.values[last_epochs(trial)], trial_plain(trial)["params"]
+    return {**plain, "trial": trial.trial, "value": value, "epochs": last_epochs(trial), "params": params}

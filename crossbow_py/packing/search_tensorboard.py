@@ -29,6 +29,7 @@ from crossbow_py.stopping import StopConditions
 
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
 _LAST = 10**6  # place of the file that is read last
+_FLUSH_S = 10
 _FILE_VERSION = "brain.Event:2"  # the format TensorBoard reads
 
 
@@ -49,12 +50,14 @@ class SearchTensorBoard(SearchListener):
         self._info: SearchInfo | None = None
         self._writer: SummaryWriter | None = None
         self._written: set[tuple[int, str]] = set()
+        self._known: dict[int, tuple[int, TrialState]] = {}  # by trial: what has been looked at
         self._last_step = -1
 
     def on_start(self, info: SearchInfo) -> None:
         """The names and ranges of the hyper-parameters come first."""
         self._info = info
-        self._writer = SummaryWriter(str(self._folder / f"worker_{re.sub('[^A-Za-z0-9.-]', '_', info.worker)}"))
+        own = f"worker_{re.sub('[^A-Za-z0-9.-]', '_', info.worker)}"
+        self._writer = SummaryWriter(str(self._folder / own), flush_secs=_FLUSH_S)
         self._write(self._folder / _file_name(0, "space"), [(0, experiment_summary(info))])
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
@@ -62,11 +65,12 @@ class SearchTensorBoard(SearchListener):
         if self._info is None or self._writer is None:
             return
         for trial in trials:
-            self._write_trial(self._info, trial)
+            if self._known.get(trial.trial) != (num_results(trial), trial.state):
+                self._known[trial.trial] = (num_results(trial), trial.state)
+                self._write_trial(self._info, trial)
         leaders = ranked(trials, maximize=self._info.maximize)
         if leaders and leaders[0].value is not None:
             self._writer.add_scalar("search/best_value_by_segments", leaders[0].value, sum(map(num_results, trials)))
-            self._writer.flush()
 
     def on_progress(self, progress: SearchProgress) -> None:
         """The pace, once for each number of segments that are over."""

@@ -1,0 +1,177 @@
+"""What is said of a search on a terminal, without one, and in console.log."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from crossbow_py.packing.search_console import SearchConsole
+from crossbow_py.packing.search_events import RunningTrial
+from crossbow_py.packing.search_lines import final_lines, header_lines, progress_line, value_line
+from crossbow_py.telemetry.screen import Screen
+
+
+def _plain(now: list[float]) -> tuple[SearchConsole, io.StringIO]:
+    stream = io.StringIO()
+    return SearchConsole(screen=Screen(stream=stream), clock=lambda: now[0]), stream
+
+
+def _live(log: Path, width: int = 100, height: int = 24) -> tuple[SearchConsole, io.StringIO]:
+    stream = io.StringIO()
+    terminal = Console(file=stream, force_terminal=True, width=width, height=height)
+    return SearchConsole(screen=Screen(log, stream, terminal)), stream
+
+
+def test_plain_search_has_a_line_for_each_new_value_and_each_message(searched: Any) -> None:
+    console, stream = _plain([0.0])
+    console.on_start(searched.info())
+    header = len(stream.getvalue().splitlines())
+    console.on_trials((searched.trial(0), searched.waiting(1)))
+    console.on_message("Trial 3 failed: no such layer.")
+    console.on_trials((searched.trial(0), searched.trial(1, values={1.0: 0.75})))
+    console.on_trials((searched.trial(0), searched.trial(1, values={1.0: 0.75, 2.0: 0.8})))
+    console.close()
+    assert stream.getvalue().splitlines()[header:] == [
+        "trial 0 at 1 epoch: validation accuracy 0.5000 (leads) · optimizer sgd · learning_rate 0.001 · momentum 0",
+        "Trial 3 failed: no such layer.",
+        "trial 1 at 1 epoch: validation accuracy 0.7500 (leads) · optimizer sgd · learning_rate 0.01 · momentum 0.9",
+        "trial 1 at 2 epochs: validation accuracy 0.8000 (leads) · optimizer sgd · learning_rate 0.01 · momentum 0.9",
+    ]
+    assert "\x1b" not in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+
+
+def test_plain_search_leaves_lines_of_other_workers_to_them(searched: Any) -> None:
+    console, stream = _plain([0.0])
+    console.on_start(searched.info())
+    console.on_trials((searched.trial(0, worker="host:2"), searched.trial(2, values={1.0: 0.625})))
+    assert [line.split(":")[0] for line in stream.getvalue().splitlines() if " at 1 epoch" in line] == [
+        "trial 2 at 1 epoch"
+    ]
+
+
+def test_plain_search_that_goes_on_does_not_repeat_what_was_before(searched: Any) -> None:
+    console, stream = _plain([0.0])
+    console.on_start(searched.info(num_finished_segments=1))
+    console.on_trials((searched.trial(0), searched.waiting(2)))
+    console.on_trials((searched.trial(0), searched.trial(2, values={1.0: 0.625})))
+    said = stream.getvalue()
+    assert "going on: 1 of 7 segments are over" in said
+    assert "trial 0 at" not in said
+    assert "trial 2 at 1 epoch" in said
+
+
+def test_plain_search_says_where_it_stands_after_half_a_minute_of_silence(searched: Any) -> None:
+    now = [0.0]
+    console, stream = _plain(now)
+    console.on_start(searched.info())
+    header = len(stream.getvalue().splitlines())
+    for second in range(1, 75):
+        now[0] = float(second)
+        console.on_progress(searched.progress(RunningTrial(0, 0, 0.5, 0)))
+    lines = stream.getvalue().splitlines()[header:]
+    # half an epoch of 8 in 30 and in 60 seconds
+    assert [line.split(" · ")[2] for line in lines] == ["about 7:30 left", "about 15:00 left"]
+
+
+def test_remaining_time_of_a_search_that_goes_on_counts_only_what_it_trained_itself(searched: Any) -> None:
+    now = [10.0]
+    console, stream = _plain(now)
+    console.on_start(searched.info(num_finished_segments=3))
+    console.on_trials((searched.trial(1), searched.waiting(0), searched.waiting(2), searched.waiting(3)))
+    now[0] = 50.0
+    console.on_progress(searched.progress(RunningTrial(0, 0, 1.0, 0), RunningTrial(2, 0, 1.0, 0)))
+    # 4 epochs were there, 2 more took 40 seconds, 2 of 8 are left
+    assert "about 0:40 left" in stream.getvalue()
+
+
+def test_live_search_redraws_a_table_and_gives_the_terminal_back(tmp_path: Path, searched: Any) -> None:
+    console, stream = _live(tmp_path / "log")
+    console.on_start(searched.info())
+    console.on_trials((searched.trial(0), searched.waiting(1)))
+    console.on_progress(searched.progress(RunningTrial(1, 0, 0.5, 0)))
+    console.on_end(searched.summary())
+    console.close()
+    said = stream.getvalue()
+    assert "0 > 1" in said
+    assert "━━━━" in said
+    assert "trial 0 at 1 epoch" not in said  # the table shows it
+    assert said.rindex("\x1b[?25h") > said.rindex("\x1b[?25l")
+    log = (tmp_path / "log").read_text()
+    assert "\x1b" not in log
+    assert "trial 0 at 1 epoch: validation accuracy 0.5000" in log
+    assert "0.8500" in log
+
+
+def test_live_search_with_a_wide_terminal_has_a_bar(tmp_path: Path, searched: Any) -> None:
+    drawn = []
+    for width in (100, 140):
+        console, stream = _live(tmp_path / "log", width)
+        console.on_start(searched.info())
+        console.on_progress(searched.progress(elapsed_s=5.0))
+        console.close()
+        drawn.append("━" in stream.getvalue())
+    assert drawn == [False, True]
+
+
+def test_header_says_what_is_searched_how_and_where(searched: Any) -> None:
+    assert header_lines(searched.info(output_dir="runs/x")) == [
+        "search_digits: 4 trials on digits, random sampling, successive_halving in 1 bracket, measured at 1, 2 and 4 "
+        "epochs",
+        "greatest validation accuracy wins · packing signature · cpu · fp32 · seed 0 · worker host:1",
+        "storage journal:search.journal",
+        "writing to runs/x",
+    ]
+
+
+def test_progress_line_with_and_without_a_best(searched: Any) -> None:
+    assert progress_line(searched.progress(), 10.0) == (
+        "3 of 7 segments · best 0.7500 by trial 1 · about 0:10 left · 1:01 so far · 250 images/s"
+    )
+    assert progress_line(searched.progress(best_trial=None, best_value=None), None) == (
+        "3 of 7 segments · 1:01 so far · 250 images/s"
+    )
+
+
+def test_value_line_of_a_loss_says_so(searched: Any) -> None:
+    line = value_line(searched.info(metric="validation_loss"), searched.trial(2), 2.0, is_best=False)
+    assert line == "trial 2 at 2 epochs: validation loss 0.5000 · optimizer adamw · learning_rate 0.1"
+
+
+def test_final_lines_name_the_best_its_command_and_where_the_time_went(searched: Any) -> None:
+    assert final_lines(searched.summary()) == [
+        "",
+        "search_digits finished: 4 trials (2 pruned, 1 complete, 1 failed)",
+        "  best           trial 1: validation accuracy 0.8750 after 4 epochs",
+        "  test accuracy  0.8500",
+        "  parameters     optimizer=sgd",
+        "                 optimizer.learning_rate=0.01",
+        "                 optimizer.momentum=0.9",
+        "  model          runs/x/model.safetensors",
+        "  to train it    python -m crossbow_py.train model=mlp seed=11",
+        "  time           8.0 s: 4.0 s training, 2.0 s measuring, 1.0 s finding out how to pack, 1.0 s overhead "
+        "(12.5%)",
+        "  throughput     200 images/s while training",
+        "  folder         runs/x",
+        "  curves         tensorboard --logdir runs/x/tensorboard",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((0, 1), "best so far    trial 1: validation accuracy 0.8750 after 4 epochs"),
+        ((3,), "best           none, as no trial has a value"),
+    ],
+)
+def test_final_lines_of_a_search_that_was_stopped_say_who_leads_and_how_to_go_on(
+    searched: Any, numbers: tuple[int, ...], said: str
+) -> None:
+    trials = tuple(searched.trial(number) for number in numbers)
+    text = "\n".join(final_lines(searched.summary(best=None, status="interrupted", trials=trials)))
+    assert said in text
+    assert "to go on       the same command" in text

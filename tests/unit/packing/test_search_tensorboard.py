@@ -1,0 +1,122 @@
+"""Event files of a search, read back with TensorBoard's own readers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, metadata
+
+from crossbow_py.packing.search_events import RunningTrial
+from crossbow_py.packing.search_tensorboard import SearchTensorBoard, flat_params, trial_files
+
+TAG = "search/validation_accuracy_by_samples_seen"
+
+
+def _written(folder: Path, searched: Any, *steps: Any) -> SearchTensorBoard:
+    board = SearchTensorBoard(folder, print, lambda: 7.0)
+    board.on_start(searched.info())
+    for trials in steps:
+        board.on_trials(trials)
+    board.close()
+    return board
+
+
+def _read(folder: Path) -> EventAccumulator:
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return events
+
+
+def _points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, pytest.approx(event.value)) for event in _read(folder).Scalars(tag)]
+
+
+def _hparams(folder: Path, tag: str) -> Any:
+    return _read(folder).SummaryMetadata(tag).plugin_data.content
+
+
+def test_trial_is_a_run_with_its_values_at_samples_seen(tmp_path: Path, searched: Any) -> None:
+    _written(tmp_path, searched, searched.trials())
+    # 100 images an epoch
+    assert _points(tmp_path / "trial_00001", TAG) == [(100, 0.75), (200, 0.8), (400, 0.875)]
+    assert _points(tmp_path / "trial_00002", TAG) == [(100, 0.625), (200, 0.5)]
+    assert TAG not in _read(tmp_path / "trial_00003").Tags()["scalars"]
+
+
+def test_trial_has_its_parameters_and_how_it_ended(tmp_path: Path, searched: Any) -> None:
+    _written(tmp_path, searched, searched.trials())
+    content = _hparams(tmp_path / "trial_00001", metadata.SESSION_START_INFO_TAG)
+    started = metadata.parse_session_start_info_plugin_data(content)
+    assert started.group_name == "trial 1"
+    assert started.hparams["optimizer"].string_value == "sgd"
+    assert started.hparams["optimizer.learning_rate"].number_value == 0.01
+    statuses = {}
+    for number in (1, 3):
+        content = _hparams(tmp_path / f"trial_0000{number}", metadata.SESSION_END_INFO_TAG)
+        statuses[number] = metadata.parse_session_end_info_plugin_data(content).status
+    assert statuses == {1: api_pb2.STATUS_SUCCESS, 3: api_pb2.STATUS_FAILURE}
+
+
+def test_space_says_names_ranges_and_the_metric(tmp_path: Path, searched: Any) -> None:
+    _written(tmp_path, searched)
+    experiment = metadata.parse_experiment_plugin_data(_hparams(tmp_path, metadata.EXPERIMENT_TAG))
+    infos = {info.name: info for info in experiment.hparam_infos}
+    assert list(infos) == ["optimizer", "optimizer.learning_rate", "optimizer.momentum"]
+    rate = infos["optimizer.learning_rate"].domain_interval
+    assert (rate.min_value, rate.max_value) == (0.001, 0.1)
+    assert {value.string_value for value in infos["optimizer"].domain_discrete.values} == {"sgd", "adamw"}
+    assert [info.name.tag for info in experiment.metric_infos] == [TAG]
+
+
+def test_trial_that_goes_on_is_added_to_and_nothing_is_written_twice(tmp_path: Path, searched: Any) -> None:
+    early = searched.trial(1, rung=0, value=0.75, values={1.0: 0.75}, state="paused")
+    _written(tmp_path, searched, (early,), searched.trials(), searched.trials())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("trial_*/*")}
+    _written(tmp_path, searched, searched.trials())  # a second worker, or the same search gone on with
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("trial_*/*")} == before
+    assert _points(tmp_path / "trial_00001", TAG) == [(100, 0.75), (200, 0.8), (400, 0.875)]
+
+
+def test_trial_that_was_only_sampled_has_no_run(tmp_path: Path, searched: Any) -> None:
+    _written(tmp_path, searched, (searched.waiting(0), searched.trial(1, params=None)))
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("trial_")] == []
+
+
+def test_worker_has_best_value_and_pace_by_segments(tmp_path: Path, searched: Any) -> None:
+    board = SearchTensorBoard(tmp_path, print)
+    board.on_start(searched.info())
+    board.on_trials((searched.trial(0), searched.waiting(1)))
+    for images_per_s in (250.0, 300.0):  # one point for each number of segments
+        board.on_progress(searched.progress(RunningTrial(1, 0, 0.5, 0), num_finished=1, images_per_s=images_per_s))
+    board.on_trials(searched.trials())
+    board.on_end(searched.summary())
+    board.close()
+    own = tmp_path / "worker_host_1"
+    # 1 + 3 + 2 segments with a value, and the one in which a trial failed
+    assert _points(own, "search/best_value_by_segments")[:2] == [(1, 0.5), (7, 0.875)]
+    assert _points(own, "search/images_per_s_by_segments") == [(1, 250.0)]
+    assert "result/text_summary" in _read(own).Tags()["tensors"]
+
+
+def test_values_that_are_not_finite_are_left_out(searched: Any) -> None:
+    files = trial_files(searched.info(), searched.trial(0, values={1.0: math.nan}), 0.0)
+    assert [name.rsplit(".", maxsplit=1)[-1] for name in files] == ["start", "end"]
+
+
+def test_flat_params_of_null_are_text() -> None:
+    assert flat_params({"a": None, "b": True, "c": 3}) == {"a": "null", "b": True, "c": 3}
+
+
+def test_folder_that_cannot_be_written_is_said_and_does_not_end_the_search(tmp_path: Path, searched: Any) -> None:
+    said: list[str] = []
+    board = SearchTensorBoard(tmp_path, said.append)
+    board.on_start(searched.info())
+    (tmp_path / "trial_00000").touch()  # a file where a folder belongs
+    board.on_trials((searched.trial(0),))
+    board.close()
+    assert said
+    assert all("was not written" in line for line in said)
