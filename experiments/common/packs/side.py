@@ -14,7 +14,6 @@ DEFAULT_ENSEMBLE = "default_ensemble"
 ONE_AT_A_TIME = (DEFAULT, TUNED, CAPTURED, SERIAL, DEFAULT_ENSEMBLE)
 # What others are compared with.
 BASES = (DEFAULT, TUNED, DEFAULT_ENSEMBLE)
-PACKED = ("threads", "fused", "streams")
 
 Work = Literal["training", "inference", "layers"]
 
