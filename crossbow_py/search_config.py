@@ -28,7 +28,7 @@ from crossbow_py.settings import setting, suggestion
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip")
 # What a trial does not do, and the value that says so.
-_MEANINGLESS: dict[str, Any] = {
+MEANINGLESS: dict[str, Any] = {
     "max_samples": None, "max_rounds": None, "target_loss": None, "init_from": None, "max_evaluation_batches": None,
     "trace": False, "compile_model": False, "on_nonfinite": "stop",
 }  # fmt: skip
@@ -68,7 +68,7 @@ class SearchConfig(TrainConfig):
         super().__post_init__()
         if self.max_epochs is None:
             raise UserError("max_epochs must be set in a search, got null: it is how long a trial trains to the end.")
-        for key, neutral in _MEANINGLESS.items():
+        for key, neutral in MEANINGLESS.items():
             if getattr(self, key) != neutral:
                 raise UserError(f"{key} means nothing in a search, got {_written(getattr(self, key))}; leave it out.")
         if self.num_learners != 1:
@@ -138,7 +138,8 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
         if key in REGISTRIES:
             if value not in group_options(key):
                 raise UserError(f"space: unknown {key} {value!r}{suggestion(str(value), group_options(key))}")
-            plain[key] = read_option(key, value)
+            if value != plain[key]["name"]:  # what is configured keeps what it was given
+                plain[key] = read_option(key, value)
         else:
             _set(plain, key, value)
     return config_from_mapping(plain)
