@@ -11,10 +11,13 @@ from crossbow_py.config import (
     CommandConfig,
     EstimateConfig,
     TrainConfig,
+    config_dir,
     group_options,
     read_option,
+    read_yaml,
 )
 from crossbow_py.predict_config import PredictConfig
+from crossbow_py.search_config import MEANINGLESS, SearchConfig
 
 _TRAIN = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
@@ -70,10 +73,61 @@ Writes predict.json, and predictions.npz: members [K, N, C], ensemble [N, C], ta
 Exit codes: 0 done, 2 a mistake in what was asked for, 130 after Ctrl-C, 1 anything else.
 """
 
-_USAGES: dict[type[CommandConfig], str] = {TrainConfig: _TRAIN, EstimateConfig: _ESTIMATE, PredictConfig: _PREDICT}
+_SEARCH = """\
+usage: python -m crossbow_py.search [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
+
+Trains many configurations of a run, the trials, for a while and the best of them on, packed side by side on a device.
+It takes what crossbow_py.train takes, as what all trials have in common, and the space of what differs between them.
+Trials are compared on validation data, data.validation_fraction=0.1 of the training data when nothing is said; the
+test data is measured once, for the best.
+
+  python -m crossbow_py.search +experiment=search_digits
+  python -m crossbow_py.search +experiment=search_lenet sampler=tpe num_trials=60 max_epochs=9
+  python -m crossbow_py.search +experiment=search_digits '+space.batch_size=[16,32]' packing=none
+  python -m crossbow_py.search model=lenet data=mnist '+space.optimizer.learning_rate={low:0.001,high:0.5,log:true}'
+
+The space of an experiment, in YAML; conf/experiment/search_digits.yaml is one to copy:
+
+  space:
+    optimizer: [sgd, adamw]                                        # choices, short for {choices: [sgd, adamw]}
+    optimizer.learning_rate: {low: 0.001, high: 0.5, log: true}    # a range, spread evenly by logarithm
+    optimizer.momentum: {low: 0.0, high: 0.9, step: 0.1, when: {optimizer: sgd}}    # exists only with sgd
+    batch_size: {low: 16, high: 64, step: 16}                      # of whole numbers, as both ends are
+
+What can be searched: model, optimizer and schedule with all that is beneath them, batch_size, label_smoothing, seed,
+data.crop_padding and data.flip. With sampler=grid, every combination is a trial; ranges then have a step, or num
+values: {low: 0.001, high: 0.1, log: true, num: 3}.
+
+The same command goes on with a search that was stopped or killed; nothing that is finished is trained again. Started
+while the search runs, it joins: workers share the trials. The default storage serves the processes of one machine.
+Several machines need a data base, the same in each command: storage=postgresql://USER@HOST/NAME or mysql://...; where
+output_dir is a folder they share too, any of them trains a trial on, and elsewhere it begins that trial anew.
+
+Writes search.json (trials, best, times), model.safetensors of the best trial, console.log, tensorboard, and with
+matplotlib parallel_coordinates.png and learning_curves.png. Shows the crossbow_py.train command of the best trial.
+
+Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 after Ctrl-C, 1 anything else.
+"""
+
+_USAGES: dict[type[CommandConfig], str] = {
+    TrainConfig: _TRAIN,
+    EstimateConfig: _ESTIMATE,
+    PredictConfig: _PREDICT,
+    SearchConfig: _SEARCH,
+}
 # Keys that mean something else to another command than to training.
 _MEANINGS: dict[tuple[type[CommandConfig], str], str] = {
-    (EstimateConfig, "output_dir"): "folder for estimate.json and estimate.png; null writes nothing"
+    (EstimateConfig, "output_dir"): "folder for estimate.json and estimate.png; null writes nothing",
+    (SearchConfig, "max_epochs"): "passes over the training set of a trial that trains to the end",
+    (SearchConfig, "max_time_s"): "stop the search after that many seconds, and take the best so far",
+    (SearchConfig, "target_accuracy"): "stop the search at that validation accuracy, between 0 and 1",
+    (SearchConfig, "num_learners"): "a trial is one learner",
+    (SearchConfig, "seed"): "seed of what is sampled, of the sample order of all trials, and of each trial's own seed",
+    (SearchConfig, "experiment"): "name of the search's recipe; chosen with +experiment=NAME",
+    (SearchConfig, "output_dir"): "the search's folder; null is runs/<experiment>/<time>",
+    (SearchConfig, "resume"): "auto goes on with or joins the newest unfinished search like this one; null never, or "
+    "the path of a search's folder",
+    **{(SearchConfig, key): "not in a search" for key in MEANINGLESS},
 }
 
 
@@ -81,11 +135,13 @@ def help_text(kind: type[CommandConfig] = TrainConfig) -> str:
     """Usage, then every key with its meaning and default, group by group; `kind` is the command's configuration."""
     lines = [_USAGES[kind], "Keys (with the value they have when nothing is said):"]
     top_level = [field for field in dataclasses.fields(kind) if field.name not in REGISTRIES]
+    said = read_yaml(config_dir() / f"{kind.CONF}.yaml")
     for field in top_level:
         if dataclasses.is_dataclass(field.default):
             lines += [_key_line(f"{field.name}.", each) for each in dataclasses.fields(field.default)]
         else:
-            lines.append(_key_line("", field, _MEANINGS.get((kind, field.name))))
+            meaning = _MEANINGS.get((kind, field.name))
+            lines.append(_key_line("", field, meaning, said.get(field.name, _default(field))))
     for field in dataclasses.fields(kind):
         if field.name in REGISTRIES:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
@@ -118,19 +174,24 @@ def _group_lines(group: str) -> list[str]:
     ]
 
 
-def _key_line(prefix: str, field: dataclasses.Field[Any], meaning: str | None = None) -> str:
-    return f"  {prefix + field.name + '=' + _default(field):<35} {meaning or field.metadata.get('help', '')}"
+_OWN = object()  # the default of the field
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
+def _key_line(prefix: str, field: dataclasses.Field[Any], meaning: str | None = None, default: Any = _OWN) -> str:
+    text = _written(_default(field) if default is _OWN else default)
+    return f"  {prefix + field.name + '=' + text:<35} {meaning or field.metadata.get('help', '')}"
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _written(value: Any) -> str:
     if value is None or value is dataclasses.MISSING:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def _meaning(group: str, option: str) -> str:

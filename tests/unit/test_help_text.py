@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 
-from crossbow_py.config import APPENDED_GROUPS, REGISTRIES, TrainConfig, group_options
+import pytest
+import yaml
+
+from crossbow_py.config import (
+    APPENDED_GROUPS,
+    REGISTRIES,
+    CommandConfig,
+    EstimateConfig,
+    TrainConfig,
+    compose,
+    group_options,
+)
 from crossbow_py.help_text import help_text, list_text
+from crossbow_py.packing.space import Space
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.search_config import MEANINGLESS, SearchConfig
 
 
 def test_help_text_has_every_key_of_every_option_once_for_each_meaning() -> None:
@@ -30,6 +45,47 @@ def test_help_text_of_a_key_whose_default_differs_names_the_options_that_have_it
         ("0.1", "(sgd)"),
         ("0.001", "(adamw)"),
     ]
+
+
+@pytest.mark.parametrize("kind", [TrainConfig, EstimateConfig, PredictConfig, SearchConfig])
+def test_help_text_of_every_command_has_its_usage_and_keys(kind: type[CommandConfig]) -> None:
+    text = help_text(kind)
+    assert text.startswith(f"usage: python -m crossbow_py.{'train' if kind is TrainConfig else _command(kind)} ")
+    for field in dataclasses.fields(kind):
+        nested = dataclasses.fields(field.default)[0].name if dataclasses.is_dataclass(field.default) else ""
+        key = f"{field.name}.{nested}" if nested and field.name not in REGISTRIES else field.name
+        assert f"\n  {key}=" in text or f"\n{key}=" in text
+
+
+def _command(kind: type[CommandConfig]) -> str:
+    return kind.__name__.removesuffix("Config").lower()
+
+
+def test_help_text_of_search_has_the_values_that_hold_for_a_search() -> None:
+    lines = help_text(SearchConfig).splitlines()
+    said = {line.split("=")[0].strip(): line.split()[0].split("=", 1)[1] for line in lines if line.startswith("  ")
+            and "=" in line.split()[0]}  # fmt: skip
+    assert (said["resume"], said["num_learners"], said["max_epochs"]) == ("auto", "1", "9.0")
+    refused = [line for line in lines if line.endswith(" not in a search")]
+    assert {line.split("=")[0].strip() for line in refused} == set(MEANINGLESS)
+
+
+def test_help_text_of_search_shows_a_space_that_can_be_parsed() -> None:
+    lines = help_text(SearchConfig).splitlines()
+    begin = lines.index("  space:")
+    shown = "\n".join(lines[begin : lines.index("", begin)])
+    plain = yaml.safe_load(shown)["space"]
+    assert [parameter.key for parameter in Space.from_mapping(plain).parameters] == list(plain)
+    config = compose(["+experiment=search_digits"], SearchConfig)
+    assert len(dataclasses.replace(config, space=plain).parsed_space.parameters) == 4
+
+
+def test_help_text_of_search_shows_commands_that_can_be_composed() -> None:
+    shown = [line.strip() for line in help_text(SearchConfig).splitlines() if line.startswith("  python -m")]
+    assert len(shown) == 4
+    for line in shown:
+        config = compose(shlex.split(line)[3:], SearchConfig)
+        assert config.parsed_space.parameters
 
 
 def test_list_text_says_what_every_option_is() -> None:
