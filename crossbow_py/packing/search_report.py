@@ -63,8 +63,10 @@ class SearchFile(SearchListener):
         self._next_s = self._begun_s = clock()
 
     def on_start(self, info: SearchInfo) -> None:
-        """See SearchListener."""
+        """A search that is new shows at once that it runs; one that goes on keeps what is there until it knows more."""
         self._info = info
+        if not self._path.exists():
+            self._write(running_plain(info, (), 0.0))
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
         """See SearchListener."""

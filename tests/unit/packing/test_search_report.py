@@ -57,6 +57,14 @@ def test_file_of_a_running_search_shows_its_trials_and_its_leader(tmp_path: Path
     assert set(plain["best"]) == {field.name for field in dataclasses.fields(BestTrial)}
 
 
+def test_file_is_there_as_soon_as_a_search_runs_and_kept_when_it_goes_on(tmp_path: Path, searched: Any) -> None:
+    SearchFile(tmp_path, print).on_start(searched.info())
+    assert (_read(tmp_path)["status"], _read(tmp_path)["trials"], _read(tmp_path)["best"]) == ("running", [], None)
+    SearchFile(tmp_path, print).on_end(searched.summary(status="interrupted"))
+    SearchFile(tmp_path, print).on_start(searched.info(num_finished_segments=6))
+    assert len(_read(tmp_path)["trials"]) == 4
+
+
 def test_file_of_a_running_search_is_written_at_most_every_three_seconds(tmp_path: Path, searched: Any) -> None:
     now = [0.0]
     file = SearchFile(tmp_path, print, lambda: now[0])
