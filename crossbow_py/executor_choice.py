@@ -12,7 +12,6 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.calibration import Candidate, RememberedChoices, calibrate, fingerprint, still_round
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
-from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.graph import FusionError, exported
 from crossbow_py.engine.optimizers import Optimizer
@@ -49,7 +48,7 @@ def settle_executor(
     known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed, num_ranks)
     remembered = known.recall(key)
     # The key says what a model consists of, not what its forward does: that may have changed since.
-    outdated = remembered == FusedExecutor.NAME and _not_fused(template, choices, feed)
+    outdated = remembered in EXECUTORS and EXECUTORS[remembered].FUSES and _not_fused(template, choices, feed)
     if remembered in _candidates(settings, choices, num_ranks) and not outdated:
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
@@ -101,7 +100,7 @@ def _counts(name: str, settings: RunSettings) -> list[int]:
     if settings.num_learners != "auto":
         return [settings.num_learners]
     limit, cores = settings.max_learners, torch.get_num_threads()
-    return sorted({min(limit, 4), limit} if name == FusedExecutor.NAME else {min(limit, max(2, cores))})
+    return sorted({min(limit, 4), limit} if EXECUTORS[name].FUSES else {min(limit, max(2, cores))})
 
 
 def _fingerprint(

@@ -16,6 +16,10 @@ from crossbow_py.engine.precision import Precision, PrecisionName, choose_device
 from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting
 
+ExecutorName = Literal[
+    "auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"
+]
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -31,9 +35,10 @@ class RunSettings:
         maximum=16_384,  # each has a module of its own: more take minutes to set up
     )
     max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
-    executor: Literal["auto", "serial", "threads", "fused", "subarrays2", "subarrays4", "streams"] = setting(
+    executor: ExecutorName = setting(
         "auto",
-        "how learners run: auto (the fastest), serial, threads (CPU), fused; on CUDA and experimental: streams, and "
+        "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is a group of "
+        "fused learners a thread; on CUDA and experimental streams, and "
         "subarrays2 or subarrays4, which are that many groups of fused learners on streams",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")

@@ -6,6 +6,7 @@ import torch
 
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.fused_threads import FusedThreadsExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
@@ -16,6 +17,7 @@ _ALL: tuple[type[Executor], ...] = (
     SerialExecutor,
     ThreadsExecutor,
     FusedExecutor,
+    FusedThreadsExecutor,
     TwoSubArrays,
     FourSubArrays,
     StreamsExecutor,

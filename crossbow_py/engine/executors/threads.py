@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
-from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
+from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler, learner_stream
 from crossbow_py.engine.tasks import Task
 from crossbow_py.errors import CrossbowError, LearnerError
 
@@ -41,12 +42,13 @@ class ThreadsExecutor(Executor):
 
     def __init__(self, tasks: RoundTasks) -> None:
         super().__init__(tasks)
+        self.scheduler = self._new_scheduler()
         keep_freed_memory()
         self._failure: CrossbowError | None = None
         self._failure_lock = threading.Lock()
         self._events: dict[Task, threading.Event] = {}
         self._last_of_round: dict[int, list[threading.Event]] = {}
-        streams = [learner_stream(j) for j in range(tasks.bank.num_learners)] + [AVERAGING_STREAM]
+        streams = [learner_stream(j) for j in range(self.scheduler.num_learners)] + [AVERAGING_STREAM]
         self._queues: dict[str, queue.SimpleQueue[_Entry | None]] = {name: queue.SimpleQueue() for name in streams}
         self._threads = [
             threading.Thread(target=self._serve, args=(entries,), name=f"crossbow {name}", daemon=True)
@@ -57,6 +59,14 @@ class ThreadsExecutor(Executor):
             thread.start()
         self._started.wait()
         self._set_intra_op(self._num_threads)
+
+    def _new_scheduler(self) -> Scheduler:
+        """Of the learners that have a stream each."""
+        return Scheduler(self.tasks.bank.num_learners)
+
+    def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
+        """What runs a task, where that is not `RoundTasks.run`."""
+        return None
 
     def _set_intra_op(self, num_threads: int) -> None:
         """Intra-op threads of the caller, and with them of MKL in every thread: torch has no setting of that for one.
@@ -110,7 +120,7 @@ class ThreadsExecutor(Executor):
                 event.wait()
             try:
                 if self._failure is None:
-                    self.run_task(entry.launch, entry.outcome)
+                    self.run_task(entry.launch, entry.outcome, self._body(entry.launch.task))
             except BaseException as error:  # a user's function may even raise SystemExit
                 self._fail(entry, error)
             finally:

@@ -14,7 +14,7 @@ from crossbow_py.engine.executors import EXECUTORS, candidates, check_executor
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.errors import LearnerError, UserError
-from tests.support import features, linear_model, make_tasks, norm_model, plan, run_rounds
+from tests.support import assert_learners_equal, features, linear_model, make_tasks, norm_model, plan, run_rounds
 
 IMAGES = features(48, (3, 6, 6))
 
@@ -38,6 +38,30 @@ def test_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_lear
     assert results["threads"][0] == pytest.approx(results["serial"][0], rel=1e-8)
 
 
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
+@pytest.mark.parametrize("num_learners", [1, 2, 5])
+def test_fused_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_learners):
+    serial, grouped = (
+        make_tasks(norm_with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order=order)
+        for order in ("rows", "blocks")
+    )
+    losses = [run_rounds(serial, "serial", 20, 0.05), run_rounds(grouped, "fused_threads", 20, 0.05)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-8)
+    assert_learners_equal(grouped.bank, serial.bank)
+
+
+def test_fused_threads_has_a_group_for_every_intra_op_thread_and_gives_them_back(monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        runner = EXECUTORS["fused_threads"](make_tasks(norm_with_dropout, num_learners=5, data=IMAGES, order="blocks"))
+        assert [fused.learners for fused in runner._passes] == [range(2), range(2, 4), range(4, 5)]
+        runner.close()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3, nesterov=True), AdamW()])
 def test_order_of_the_bank_in_memory_changes_nothing(optimizer):
     rows, blocks = (
@@ -57,7 +81,7 @@ def test_threads_after_one_round_in_float32_equal_serial():
     assert (storages[0] - storages[1]).norm() / storages[0].norm() <= 1e-5
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_executor_run_twice_is_bit_identical(executor):
     storages = []
     for _ in range(2):
@@ -67,7 +91,7 @@ def test_executor_run_twice_is_bit_identical(executor):
     assert torch.equal(*storages)
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_one_learner_equals_a_plain_torch_sgd_loop(executor):
     optimizer = SGD(learning_rate=0.1, momentum=0.9, weight_decay=0.01, decay_norm_and_bias=True)
     tasks = make_tasks(norm_model, num_learners=1, optimizer=optimizer, data=IMAGES)
@@ -84,11 +108,9 @@ def test_one_learner_equals_a_plain_torch_sgd_loop(executor):
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_independent_learners_train_as_if_alone(executor):
-    tasks = make_tasks(
-        num_learners=2, rule=Independent(), optimizer=SGD(learning_rate=(0.1, 0.3), momentum=(0.9, 0.0))
-    )
+    tasks = make_tasks(num_learners=2, rule=Independent(), optimizer=SGD(learning_rate=(0.1, 0.3), momentum=(0.9, 0.0)))
     runner = EXECUTORS[executor](tasks)
     for n in range(6):
         whole = plan(tasks, n)
@@ -116,7 +138,7 @@ def test_clipping_scales_a_learners_gradient_to_the_norm_as_torch_does():
     torch.testing.assert_close(tasks.bank.learner_state(0)["weight"], (model.weight - model.weight.grad).detach())
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_learner_keeps_its_row_and_adds_nothing_to_z(executor, bad):
     inputs, targets = features(64)
@@ -250,7 +272,7 @@ def test_threads_task_that_raises_even_system_exit_does_not_hang(error):
     runner.close()
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_outcomes_come_one_round_late_and_in_order(executor):
     tasks = make_tasks()
     runner = EXECUTORS[executor](tasks)
@@ -287,7 +309,7 @@ def test_threads_close_with_rounds_in_flight_ends_every_thread():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("crossbow")]
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_bf16_learners_follow_float32_closely(executor):
     banks = {}
     for precision in (FP32, BF16):
@@ -299,7 +321,7 @@ def test_bf16_learners_follow_float32_closely(executor):
 
 def test_auto_chooses_from_what_runs_on_the_device_and_is_not_experimental():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert candidates(cpu) == ["serial", "threads", "fused"]
+    assert candidates(cpu) == ["serial", "threads", "fused", "fused_threads"]
     assert candidates(cuda) == ["serial", "fused"]
 
 

@@ -119,7 +119,7 @@ def assert_as_alone(pack: Pack, row: int, expected: dict[str, torch.Tensor], tol
         assert (found[name] - value).double().norm() <= tolerance * (value.double().norm() + 1e-3), name
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 @pytest.mark.parametrize("trials", [TRIALS, ADAM], ids=["sgd", "adamw"])
 def test_pack_of_different_trials_is_what_each_is_alone(
     alone: Callable[..., Any], executor: str, trials: tuple[TrialSettings, ...]
@@ -188,7 +188,7 @@ def replace_member(member: Member, begun: Any) -> Member:
     return Member(member.trial, member.settings, begun, 2 * NUM_SAMPLES, member.dropout_rate)
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_trial_that_diverges_harms_no_other(alone: Callable[..., Any], executor: str) -> None:
     wild = trial(5, optimizer=SGD(learning_rate=1e30, momentum=0.0))
     pack = pack_of([TRIALS[0], wild], executor)

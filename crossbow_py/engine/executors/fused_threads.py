@@ -1,0 +1,63 @@
+"""CPU executor between `threads` and `fused`: groups of fused learners, a thread and one intra-op thread each.
+
+Fusing gives an operator more work than one small batch has; threads of their own spare it the barrier that all cores
+would meet at after every operator, at which they lose most when other programs run too. Tasks, order and overlap are
+those of `threads.py` with a group in place of a learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from crossbow_py.engine.executors.subarrays import groups_of
+from crossbow_py.engine.executors.threads import ThreadsExecutor
+from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
+from crossbow_py.engine.scheduler import Scheduler
+from crossbow_py.engine.tasks import CorrectionTask, LearningTask, Task
+
+
+class FusedThreadsExecutor(ThreadsExecutor):
+    """As many groups as torch has intra-op threads, and no more than learners.
+
+    Raises FusionError as `FusedExecutor` does.
+    """
+
+    NAME = "fused_threads"
+    FUSES = True
+    ORDER = "blocks"
+
+    def __init__(self, tasks: RoundTasks) -> None:
+        self._groups = groups_of(tasks.bank.num_learners, torch.get_num_threads())
+        self._passes = [FusedPass(tasks, learners=group) for group in self._groups]
+        super().__init__(tasks)
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(len(self._groups))
+
+    def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
+        """See ThreadsExecutor: the tasks of a group."""
+        if isinstance(task, LearningTask):
+            return partial(self._learn, self._passes[task.learner])
+        if isinstance(task, CorrectionTask):
+            return partial(self._correct, self._groups[task.learner])
+        return None
+
+    def _learn(self, fused: FusedPass, outcome: RoundOutcome) -> None:
+        bank, plan = self.tasks.bank, outcome.plan
+        for learner in fused.learners if bank.has_dropout else ():
+            self.tasks.seed_dropout(learner, plan)
+        learned = fused.learn(fused.batch(plan), fused.shares(plan))
+        bank.store_stacked_gradients(learned.gradients, fused.learners)
+        losses = learned.losses.tolist()
+        counts = [None] * len(losses) if learned.num_correct is None else learned.num_correct.tolist()
+        for learner, loss, count in zip(fused.learners, losses, counts, strict=True):
+            outcome.losses[learner] = loss
+            outcome.num_correct[learner] = None if count is None else float(count)
+
+    def _correct(self, group: range, outcome: RoundOutcome) -> None:
+        for learner in group:
+            self.tasks.correct(learner, outcome)
