@@ -20,7 +20,7 @@ from crossbow_py.packing.search_table import live_table
 from crossbow_py.telemetry.screen import Screen
 
 PLAIN_INTERVAL_S = 30.0  # of silence, before a line says where the search stands
-_WIDTH_FOR_A_BAR = 110
+_WIDTH_FOR_A_BAR = 120  # columns: the bar takes 21, the line beside it 95 or so
 
 
 class SearchConsole(SearchListener):

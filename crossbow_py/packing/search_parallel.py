@@ -51,7 +51,7 @@ def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     _label_nothing(axes, parameters, trials)
     axes.set(xlim=(-0.4, len(parameters) + 0.4), ylim=(NOTHING - 0.06, 1.13))
     axes.set_axis_off()
-    axes.set_title(f"{info.experiment}: the parameters of {len(order)} trials, and what they came to", pad=12)
+    axes.set_title(f"{info.experiment}: each line is a trial, from its parameters to its value", pad=12)
     figure.legend(handles=_legend(trials, order[0]), loc="outside lower center", ncols=2, frameon=False)
     return figure
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,15 @@ def _hparam(parameter: Parameter) -> summary_v2.HParam:
         assert parameter.low is not None and parameter.high is not None, "a range has ends"  # noqa: PT018
         return summary_v2.HParam(parameter.key, summary_v2.RealInterval(float(parameter.low), float(parameter.high)))
     choices = list(flat_params({str(n): choice for n, choice in enumerate(parameter.choices)}).values())
-    alike = len({type(choice) for choice in choices}) == 1  # TensorBoard has no column of mixed types
-    return summary_v2.HParam(parameter.key, summary_v2.Discrete(choices) if alike else None)
+    # TensorBoard has no column of mixed types; whole numbers and others are one.
+    kinds = {float if type(choice) is int else type(choice) for choice in choices}
+    return summary_v2.HParam(parameter.key, _discrete(kinds, choices))
+
+
+def _discrete(kinds: set[type], choices: Sequence[Any]) -> summary_v2.Discrete | None:
+    if len(kinds) != 1:
+        return None
+    return summary_v2.Discrete([float(choice) for choice in choices] if kinds == {float} else choices)
 
 
 def _scalar(tag: str, value: float) -> Summary:

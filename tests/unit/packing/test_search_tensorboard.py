@@ -11,7 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from crossbow_py.packing.search_events import RunningTrial
-from crossbow_py.packing.search_tensorboard import SearchTensorBoard, flat_params, trial_files
+from crossbow_py.packing.search_tensorboard import SearchTensorBoard, experiment_summary, flat_params, trial_files
+from crossbow_py.packing.space import Space
 
 TAG = "search/validation_accuracy_by_samples_seen"
 
@@ -70,6 +71,25 @@ def test_space_says_names_ranges_and_the_metric(tmp_path: Path, searched: Any) -
     assert (rate.min_value, rate.max_value) == (0.001, 0.1)
     assert {value.string_value for value in infos["optimizer"].domain_discrete.values} == {"sgd", "adamw"}
     assert [info.name.tag for info in experiment.metric_infos] == [TAG]
+
+
+@pytest.mark.parametrize(
+    ("choices", "kind", "filters"),
+    [
+        ([0, 0.1], api_pb2.DATA_TYPE_FLOAT64, [0.0, 0.1]),
+        ([True, False], api_pb2.DATA_TYPE_BOOL, [False, True]),
+        (["a", 3], api_pb2.DATA_TYPE_UNSET, []),
+    ],
+)
+def test_space_of_choices_has_filters_where_all_are_of_one_type(
+    searched: Any, choices: list[Any], kind: int, filters: list[Any]
+) -> None:
+    info = searched.info(space=Space.from_mapping({"label_smoothing": choices}))
+    content = experiment_summary(info).value[0].metadata.plugin_data.content
+    (found,) = metadata.parse_experiment_plugin_data(content).hparam_infos
+    values = [value.bool_value if kind == api_pb2.DATA_TYPE_BOOL else value.number_value
+              for value in found.domain_discrete.values]  # fmt: skip
+    assert (found.type, sorted(values)) == (kind, filters)
 
 
 def test_trial_that_goes_on_is_added_to_and_nothing_is_written_twice(tmp_path: Path, searched: Any) -> None:
