@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED, run
 from crossbow_py.errors import SearchError, UserError
+from crossbow_py.packing.search_events import SearchSummary
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import kept_unless_refused, open_search_folder
 from crossbow_py.signals import StopSignal
@@ -32,9 +33,14 @@ def search(config: SearchConfig) -> int:
         listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
         summary = SearchRun(config, folder, listeners).run(lambda: signals.status)
     if summary.status == "finished" and summary.best is None:
-        reasons = [trial.reason for trial in summary.trials if trial.reason]
-        raise SearchError(f"all {len(summary.trials)} trials failed, the first of them with: {reasons[0].rstrip('.')}.")
+        raise SearchError(_why_none(summary))
     return _EXIT_CODES.get(summary.status, 0)
+
+
+def _why_none(summary: SearchSummary) -> str:
+    number = len(summary.trials)
+    first = next(trial for trial in summary.trials if trial.reason)
+    return f"every trial failed, {number} of {number}; trial {first.trial}: {(first.reason or '').rstrip('.')}."
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.assembly import DataSets, count_classes, new_feed
-from crossbow_py.config import TrainConfig
+from crossbow_py.config import TrainConfig, config_to_mapping, write_yaml
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident import ResidentFeed
@@ -32,11 +32,13 @@ from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.reporter import versions
+from crossbow_py.run_folder import make_folder
 from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, train_command, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, identity
 from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
+from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, write_atomically
 
 LOSS = nn.functional.cross_entropy
 
@@ -158,6 +160,7 @@ class SearchRun:
         info = self._info()
         for listener in self.listeners:
             listener.on_start(info)
+            listener.on_trials(trial_records(self.rules, self.study))
         for note in self.source.notes:
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
@@ -179,9 +182,13 @@ class SearchRun:
     def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
         found = None
         if status in ("finished", "stopped"):
+            best_folder = self.folder.path / BEST_FOLDER
             found = best_trial(
-                self.rules, self.study, self.roster, self.states, self.choices, LOSS, self.folder.path, self._command
+                self.rules, self.study, self.roster, self.states, self.choices, LOSS, best_folder, self._command
             )
+            if found is not None:  # as a run's folder has it: `predict` and fine-tuning take it
+                plain = config_to_mapping(self._trial_config(found.trial, found.params))
+                write_atomically(make_folder(best_folder) / CONFIG_FILE, write_yaml(plain))
         spent, wall_s = search.spent, time.perf_counter() - self._begun
         summary = SearchSummary(
             info=info,

@@ -13,7 +13,7 @@ from torch import nn
 from crossbow_py.config import TrainConfig, config_from_mapping, read_yaml
 from crossbow_py.errors import CheckpointError, UserError
 from crossbow_py.settings import to_mapping
-from crossbow_py.telemetry.records import CONFIG_FILE, read_summary
+from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, read_summary
 from crossbow_py.weights_file import load_weights
 
 MODEL_FILE = "model.safetensors"
@@ -49,6 +49,8 @@ def find_models(paths: Sequence[str]) -> list[TrainedModel]:
 def _models_at(path: str) -> list[TrainedModel]:
     asked = Path(path).expanduser()
     run = asked.parent if asked.suffix == ".safetensors" else asked
+    if asked == run and (run / BEST_FOLDER / CONFIG_FILE).is_file():  # a search
+        asked = run = run / BEST_FOLDER
     if not run.is_dir():
         raise UserError(f"models: {path} does not exist; give the folder of a run, or a .safetensors file in one.")
     if not (run / CONFIG_FILE).is_file():

@@ -39,7 +39,7 @@ def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, 
             values=_values(rules.brackets, found, trial),
             params=params.get(trial),
             seconds=sum(result.seconds for segment, result in found.items() if segment.trial == trial),
-            worker=next((result.worker for segment, result in found.items() if segment.trial == trial), None),
+            worker=max(((s.rung, r.worker) for s, r in found.items() if s.trial == trial), default=(0, None))[1],
             reason=next((r.reason for segment, r in found.items() if segment.trial == trial and r.reason), None),
         )
         for trial, where in standing(rules.brackets, results, maximize=rules.maximize).items()
@@ -116,6 +116,7 @@ def _evaluator(model: nn.Module, roster: Roster, choices: Choices, loss: Loss) -
 
 def _save(model: nn.Module, path: Path) -> None:
     try:
+        path.parent.mkdir(exist_ok=True)
         save_weights(model, path)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error

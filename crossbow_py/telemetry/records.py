@@ -21,6 +21,7 @@ from crossbow_py.telemetry.tensorboard import TensorBoardScalars
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
+BEST_FOLDER = "best"  # in a search's folder: its best trial, as a run's
 TENSORBOARD_FOLDER = "tensorboard"
 
 _LEADING_METRICS = (
