@@ -1,0 +1,152 @@
+"""`python -m crossbow_py.search`, called in process: what it says, what it leaves on disk and what it returns."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from crossbow_py import search as search_module
+from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.packing import roster, search_report
+from crossbow_py.packing.search_report import SearchFile
+from crossbow_py.packing.width import Width
+from crossbow_py.telemetry.records import read_summary
+from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
+    monkeypatch.setattr(search_report, "search_listeners", lambda folder: [SearchFile(folder, print)])
+
+
+@pytest.fixture
+def packs_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs are that wide without measuring."""
+    width = Width(3, {("serial", 1): 1.0, ("fused", 3): 2.0}, "Packs of 3, for a test.")
+    monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))
+
+
+def test_command_to_its_end_leaves_report_model_and_the_command_that_trains_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert search_digits() == 0
+    said, found = capsys.readouterr(), report()
+    assert said.err == ""
+    assert said.out == Path("search/console.log").read_text()
+    assert found["status"] == "finished"
+    assert [trial["state"] for trial in found["trials"]].count("complete") == 1
+    assert [trial["state"] for trial in found["trials"]].count("pruned") == 2
+    assert sorted(segments()) == sorted([(0, 0), (1, 0), (2, 0), (found["best"]["trial"], 1)])
+    best = found["best"]
+    assert best["params"].keys() == {
+        "label_smoothing",
+        *(f"optimizer.{n}" for n in ("learning_rate", "momentum", "weight_decay")),
+    }
+    assert best["value"] == values()[best["trial"]]["3"]
+    assert best["command"] in said.out
+    line = trained_by_command()
+    assert line["validation_accuracy"] == pytest.approx(best["value"], abs=1e-6)
+    assert read_summary(Path("again"))["test_accuracy"] == pytest.approx(best["test_accuracy"], abs=1e-6)
+    model, again = load_file(best["model_path"]), load_file("again/model.safetensors")
+    assert model.keys() == again.keys()
+    assert all(torch.allclose(model[name], again[name], atol=1e-5) for name in model)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_command_without_output_dir_writes_under_runs_and_goes_on_there() -> None:
+    assert search_digits("output_dir=null", "num_trials=4", "max_time_s=1e-3") == 0
+    (folder,) = Path("runs/search_digits").iterdir()
+    assert report(folder)["status"] == "stopped"
+    assert search_digits("output_dir=null", "num_trials=4") == 0
+    assert list(Path("runs/search_digits").iterdir()) == [folder]
+    assert report(folder)["status"] == "finished"
+    assert search_digits("output_dir=null", "num_trials=4", "max_time_s=1e-3") == 0
+    assert len(list(Path("runs/search_digits").iterdir())) == 2
+
+
+@pytest.mark.usefixtures("no_pictures", "packs_of_three")
+def test_packed_trials_reach_what_they_reach_one_at_a_time() -> None:
+    common = ["num_trials=9", "max_epochs=9", "method=successive_halving", "space.batch_size=[64,96]"]
+    assert search_digits(*common, "output_dir=alone") == 0
+    assert search_digits(*common, "output_dir=packed", "packing=signature", "executor=auto") == 0
+    alone, packed = report("alone"), report("packed")
+    assert [trial["params"] for trial in packed["trials"]] == [trial["params"] for trial in alone["trials"]]
+    assert [trial["state"] for trial in packed["trials"]] == [trial["state"] for trial in alone["trials"]]
+    for trial, reached in values("alone").items():
+        assert values("packed")[trial] == pytest.approx(reached, abs=0.01)
+    assert sorted(segments("packed")) == sorted(segments("alone"))
+    assert len(segments("packed")) == 9 + 3 + 1
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_finished_search_is_told_again_without_training() -> None:
+    assert search_digits() == 0
+    before, finished = report(), segments()
+    assert search_digits() == 0
+    assert segments() == finished
+    assert report()["best"] == before["best"]
+    assert report()["samples"] == 0
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(
+    ("number", "status", "code"),
+    [(signal.SIGTERM, "terminated", EXIT_TERMINATED), (signal.SIGINT, "interrupted", EXIT_INTERRUPTED)],
+)
+def test_signal_keeps_what_is_finished_and_the_same_command_goes_on(
+    number: signal.Signals, status: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(SearchFile, "on_trials", lambda *_: signal.raise_signal(number))
+        assert search_digits() == code
+    assert report()["status"] == status
+    assert segments() == [(0, 0)]
+    assert search_digits() == 0
+    assert report()["status"] == "finished"
+    assert len(segments()) == len(set(segments())) == 4
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_target_accuracy_ends_the_search_and_the_best_so_far_is_kept() -> None:
+    assert search_digits("target_accuracy=0.3") == 0
+    found = report()
+    assert found["status"] == "stopped"
+    assert len(segments()) == 1
+    assert found["best"]["trial"] == 0
+    assert Path(found["best"]["model_path"]).exists()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_storage_of_its_own_is_shared_by_searches_in_different_folders() -> None:
+    storage = "storage=sqlite:///shared.db"
+    assert search_digits(storage, "output_dir=one") == 0
+    assert search_digits(storage, "output_dir=two") == 0
+    assert report("two")["best"]["value"] == report("one")["best"]["value"]
+    assert report("two")["best"]["params"] == report("one")["best"]["params"]
+    assert report("two")["samples"] == 0
+    assert report("two")["best"]["model_path"] is None
+    assert search_digits(storage, "output_dir=three", "study=another", "seed=1") == 0
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_multirun_puts_each_search_into_its_own_folder() -> None:
+    assert search_module.main([*DIGITS, "-m", "seed=1,2", "max_epochs=1"]) == 0
+    assert {path.name: report(path)["info"]["seed"] for path in Path("search").iterdir()} == {"seed=1": 1, "seed=2": 2}
+
+
+def test_help_tells_the_keys_of_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search_module.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    for word in ("space", "sampler=random", "method=hyperband", "eta=3", "max_pack_size=32", "lease_s"):
+        assert word in said
+    assert list(Path().iterdir()) == []

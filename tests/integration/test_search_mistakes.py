@@ -1,0 +1,193 @@
+"""What `python -m crossbow_py.search` says of a user's mistakes, and of trials that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn
+
+from crossbow_py.search import main
+from crossbow_py.train import main as train
+from tests.searches import DIGITS, merged, report, search_digits, segments
+
+MODULE = __name__
+CUSTOM = [
+    "data=digits", "model=custom", "device=cpu", "precision=fp32", "executor=serial", "packing=none", "method=none",
+    "max_epochs=1", "sampler=grid", "output_dir=search",
+]  # fmt: skip
+
+
+def narrow(width: int = 8) -> nn.Module:
+    """A model that is not made with every width."""
+    if width > 8:
+        raise ValueError(f"{width} is too wide")
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+class Tiring(nn.Module):
+    """A linear model that can raise in its rounds."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.linear, self.rounds_left = nn.Linear(64, 10), rounds
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.rounds_left -= self.training
+        if self.rounds_left < 0:
+            raise ArithmeticError("that was enough")
+        return self.linear(inputs.flatten(1))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def files() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["space.optimizer.momentun=[0.5]"], ["optimizer.momentun", "did you mean 'momentum'"]),
+        (["space.momentum=[0.5]"], ["space has no key 'momentum'", "optimizer"]),
+        (["space.optimizer.momentum={low:0.9,high:0.5}"], ["space: optimizer.momentum", "0.9"]),
+        (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),
+        (["metric=f1"], ["metric must be one of accuracy, loss"]),
+        (["sampler=bayes"], ["sampler must be one of random, tpe, grid"]),
+        (["method=asha"], ["method must be one of hyperband"]),
+        (["packing=all"], ["packing must be one of signature"]),
+        (["sampler=grid"], ["must have num, step or choices for a grid"]),
+        (["min_epochs=5"], ["min_epochs", "at most max_epochs (3.0)"]),
+        (["eta=1"], ["eta must be at least 2"]),
+        (["max_samples=64"], ["max_samples means nothing in a search"]),
+        (["num_learners=2"], ["num_learners must be 1"]),
+        (["data.validation_fraction=0"], ["set data.validation_fraction=0.1"]),
+        (["batch_size=5000"], ["batch_size=5000", "at most 1351"]),
+        (["space.batch_size=[16,5000]"], ["batch_size=5000", "at most 1351"]),
+        (["storage=redis://here"], ["storage must be journal:PATH", "sqlite://"]),
+        (["storage=journal:nowhere/search.log"], ["nowhere does not exist", "make it"]),
+        (["storage=sqlite:///nowhere/search.db"], ["nowhere does not exist", "make it"]),
+        (["resume=nowhere"], ["resume=nowhere is not the folder of a search"]),
+        (["data.root=nowhere", "data=mnist", "data.download=false"], ["nowhere"]),
+        (["executor=fast"], ["executor must be one of"]),
+    ],
+)
+def test_mistake_is_one_error_line_and_leaves_nothing_behind(
+    overrides: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search_digits(*overrides) == 2
+    said = error_line(capsys)
+    for word in words:
+        assert word in said
+    assert files() == []
+
+
+def test_search_without_a_space_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data=digits"]) == 2
+    assert "space must be a mapping with at least one key to search" in error_line(capsys)
+    assert files() == []
+
+
+def test_grid_with_fewer_points_than_trials_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["model.target=package.model", "space.seed=[1,2]", "num_trials=3"]
+    assert main([*CUSTOM, *options]) == 2
+    assert "num_trials=3 is more than the 2 points of the grid; lower it." in error_line(capsys)
+
+
+def test_model_that_cannot_be_imported_is_one_error_line_before_any_trial(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CUSTOM, "model.target=no_such_package.model", "space.seed=[1,2]"]) == 2
+    assert "model.target=no_such_package.model cannot be imported" in error_line(capsys)
+    assert files() == []
+
+
+def test_mistake_leaves_no_trace_in_a_storage_so_that_the_corrected_command_may_use_it() -> None:
+    assert search_digits("storage=journal:kept.log", "data.validation_fraction=0") == 2
+    assert files() == []
+    assert search_digits("storage=journal:kept.log") == 0
+
+
+def test_storage_of_another_search_is_refused_with_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search_digits("storage=journal:kept.log") == 0
+    capsys.readouterr()
+    before = Path("kept.log").read_text()
+    assert search_digits("storage=journal:kept.log", "output_dir=other", "eta=2") == 2
+    said = error_line(capsys)
+    assert "holds another search named 'search_digits': eta is 3 there and 2 here" in said
+    assert "another study or storage" in said
+    assert not Path("other").exists()
+    assert Path("kept.log").read_text() == before
+
+
+def test_folder_of_another_search_or_of_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert search_digits("max_time_s=1e-3") == 0
+    capsys.readouterr()
+    assert search_digits("seed=1") == 2
+    assert "output_dir search holds another search (seed: 0 → 1)" in error_line(capsys)
+    assert train(["+experiment=digits", "+debug=fast", "device=cpu", "output_dir=run"]) == 0
+    capsys.readouterr()
+    assert search_digits("output_dir=run") == 2
+    assert "output_dir run holds a run that is no search" in error_line(capsys)
+
+
+def test_storage_that_is_no_journal_is_one_error_line_and_keeps_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("notes.log").write_text("my notes\n")
+    assert search_digits("storage=notes.log") == 1
+    said = error_line(capsys)
+    assert "notes.log" in said
+    assert "another storage" in said
+    assert Path("notes.log").read_text() == "my notes\n"
+
+
+def test_trial_that_raises_is_recorded_with_its_reason_and_the_others_go_on() -> None:
+    assert main([*CUSTOM, f"model.target={MODULE}.narrow", "space.model.args.width=[4,16,8]"]) == 0
+    found = {trial["params"]["model.args.width"]: trial for trial in report()["trials"]}
+    assert found[16]["state"] == "failed"
+    assert "ValueError: 16 is too wide" in found[16]["reason"]
+    assert (found[4]["state"], found[8]["state"]) == ("complete", "complete")
+    assert found[4]["reason"] is None
+    assert report()["best"]["params"]["model.args.width"] in (4, 8)
+
+
+def test_trial_that_raises_in_its_rounds_is_recorded_with_its_reason() -> None:
+    assert main([*CUSTOM, f"model.target={MODULE}.Tiring", "space.model.args.rounds=[20,100000]"]) == 0
+    tired, fresh = sorted(report()["trials"], key=lambda trial: trial["params"]["model.args.rounds"])
+    assert tired["state"] == "failed"
+    assert "ArithmeticError: that was enough" in tired["reason"]
+    assert fresh["state"] == "complete"
+
+
+def test_trial_that_diverges_is_recorded_and_the_others_go_on() -> None:
+    rates = "space.optimizer.learning_rate=[1.0e+20,0.1]"
+    assert main([*merged(CUSTOM, ("model=mlp",)), "optimizer=sgd", "model.hidden=[16]", rates]) == 0
+    wild, tame = sorted(report()["trials"], key=lambda trial: -trial["params"]["optimizer.learning_rate"])
+    assert (wild["state"], tame["state"]) == ("failed", "complete")
+    assert "not finite" in wild["reason"]
+
+
+def test_search_of_which_every_trial_fails_is_one_error_line_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [f"model.target={MODULE}.narrow", "space.model.args.width=[16,32]"]
+    assert main([*CUSTOM, *options]) == 1
+    said = error_line(capsys)
+    assert said.startswith("error: every trial failed, 2 of 2; trial 0: ")
+    assert "ValueError: 16 is too wide" in said
+    assert [trial["state"] for trial in report()["trials"]] == ["failed", "failed"]
+    assert report()["best"] is None
+    assert len(segments()) == 2
+    assert not list(Path().rglob("*.safetensors"))
+
+
+def test_base_of_these_tests_is_no_mistake() -> None:
+    assert main(merged(DIGITS, ("max_time_s=1e-3",))) == 0

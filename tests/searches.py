@@ -1,0 +1,66 @@
+"""The command line's searches of tiny models, called in process, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from crossbow_py import search, train
+from crossbow_py.telemetry.records import read_metrics
+
+# One trial at a time, which needs no measuring of how wide packs pay.
+DIGITS = [
+    "+experiment=search_digits", "model.hidden=[16]", "device=cpu", "precision=fp32", "executor=serial", "packing=none",
+    "num_trials=3", "max_epochs=3", "output_dir=search",
+]  # fmt: skip
+
+
+def search_digits(*overrides: str) -> int:
+    """Its exit code."""
+    return search.main(merged(DIGITS, overrides))
+
+
+def merged(base: list[str], overrides: tuple[str, ...]) -> list[str]:
+    """The base without what the overrides set anew."""
+    keys = {override.partition("=")[0] for override in overrides}
+    return [*(each for each in base if each.partition("=")[0] not in keys), *overrides]
+
+
+def report(folder: Path | str = "search") -> dict[str, Any]:
+    """Its search.json."""
+    plain: dict[str, Any] = json.loads((Path(folder) / "search.json").read_text(encoding="utf-8"))
+    return plain
+
+
+def values(folder: Path | str = "search") -> dict[int, dict[str, float]]:
+    """By trial, its values by epochs."""
+    return {trial["trial"]: trial["values"] for trial in report(folder)["trials"]}
+
+
+def segments(folder: Path | str = "search") -> list[tuple[int, int]]:
+    """Trial and rung of every segment that was finished or failed, by the journal, in their order."""
+    claims: dict[int, tuple[int, int]] = {}
+    found, number = [], -1
+    for line in (Path(folder) / "search.journal").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if record["op_code"] == _CREATE_TRIAL:
+            number += 1
+            attributes = record.get("user_attrs", {})
+            if "rung" in attributes:
+                claims[number] = (attributes["trial"], attributes["rung"])
+        if record["op_code"] == _END_TRIAL and record["state"] == _COMPLETE and record["trial_id"] in claims:
+            found.append(claims[record["trial_id"]])
+    return found
+
+
+_CREATE_TRIAL, _END_TRIAL, _COMPLETE = 4, 6, 1  # as Optuna's journal has them
+
+
+def trained_by_command(folder: Path | str = "search") -> dict[str, Any]:
+    """The last line of metrics of the run that the best trial's command starts, called in process."""
+    words = shlex.split(report(folder)["best"]["command"])
+    assert words[:3] == ["python", "-m", "crossbow_py.train"]
+    assert train.main([*words[3:], "output_dir=again"]) == 0
+    return read_metrics(Path("again/metrics.jsonl"))[-1]
