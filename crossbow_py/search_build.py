@@ -59,9 +59,9 @@ class SearchRun:
         self.config, self.folder, self.listeners = config, folder, listeners
         self.settings = dataclasses.replace(_run_settings(config), num_learners=1)
         self.choices = _choices(self.settings)
-        self.rules = SearchRules(config.brackets(), config.metric, config.packing, config.seed, config.max_pack_size)
-        self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         most = 1 if config.packing == "none" else config.max_pack_size
+        self.rules = SearchRules(config.brackets(), config.metric, config.packing, config.seed, lookahead=most)
+        self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
         self.roster = Roster(
             self.trial_settings, space, self._search_data(), self.settings, self.choices, LOSS, most, self._say

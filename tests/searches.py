@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from crossbow_py import search, train
 from crossbow_py.telemetry.records import read_metrics
 
@@ -20,6 +22,11 @@ DIGITS = [
 def search_digits(*overrides: str) -> int:
     """Its exit code."""
     return search.main(merged(DIGITS, overrides))
+
+
+def linear() -> nn.Module:
+    """A target for model=custom."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
 def merged(base: list[str], overrides: tuple[str, ...]) -> list[str]:

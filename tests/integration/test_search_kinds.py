@@ -1,0 +1,141 @@
+"""Kinds of searches from the command line: samplers, methods, metrics and what a space may hold, by what follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossbow_py.packing import roster, search_report
+from crossbow_py.packing.search_report import SearchFile
+from crossbow_py.packing.width import Width
+from crossbow_py.search import main
+from tests.searches import report, search_digits, segments, trained_by_command, values
+
+MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer=digits"]
+IMAGES = ["data=synthetic", "data.num_train=96", "data.num_test=32", "data.validation_fraction=0.25", "batch_size=24"]
+GRID = ["sampler=grid", "method=none", "max_epochs=1", "output_dir=search", "device=cpu", "precision=fp32"]
+ALONE = ["executor=serial", "packing=none"]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(search_report, "search_listeners", lambda folder: [SearchFile(folder, print)])
+
+
+@pytest.fixture
+def packs_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs are that wide without measuring."""
+    width = Width(3, {("serial", 1): 1.0, ("fused", 3): 2.0}, "Packs of 3, for a test.")
+    monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))
+
+
+def trials() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = report()["trials"]
+    return found
+
+
+def values_by(key: str) -> dict[Any, float]:
+    """Last values by a parameter."""
+    return {trial["params"][key]: trial["value"] for trial in trials()}
+
+
+def test_grid_tries_every_combination_once() -> None:
+    rates = "space.optimizer.learning_rate={low:0.01,high:1.0,log:true,num:3}"
+    assert main([*MLP, *GRID, *ALONE, rates, "space.label_smoothing=[0.0,0.1]"]) == 0
+    tried = [tuple(trial["params"].values()) for trial in trials()]
+    expected = [(rate, share) for rate in (0.01, 0.1, 1.0) for share in (0.0, 0.1)]
+    assert sorted(tried) == [pytest.approx(pair) for pair in expected]
+    assert all(trial["state"] == "complete" for trial in trials())
+
+
+def test_parameter_with_a_condition_exists_only_where_that_holds() -> None:
+    space = "space={optimizer:[sgd,adamw],optimizer.momentum:{choices:[0.5,0.9],when:{optimizer:sgd}}}"
+    assert main([*MLP, *GRID, *ALONE, space]) == 0
+    tried = [trial["params"] for trial in trials()]
+    assert sorted(tried, key=str) == sorted(
+        [{"optimizer": "adamw"}, *({"optimizer": "sgd", "optimizer.momentum": m} for m in (0.5, 0.9))], key=str
+    )
+    assert trained_by_command()["validation_accuracy"] == pytest.approx(report()["best"]["value"], abs=1e-6)
+
+
+def test_tpe_learns_from_both_brackets_where_random_sampling_goes_on_as_before() -> None:
+    options = ["num_trials=14", "max_epochs=0.5", "min_epochs=0.16", "method=hyperband"]
+    found = {}
+    for folder, sampler in (("first", "tpe"), ("again", "tpe"), ("random", "random")):
+        assert search_digits(*options, f"sampler={sampler}", f"output_dir={folder}") == 0
+        found[folder] = [trial["params"] for trial in report(folder)["trials"]]
+    assert {trial["bracket"] for trial in report("first")["trials"]} >= {0, 1}
+    assert found["first"] == found["again"]
+    assert found["first"][:10] == found["random"][:10]  # TPE begins with ten random trials
+    assert all(tpe != random for tpe, random in zip(found["first"][12:], found["random"][12:], strict=True))
+
+
+def test_successive_halving_keeps_the_best_third_at_every_rung() -> None:
+    assert search_digits("method=successive_halving", "num_trials=9", "max_epochs=9") == 0
+    found = values()
+    for rung, (epochs, kept) in enumerate((("1", 3), ("3", 1))):
+        reached = {trial: own[epochs] for trial, own in found.items() if epochs in own}
+        ranked = sorted(reached, key=lambda trial: (-reached[trial], trial))
+        assert {trial for trial, last in segments() if last == rung + 1} == set(ranked[:kept])
+    assert len(segments()) == 9 + 3 + 1
+
+
+def test_metric_loss_keeps_the_trials_with_the_least() -> None:
+    assert search_digits("metric=loss", "num_trials=3") == 0
+    first = {trial: own["1"] for trial, own in values().items()}
+    assert [trial for trial, own in values().items() if "3" in own] == [min(first, key=lambda trial: first[trial])]
+    best = report()["best"]
+    assert best["value"] == pytest.approx(trained_by_command()["validation_loss"], rel=1e-4)
+    assert report()["info"]["metric"] == "validation_loss"
+
+
+@pytest.mark.usefixtures("packs_of_three")
+def test_batch_sizes_in_the_space_train_in_packs_of_their_own_as_they_would_alone() -> None:
+    space = ["space.batch_size=[16,64]", "space.optimizer.learning_rate=[0.02,0.2]", "metric=loss"]
+    assert main([*MLP, *GRID, *space, "output_dir=packed"]) == 0
+    assert main([*MLP, *GRID, *space, *ALONE, "output_dir=alone"]) == 0
+    for trial, own in values("alone").items():
+        assert values("packed")[trial] == pytest.approx(own, rel=1e-4)
+    assert len({own["1"] for own in values("alone").values()}) == 4
+
+
+@pytest.mark.usefixtures("packs_of_three")
+def test_augmentation_in_the_space_is_each_trials_own() -> None:
+    space = ["data.shape=[3,8,8]", "space.data.crop_padding=[0,2]", "space.data.flip=[true,false]", "space.seed=[5]"]
+    images = [*IMAGES, "model=mlp", "model.hidden=[16]", "max_epochs=2", "metric=loss"]
+    assert main([*GRID, *images, *space]) == 0
+    assert len({trial["value"] for trial in trials()}) == 4
+    plain = next(t for t in trials() if not t["params"]["data.flip"] and not t["params"]["data.crop_padding"])
+    assert main([*GRID, *images, "data.shape=[3,8,8]", "space.seed=[5]", "output_dir=plain"]) == 0
+    assert report("plain")["best"]["value"] == pytest.approx(plain["value"], rel=1e-4)
+    assert trained_by_command()["validation_loss"] == pytest.approx(report()["best"]["value"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("packs_of_three")
+def test_dropout_in_the_space_is_each_trials_own() -> None:
+    options = [*IMAGES, "data.shape=[1,28,28]", "model=lenet", "optimizer.learning_rate=0.01", "metric=loss"]
+    rates = "space.model.dropout=[0.1,0.5,0.9]"
+    assert main([*GRID, *options, rates, "space.seed=[5]"]) == 0
+    packed = values_by("model.dropout")
+    assert len(set(packed.values())) == 3
+    assert trained_by_command()["validation_loss"] == pytest.approx(report()["best"]["value"], rel=1e-4)
+    assert main([*GRID, *ALONE, *options, rates, "space.seed=[5]", "output_dir=alone"]) == 0
+    alone = {trial["params"]["model.dropout"]: trial["value"] for trial in report("alone")["trials"]}
+    assert packed == {rate: pytest.approx(value, rel=1e-3) for rate, value in alone.items()}
+
+
+def test_models_in_the_space_are_of_several_kinds() -> None:
+    target = "model.target:{choices:[tests.searches.linear],when:{model:custom}}"
+    assert main([*MLP, *GRID, *ALONE, f"space={{model:[mlp,custom],{target}}}"]) == 0
+    assert [trial["state"] for trial in trials()] == ["complete", "complete"]
+
+
+def test_seed_in_the_space_is_the_trials_own() -> None:
+    assert main([*MLP, *GRID, *ALONE, "space.seed=[3,4]", "metric=loss"]) == 0
+    found = values_by("seed")
+    assert found[3] != found[4]
+    assert f"seed={report()['best']['params']['seed']} " in report()["best"]["command"]
