@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -16,12 +17,26 @@ from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluation, Evaluator
 
 
-def evaluate_bank(bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners: Sequence[int]) -> list[Evaluation]:
-    """Each learner's evaluation as `Evaluator.evaluate` has it, all from one pass over the feed.
+def evaluate_bank(
+    bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners: Sequence[int], *, fused: bool | None = None
+) -> list[Evaluation]:
+    """Each learner's evaluation as `Evaluator.evaluate` has it.
 
-    Models that cannot be fused, or not in the memory that is left, are evaluated one after another. The bank is left
-    as it is: what runs is a copy of the learners' weights.
+    Fused, all come from one pass over the feed; models that cannot be fused, or not in the memory that is left, are
+    evaluated one after another. Without, on a CPU, each core evaluates one model after another, which is faster there:
+    batches are large, and nothing has to be exported. The bank is left as it is: what runs is a copy of its weights.
+
+    Args:
+        bank: of models on one device.
+        evaluator: how they are measured.
+        feed: on what.
+        learners: which rows, in any order.
+        fused: by default everywhere but on a CPU.
     """
+    if fused is None:
+        fused = bank.device.type != "cpu"
+    if len(learners) > 1 and not fused:
+        return _evaluate_side_by_side(bank, evaluator, feed, learners)
     if len(learners) > 1:
         try:
             return _evaluate_together(prediction_bank(bank, learners), evaluator, feed)
@@ -31,6 +46,16 @@ def evaluate_bank(bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners:
             if not is_out_of_memory(error):
                 raise
     return [evaluator.evaluate(bank.learner_state(learner), feed) for learner in learners]
+
+
+def _evaluate_side_by_side(
+    bank: ReplicaBank, evaluator: Evaluator, feed: Feed, learners: Sequence[int]
+) -> list[Evaluation]:
+    """On a thread a core, with one intra-op thread each."""
+    states = [bank.learner_state(learner) for learner in learners]
+    num_threads = min(torch.get_num_threads(), len(states))
+    with ThreadPoolExecutor(num_threads, "crossbow evaluation", lambda: torch.set_num_threads(1)) as pool:
+        return list(pool.map(lambda state: evaluator.evaluate(state, feed), states))
 
 
 def prediction_bank(bank: ReplicaBank, learners: Sequence[int]) -> ReplicaBank:

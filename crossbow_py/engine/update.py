@@ -281,7 +281,7 @@ _CHECKED: set[Any] = set()
 def _check_once(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
     """`_check`, which takes a tenth of a second, the first time in this process for what chooses the code in C."""
     terms = {name: getattr(optimizer, name) == 0 for name in optimizer.per_learner()}
-    key = (id(library), type(rule), repr(optimizer.shared()), repr(terms))
+    key = (library._name, type(rule), repr(optimizer.shared()), repr(terms))
     if key not in _CHECKED:
         _check(optimizer, rule, library)
         _CHECKED.add(key)

@@ -138,6 +138,7 @@ class Search:
         self.spent = Spent()
         self.results: Results = {}
         self._admitted_at: tuple[int, tuple[Segment, ...]] = (-1, ())
+        self._is_stale = False  # whether packs hold members that have no place
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -192,16 +193,15 @@ class Search:
     def _admit(self) -> None:
         """Claim what the policy wants beside what runs, and give it seats; where nothing changed, nothing is wanted."""
         now = (len(self.results), tuple(place.segment for place in self.places))
-        if self.places and now == self._admitted_at:
+        if self.places and now == self._admitted_at and not self._is_stale:
             return
         waiting = self._waiting()
         running = [self._as_waiting(place.segment.trial, place.described, place.alone) for place in self.places]
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
         wanted = {each.trial for each in chosen}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
-        new = [self._placed(segment) for segment in claimed]
-        if new:
-            self.places += [place for place in new if place is not None]
+        self.places += [self._placed(segment) for segment in claimed]
+        if claimed or self._is_stale:
             self._seat()
         self._admitted_at = (len(self.results), tuple(place.segment for place in self.places))
 
@@ -233,7 +233,7 @@ class Search:
     def _as_waiting(self, trial: int, described: Described, alone: bool) -> Waiting:
         return self.roster.waiting(trial, described, alone)
 
-    def _placed(self, segment: Segment) -> Place | None:
+    def _placed(self, segment: Segment) -> Place:
         """A claimed segment, ready to train from where its trial stood; from its beginning when that is lost."""
         known = self.roster.of(segment.trial, self.study.params(segment.trial))
         assert isinstance(known, Described), "what is claimed can train"
@@ -248,6 +248,7 @@ class Search:
 
     def _seat(self) -> None:
         """Packs as the places are now; those that go on keep their rows."""
+        self._is_stale = False
         groups: dict[str, list[Place]] = {}
         for place in self.places:
             groups.setdefault(self._pack_key(place), []).append(place)
@@ -341,7 +342,7 @@ class Search:
                 if place.member.failure is not None:
                     self._fail(place.segment, place.member.failure)
         self.places = [place for place in self.places if not place.member.is_over]
-        self._seat()
+        self._is_stale = True  # who is admitted next takes their rows
 
     def _evaluator(self, pack: Pack) -> Evaluator:
         values = self.roster.data.validation.first_samples(1).inputs.numel()
@@ -386,7 +387,7 @@ class Search:
         """Others have taken these, as this worker seemed dead."""
         if segments:
             self.places = [place for place in self.places if place.segment not in segments]
-            self._seat()
+            self._is_stale = True
             self.hooks.message(f"{len(segments)} segments were taken over by another worker.")
 
 

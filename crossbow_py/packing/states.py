@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from crossbow_py.checkpoint_writer import sync
 from crossbow_py.errors import UserError
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.trial import Checkpoint
@@ -33,9 +32,7 @@ class TrialStates:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(values, partial)
-            sync(partial)
-            partial.rename(path)
-            sync(path.parent)
+            partial.rename(path)  # not synced: what a power cut tears is not whole, and is trained again
         except (OSError, RuntimeError) as error:  # torch says RuntimeError of a full disk
             raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from crossbow_py.averaging import Independent
@@ -26,7 +27,8 @@ from crossbow_py.version import __version__
 
 _WORTH = 1.05  # times the throughput of one at a time: what a pack has to reach, or it is not worth its memory
 _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
-_SIZES = (2, 4, 8, 16, 32, 64)
+# In the order they are measured: an executor far behind the others in a middling pack is not measured in more.
+_FUSED_SIZES = (8, 16, 32, 4, 2)
 _BUDGET_S = 20.0
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
 
@@ -87,9 +89,8 @@ def measured_width(
     """
     bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
     what = f"{trial.name} with batches of {trial.batch_size}"
-    sizes = [size for size in _SIZES if size < bound] + ([bound] if bound > 1 else [])
     names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
-    asked = _asked(names, sizes)
+    asked = _asked(names, bound)
     known, key = Remembered("packs.json"), _fingerprint(choices, trial, template, feed, asked)
     if (found := _recalled(known, key)) is not None:
         return choose_width(found, what), notes
@@ -118,11 +119,17 @@ def measured_width(
     return choose_width(rates, what), notes
 
 
-def _asked(names: Sequence[str], sizes: Sequence[int]) -> list[tuple[str, int]]:
-    """What is to be measured: one trial at a time first, and packs where they run side by side."""
+def _asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
+    """What is to be measured: one trial at a time first, and packs where they run side by side.
+
+    Trials that are not fused gain nothing from there being more of them than cores.
+    """
     alone = [(name, 1) for name in names if not EXECUTORS[name].FUSES] or [(names[0], 1)]
+    fused = list(dict.fromkeys(min(size, bound) for size in _FUSED_SIZES))
+    apart = sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
-    return alone + [(name, size) for name in sorted(packed) for size in sizes]
+    sizes = {name: fused if EXECUTORS[name].FUSES else apart for name in packed}
+    return alone + [(name, size) for name in packed for size in sizes[name] if size > 1]
 
 
 def _still_round(index: int, count: int, batch_size: int) -> Round:

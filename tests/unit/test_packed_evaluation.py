@@ -49,8 +49,8 @@ def feed_of(inputs, targets, precision=FP64):
     return make_feed((inputs, targets), 1, channels_last=True, dtype=precision.compute)
 
 
-def assert_as_alone(bank, evaluator, feed, learners, tolerance=1e-10):
-    found = evaluate_bank(bank, evaluator, feed, learners)
+def assert_as_alone(bank, evaluator, feed, learners, tolerance=1e-10, fused=True):
+    found = evaluate_bank(bank, evaluator, feed, learners, fused=fused)
     alone = [evaluator.evaluate(bank.learner_state(learner), feed) for learner in learners]
     assert len(found) == len(alone)
     for ours, theirs in zip(found, alone, strict=True):
@@ -79,7 +79,7 @@ def test_rows_are_evaluated_in_one_pass_and_the_bank_stays_as_it_was(monkeypatch
     bank, feed = make_bank(norm_model), feed_of(*features(10, (3, 6, 6)))
     before = copy.deepcopy(bank.state_dict())
     monkeypatch.setattr(Evaluator, "evaluate", alone)
-    evaluate_bank(bank, evaluator_of(bank), feed, range(K))
+    evaluate_bank(bank, evaluator_of(bank), feed, range(K), fused=True)
     torch.testing.assert_close(bank.state_dict(), before, rtol=0, atol=0)
 
 
@@ -134,7 +134,7 @@ def test_rows_that_memory_does_not_hold_together_are_evaluated_one_by_one(monkey
 def test_other_errors_are_no_reason_to_evaluate_one_by_one():
     bank = make_bank(linear_model)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied|mat1"):
-        evaluate_bank(bank, evaluator_of(bank), feed_of(*features(10, (5,))), range(K))
+        evaluate_bank(bank, evaluator_of(bank), feed_of(*features(10, (5,))), range(K), fused=True)
 
 
 def test_prediction_bank_has_copies_of_weights_and_all_buffers_in_the_order_asked_for():
@@ -146,3 +146,11 @@ def test_prediction_bank_has_copies_of_weights_and_all_buffers_in_the_order_aske
     copies.weights.zero_row(0)
     assert bank.learner_state(2)["5.weight"].abs().sum() > 0
     assert copies.gradients.num_rows == 0
+
+
+def test_evaluation_on_a_cpu_takes_a_thread_a_core_and_gives_them_back():
+    bank, threads = make_bank(norm_model), set()
+    counting = {"threads": lambda outputs, targets: threads.add(torch.get_num_threads()) or 0.0}
+    evaluator, before = evaluator_of(bank, metrics=counting), torch.get_num_threads()
+    assert_as_alone(bank, evaluator, feed_of(*features(10, (3, 8, 8))), [2, 0, 3], fused=None)
+    assert 1 in threads and torch.get_num_threads() == before

@@ -96,12 +96,14 @@ def measure(limit: int, executor: str = "auto", told: list[str] | None = None) -
     )
 
 
-def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(asked: list[list[tuple[str, int]]]) -> None:
+def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     width, notes = measure(6)
-    assert asked == [
-        [("serial", 1), ("threads", 1), ("fused", 2), ("fused", 4), ("fused", 6), ("threads", 2), ("threads", 4),
-         ("threads", 6)]
-    ]  # fmt: skip
+    fused = [(name, size) for name in ("fused", "fused_threads") for size in (6, 4, 2)]
+    threads = [("threads", 2), ("threads", 4), ("threads", 6)]
+    assert asked == [[("serial", 1), ("threads", 1), *threads, *fused]]
     assert width.size == 6 and notes == []
 
 

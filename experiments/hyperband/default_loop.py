@@ -1,0 +1,123 @@
+"""The same Hyperband with PyTorch's tutorial loop: one trial after another, on all of torch's threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.data.sampler import epoch_order
+from crossbow_py.engine.optimizers import SGD, PerLearner
+from crossbow_py.packing.hyperband import Bracket, Results, Segment, best, ready, to_epochs
+from crossbow_py.packing.search import epoch_samples
+from crossbow_py.packing.trial import TrialSettings
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Images:
+    """Normalised float images [N, C, H, W] and classes [N], in memory: the loop has no loading to wait for."""
+
+    train: Pair
+    validation: Pair
+    test: Pair
+
+
+@dataclass
+class _Trial:
+    """A trial between two segments."""
+
+    settings: TrialSettings
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    samples_seen: int = 0
+
+
+def search(
+    brackets: tuple[Bracket, ...], trial_of: Callable[[int], TrialSettings], images: Images, order_seed: int
+) -> dict[str, Any]:
+    """All segments in the order of `ready`; the best trial's value and test accuracy, and the samples trained on."""
+    results: dict[Segment, float | None] = {}
+    trials: dict[int, _Trial] = {}
+    samples = 0
+    planned = epoch_samples(brackets[0].epochs[-1], len(images.train[1]))
+    while waiting := ready(brackets, results, maximize=True):
+        segment = waiting[0]
+        if segment.trial not in trials:
+            trials[segment.trial] = _new(trial_of(segment.trial))
+        trial, before = trials[segment.trial], trials[segment.trial].samples_seen
+        end = epoch_samples(to_epochs(brackets, segment), len(images.train[1]))
+        healthy = _train(trial, end, planned, images.train, order_seed)
+        samples += trial.samples_seen - before
+        results[segment] = _accuracy(trial.model, images.validation) if healthy else None
+    return {**_best(brackets, results, trials, images), "samples": samples}
+
+
+def _new(settings: TrialSettings) -> _Trial:
+    model, own = copy.deepcopy(settings.new_model()), settings.optimizer
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    assert isinstance(own, SGD), "the spaces of this experiment have SGD alone"
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": own.weight_decay}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=_rate(settings), momentum=_one(own.momentum))
+    return _Trial(settings, model, optimizer)
+
+
+def _train(trial: _Trial, end: int, planned: int, data: Pair, order_seed: int) -> bool:
+    """Batches of the very samples a pack's row gets, until `end`. False when the loss is not finite."""
+    settings, size, count = trial.settings, trial.settings.batch_size, len(data[1])
+    criterion = nn.CrossEntropyLoss(label_smoothing=settings.label_smoothing)
+    order, epoch = epoch_order(order_seed, 0, count), 0
+    trial.model.train()
+    while trial.samples_seen < end:
+        places = torch.arange(trial.samples_seen, trial.samples_seen + size)
+        if int(places[0]) // count != epoch:
+            epoch = int(places[0]) // count
+            order = epoch_order(order_seed, epoch, count)
+        later = epoch_order(order_seed, epoch + 1, count) if int(places[-1]) // count != epoch else order
+        ids = torch.tensor([(order if p // count == epoch else later)[p % count] for p in places.tolist()])
+        rate = settings.schedule.factor(trial.samples_seen, count, planned) * _rate(settings)
+        for group in trial.optimizer.param_groups:
+            group["lr"] = rate
+        trial.optimizer.zero_grad()
+        loss = criterion(trial.model(data[0][ids]), data[1][ids])
+        if not loss.isfinite():
+            return False
+        loss.backward()
+        trial.optimizer.step()
+        trial.samples_seen += size
+    return True
+
+
+def _rate(settings: TrialSettings) -> float:
+    return _one(settings.optimizer.learning_rate)
+
+
+def _one(value: PerLearner) -> float:
+    assert not isinstance(value, tuple), "a trial is one learner"
+    return value
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, data: Pair) -> float:
+    model.eval()
+    batches = zip(torch.split(data[0], 256), torch.split(data[1], 256), strict=True)
+    right = sum(int((model(inputs).argmax(1) == targets).sum()) for inputs, targets in batches)
+    return right / len(data[1])
+
+
+def _best(brackets: tuple[Bracket, ...], results: Results, trials: dict[int, _Trial], images: Images) -> dict[str, Any]:
+    winner = best(brackets, results, maximize=True)
+    assert winner is not None, "some trial has a value"
+    last = max(segment for segment in results if segment.trial == winner)
+    return {
+        "trial": winner,
+        "value": results[last],
+        "test_accuracy": _accuracy(trials[winner].model, images.test),
+        "values": [[segment.trial, segment.rung, value] for segment, value in sorted(results.items())],
+    }

@@ -1,0 +1,137 @@
+"""Hyperband by three sides: PyTorch's loop, one tuned trial at a time, and packs; the same trials, budget and data."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from crossbow_py.config import compose
+from crossbow_py.data.base import DataSource
+from crossbow_py.data.datasets import as_pair
+from crossbow_py.packing.search_events import SearchListener
+from crossbow_py.search_build import SearchRun
+from crossbow_py.search_config import SearchConfig
+from crossbow_py.search_folder import open_search_folder
+from experiments.common.windows import spread
+from experiments.hyperband.default_loop import Images, search
+from experiments.throughput.load import LoadSnapshot, foreign_share
+
+SIDES = ("default_loop", "one_at_a_time", "packed")
+_POLICIES = {"one_at_a_time": "none", "packed": "signature"}
+Side = Callable[[], dict[str, Any]]
+
+
+class _Messages(SearchListener):
+    """What a search says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_message(self, message: str) -> None:
+        """See SearchListener."""
+        self.said.append(message)
+
+
+def measure_hyperband(overrides: Sequence[str], repetitions: int) -> dict[str, Any]:
+    """Every side `repetitions` times, in one order and then the other."""
+    taken: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    packing = _warm_up(overrides)
+    for repetition in range(repetitions):
+        for side in SIDES if repetition % 2 == 0 else reversed(SIDES):
+            before = LoadSnapshot.take()
+            outcome = _run(side, overrides)
+            share = foreign_share(before, LoadSnapshot.take())
+            taken[side].append({**outcome, "foreign_share": None if share is None else round(share, 3)})
+            print(f"repetition {repetition + 1}: {side} {outcome['seconds']:.1f} s, others {share}", flush=True)
+    return {
+        "overrides": list(overrides),
+        "repetitions": repetitions,
+        "packing": packing,
+        "runs": taken,
+        "seconds": {side: spread([run["seconds"] for run in taken[side]]) for side in SIDES},
+        "ratios": {
+            f"{side}_over_packed": _ratio(taken[side], taken["packed"]) for side in SIDES if side != "packed"
+        },
+        "best": {side: median(run["test_accuracy"] for run in taken[side]) for side in SIDES},
+    }
+
+
+def _ratio(own: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]) -> dict[str, float] | None:
+    return spread([one["seconds"] / other["seconds"] for one, other in zip(own, base, strict=True)])
+
+
+def _warm_up(overrides: Sequence[str]) -> list[str]:
+    """Measure how wide packs are, which is remembered: it is no part of any side. Returns what was said of that."""
+    said: list[str] = []
+    for side in _POLICIES:
+        with tempfile.TemporaryDirectory() as folder:
+            said += _said_at_first([*overrides, "num_trials=1"], side, Path(folder))
+    return said
+
+
+def _said_at_first(overrides: Sequence[str], side: str, folder: Path) -> list[str]:
+    """What a search says before its first trial trains."""
+    messages = _Messages()
+    _search_run(overrides, side, folder, messages).run(lambda: "stopped" if messages.said else None)
+    return messages.said
+
+
+def _search_run(overrides: Sequence[str], side: str, folder: Path, listener: SearchListener) -> SearchRun:
+    words = [*overrides, f"packing={_POLICIES[side]}", f"output_dir={folder / 'search'}", "device=cpu"]
+    config = compose(words, SearchConfig)
+    return SearchRun(config, open_search_folder(config), [listener])
+
+
+def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """One search, without imports, data and what is measured about packs."""
+    with tempfile.TemporaryDirectory() as folder:
+        if side == "default_loop":
+            return _run_default_loop(overrides, Path(folder))
+        run = _search_run(overrides, side, Path(folder), SearchListener())
+        begun = time.perf_counter()
+        summary = run.run(lambda: None)
+        seconds = time.perf_counter() - begun
+    assert summary.best is not None, "some trial has a value"
+    return {
+        "seconds": round(seconds, 2),
+        "trial": summary.best.trial,
+        "value": summary.best.value,
+        "test_accuracy": summary.best.test_accuracy,
+        "samples": summary.samples,
+        "train_s": round(summary.train_time_s, 2),
+        "evaluation_s": round(summary.evaluation_time_s, 2),
+        "overhead_s": round(seconds - summary.train_time_s - summary.evaluation_time_s - summary.tuning_time_s, 2),
+        "values": [
+            [trial.trial, place, value]
+            for trial in summary.trials
+            for place, value in enumerate(trial.values.values())
+        ],
+    }
+
+
+def _run_default_loop(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Trials and their seeds are those of the search; the folder holds their sampling and nothing else."""
+    run = _search_run(overrides, "one_at_a_time", folder, SearchListener())
+    images = _images(run.source)
+    begun = time.perf_counter()
+    found = search(
+        run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images, run.order_seed
+    )
+    return {"seconds": round(time.perf_counter() - begun, 2), **found}
+
+
+def _images(source: DataSource) -> Images:
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (source.mean, source.std))
+
+    def prepared(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = as_pair(data)
+        assert pair is not None, "the data set is in memory"
+        return (pair[0].float() / 255 - mean) / std, pair[1]
+
+    return Images(prepared(source.train), prepared(source.validation), prepared(source.test))

@@ -1,0 +1,55 @@
+"""Tables of Hyperband by three sides, built from a results object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from experiments.common.markdown import markdown_table
+
+Result = Mapping[str, Any]
+
+NAMES = {
+    "default_loop": "PyTorch's default loop, one trial at a time",
+    "one_at_a_time": "one tuned trial at a time",
+    "packed": "packs",
+}
+_WANTED = {"default_loop": "≥ 2.7", "one_at_a_time": "≥ 1.6"}
+
+
+def sides_table(result: Result) -> str:
+    """A row a side."""
+    rows = []
+    for side, name in NAMES.items():
+        seconds, runs = result["seconds"][side], result["runs"][side]
+        ratio = result["ratios"].get(f"{side}_over_packed")
+        samples = median(run["samples"] for run in runs)
+        rows.append(
+            [
+                name,
+                f"{seconds['median']:.0f} ({seconds['minimum']:.0f}–{seconds['maximum']:.0f})",
+                f"{samples / seconds['median']:,.0f}",
+                "" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})",
+                _WANTED.get(side, ""),
+                f"{result['best'][side]:.4f}",
+                str(len(runs)),
+            ]
+        )
+    header = ["", "seconds", "images/s", "÷ packs", "wanted", "test accuracy of the best", "n"]
+    return markdown_table(header, rows)
+
+
+def overhead_text(result: Result) -> str:
+    """What a search takes besides training and measuring."""
+    shares = [run["overhead_s"] / run["seconds"] for run in result["runs"]["packed"]]
+    return (
+        f"Sampling, storage, files of trials and changing seats took {median(shares):.1%} of the packed search's time "
+        f"({min(shares):.1%} to {max(shares):.1%})."
+    )
+
+
+def result_text(result: Result) -> str:
+    """All there is to say about a result."""
+    packing = " ".join(dict.fromkeys(result["packing"]))
+    return f"`{' '.join(result['overrides'])}`\n\n{packing}\n\n{sides_table(result)}\n\n{overhead_text(result)}"
