@@ -12,6 +12,7 @@ from torch import nn
 from crossbow_py import search, train
 from crossbow_py.telemetry.records import read_metrics
 
+_CREATE_TRIAL, _END_TRIAL, _COMPLETE = 4, 6, 1  # as Optuna's journal has them
 # One trial at a time, which needs no measuring of how wide packs pay.
 DIGITS = [
     "+experiment=search_digits", "model.hidden=[16]", "device=cpu", "precision=fp32", "executor=serial", "packing=none",
@@ -48,21 +49,24 @@ def values(folder: Path | str = "search") -> dict[int, dict[str, float]]:
 
 def segments(folder: Path | str = "search") -> list[tuple[int, int]]:
     """Trial and rung of every segment that was finished or failed, by the journal, in their order."""
-    claims: dict[int, tuple[int, int]] = {}
+    return [segment for event, segment, _ in events(folder) if event == "finished"]
+
+
+def events(folder: Path | str = "search") -> list[tuple[str, tuple[int, int], str]]:
+    """Every `claimed` and `finished` of the journal: the event, the segment's trial and rung, and the worker."""
+    claims: dict[int, tuple[tuple[int, int], str]] = {}
     found, number = [], -1
-    for line in (Path(folder) / "search.journal").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for line in (Path(folder) / "search.journal").read_text(encoding="utf-8").splitlines(keepends=True):
+        record = json.loads(line) if line.endswith("\n") else {"op_code": None}  # being written, or torn
         if record["op_code"] == _CREATE_TRIAL:
             number += 1
             attributes = record.get("user_attrs", {})
             if "rung" in attributes:
-                claims[number] = (attributes["trial"], attributes["rung"])
+                claims[number] = (attributes["trial"], attributes["rung"]), attributes["holder"].split()[0]
+                found.append(("claimed", *claims[number]))
         if record["op_code"] == _END_TRIAL and record["state"] == _COMPLETE and record["trial_id"] in claims:
-            found.append(claims[record["trial_id"]])
+            found.append(("finished", *claims[record["trial_id"]]))
     return found
-
-
-_CREATE_TRIAL, _END_TRIAL, _COMPLETE = 4, 6, 1  # as Optuna's journal has them
 
 
 def trained_by_command(folder: Path | str = "search") -> dict[str, Any]:

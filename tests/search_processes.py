@@ -1,0 +1,77 @@
+"""The command line's searches in processes of their own, to be killed and to share a search."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from crossbow_py import search
+from crossbow_py.packing import roster
+from crossbow_py.packing.width import Width
+from tests.searches import merged
+
+PATIENCE_S = 90.0
+POLL_S = 0.005
+# 13 segments in three rungs; of all executors this one leaves a trial the same whoever is beside it.
+NINE_TRIALS = [
+    "+experiment=search_digits", "model.hidden=[16]", "device=cpu", "precision=fp32", "executor=serial",
+    "num_trials=9", "max_epochs=9", "method=successive_halving", "batch_size=4",
+]  # fmt: skip
+_PACK_SIZE = 4
+
+
+@contextlib.contextmanager
+def started(folder: Path, *options: str) -> Iterator[ForkServerProcess]:
+    """`python -m crossbow_py.search`, in `folder`'s parent and writing to it; killed in the end, if it runs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "crossbow_py.search_build", "crossbow_py.packing.search_report"])
+    arguments = merged(NINE_TRIALS, (f"output_dir={folder.name}", *options))
+    process = context.Process(target=_search_here, args=(arguments, str(folder.parent), f"{folder}.log"))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def search_in(folder: Path, *options: str) -> int | None:
+    """The exit code of a search that is left alone."""
+    with started(folder, *options) as process:
+        return ended(process)
+
+
+def ended(process: ForkServerProcess) -> int | None:
+    """Its exit code, when it ends."""
+    process.join(PATIENCE_S)
+    return process.exitcode
+
+
+def await_true(what: Callable[[], object], process: ForkServerProcess) -> None:
+    """Block until it is; not longer than the process runs that is to make it so."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not what():
+        runs = process.is_alive()
+        assert (runs or what()) and time.monotonic() < end_s, "what was waited for did not come"
+        time.sleep(POLL_S)
+
+
+def _search_here(arguments: Sequence[str], where: str, log: str) -> None:
+    """Be that process: packs are of one size without measuring, and the exit code is the search's."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.chdir(where)
+    torch.set_num_threads(1)
+    width = Width(_PACK_SIZE, {("serial", 1): 1.0, ("serial", _PACK_SIZE): 2.0}, "Packs of 4, for a test.")
+    with mock.patch.object(roster, "measured_width", return_value=(width, [])):
+        sys.exit(search.main(arguments))
