@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import time
 from collections import Counter
 from functools import partial
@@ -136,3 +137,29 @@ def test_signal_ends_a_search_in_order_and_the_next_goes_on(
     assert search_in(folder) == 0
     assert_no_finished_segment_was_claimed_again(folder)
     assert outcome(folder) == undisturbed
+
+
+def test_storage_that_stays_locked_ends_the_search_with_one_line_and_what_was_finished(
+    undisturbed: Outcome, tmp_path: Path
+) -> None:
+    folder, database = tmp_path / "search", tmp_path / "shared.db"
+    storage = f"storage=sqlite:///{database}"
+    with started(folder, storage) as process:
+        await_true(lambda: '"1": 0.' in _text(folder / "search.json"), process)
+        with sqlite3.connect(database, timeout=60, isolation_level=None) as locking:
+            locking.execute("BEGIN EXCLUSIVE")
+            assert ended(process) == 1
+            locking.execute("ROLLBACK")
+        locking.close()
+    said = _text(tmp_path / "search.log").splitlines()[-1]
+    assert said.startswith(f"error: the search's storage sqlite:///{database} cannot be used, tried 9 times")
+    assert "database is locked" in said
+    assert "start the same command again" in said
+    finished = values(folder)
+    assert search_in(folder, storage) == 0
+    assert outcome(folder) == undisturbed
+    assert any(finished.values())
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
