@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Parameter:
 
     Attributes:
         key: dotted key of the configuration.
+        lists: choices that are lists, as the text that stands for them: samplers know no others.
         when: keys of other parameters with values, one of which each must have for this parameter to exist.
         integer: whether the range, and its step where there is one, is of whole numbers.
     """
@@ -57,6 +59,7 @@ class Parameter:
     num: int | None = setting(None, "how many values a grid takes from the range", minimum=2, maximum=MAX_POINTS)
     choices: tuple[Value, ...] | None = setting(None, "values in place of a range")
     when: Conditions = ()
+    lists: tuple[str, ...] = ()
     integer: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +100,10 @@ class Parameter:
             low, high, step = self._whole()
             return suggester.suggest_int(self.key, low, high, step=step, log=self.log)
         return suggester.suggest_float(self.key, *self._ends(), step=self.step, log=self.log)
+
+    def meant(self, value: Value) -> Any:
+        """What a configuration is given for a value: the list that a text stands for, else the value itself."""
+        return json.loads(value) if isinstance(value, str) and value in self.lists else value
 
     def ends(self) -> tuple[Value, ...]:
         """Both ends of the range, or every choice."""
@@ -231,9 +238,16 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
         if name not in FIELDS:
             raise UserError(f"space: {key} has no field {name!r}{suggestion(str(name), FIELDS)}")
     choices = plain.get("choices")
+    lists: tuple[str, ...] = ()
+    if isinstance(choices, list | tuple):
+        lists = tuple(json.dumps(each) for each in choices if isinstance(each, list | tuple) and _are_plain(each))
+        choices = [
+            json.dumps(each) if isinstance(each, list | tuple) and _are_plain(each) else each for each in choices
+        ]
+        plain = {**plain, "choices": choices}
     if choices is not None and not _are_plain(choices):
-        raise UserError(f"space: {key}.choices must be a list of {_PLAIN}, got {choices!r}.")
-    return Parameter(key=key, **{**plain, "when": _conditions(key, plain.get("when"))})
+        raise UserError(f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}.")
+    return Parameter(key=key, lists=lists, **{**plain, "when": _conditions(key, plain.get("when"))})
 
 
 def _check_sizes(key: str, plain: Any) -> None:

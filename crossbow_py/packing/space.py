@@ -49,6 +49,11 @@ class Space:
                 values[parameter.key] = parameter.suggest(suggester)
         return values
 
+    def meant(self, params: Mapping[str, Value]) -> dict[str, Any]:
+        """A trial's values as a configuration takes them."""
+        own = {parameter.key: parameter for parameter in self.parameters}
+        return {key: own[key].meant(value) if key in own else value for key, value in params.items()}
+
     def grid(self) -> list[dict[str, Value]]:
         """Every combination once, the last parameter changing fastest.
 

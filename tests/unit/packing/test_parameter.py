@@ -202,9 +202,15 @@ def test_true_is_not_one_among_values() -> None:
         ({"low": 1, "high": 9, "num": 10_001}, "a.b.num must be at most 10000, got 10001."),
         ({"low": 1, "high": 9, "num": 2.5}, "a.b.num must be a whole number or null, got 2.5."),
         ([], "a.b must have choices, got an empty list; name the values to try."),
-        ({"choices": "sgd"}, "a.b.choices must be a list of numbers, text, true, false or null, got 'sgd'."),
-        ([[80, 120], [100]], "a.b.choices must be a list of numbers, text, true, false or null, got "),
-        ([{"a": 1}], "a.b.choices must be a list of numbers, text, true, false or null, got "),
+        (
+            {"choices": "sgd"},
+            "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got 'sgd'.",
+        ),
+        (
+            [[80, 120], [100]],
+            "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got ",
+        ),
+        ([{"a": 1}], "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got "),
         ([0.1, math.nan], "a.b.choices must be a finite number, got nan."),
         (["x", "y", "x"], "a.b must have choices that differ, got 'x' and 'x'; leave one out."),
         ([1, True], "a.b must have choices that differ, got 1 and True; leave one out."),
@@ -233,3 +239,18 @@ def test_parameters_as_plain_values_name_what_was_set_and_tell_whole_ranges_from
     full = {"low": 0.5, "high": 2.0, "log": True, "num": 3, "when": {"y": "z"}}
     assert parse_parameter("x", full).to_plain() == {"key": "x", **full, "when": {"y": ["z"]}}
     assert parse_parameter("x", [False, None]).to_plain() == {"key": "x", "choices": [False, None]}
+
+
+def test_choices_that_are_lists_are_texts_for_samplers_and_lists_for_configurations() -> None:
+    parameter = parse_parameter("model.hidden", [[64], [128, 128], "[1]"])
+    assert parameter.choices == ("[64]", "[128, 128]", "[1]")
+    assert parameter.meant("[128, 128]") == [128, 128]
+    assert parameter.meant("[1]") == "[1]"  # a text that was written as one
+    assert parameter.place("[128, 128]") == 0.5
+
+
+def test_place_lies_between_the_ends_of_a_range_or_among_choices() -> None:
+    assert parse_parameter("a", {"low": 2.0, "high": 4.0}).place(2.5) == 0.25
+    assert parse_parameter("a", {"low": 0.01, "high": 100.0, "log": True}).place(1.0) == pytest.approx(0.5)
+    assert [parse_parameter("a", [False, 0.5, None]).place(value) for value in (False, 0.5, None)] == [0.0, 0.5, 1.0]
+    assert parse_parameter("a", ["only"]).place("only") == 0.0
