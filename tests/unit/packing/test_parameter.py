@@ -207,7 +207,7 @@ def test_true_is_not_one_among_values() -> None:
             "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got 'sgd'.",
         ),
         (
-            [[80, 120], [100]],
+            [[[80]], [100]],
             "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got ",
         ),
         ([{"a": 1}], "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got "),
