@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from crossbow_py import search as search_module
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.packing import roster, search_report
+from crossbow_py.packing.search_events import TrialRecord
 from crossbow_py.packing.search_report import SearchFile
 from crossbow_py.packing.width import Width
 from crossbow_py.telemetry.records import read_summary
@@ -34,6 +37,16 @@ def packs_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs are that wide without measuring."""
     width = Width(3, {("serial", 1): 1.0, ("fused", 3): 2.0}, "Packs of 3, for a test.")
     monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))
+
+
+def signalling(number: signal.Signals, num_measured: int) -> Callable[[SearchFile, tuple[TrialRecord, ...]], None]:
+    """A hook that sends this process a signal once so many trials were measured."""
+
+    def on_trials(_: SearchFile, trials: tuple[TrialRecord, ...]) -> None:
+        if sum(trial.rung is not None for trial in trials) == num_measured:
+            signal.raise_signal(number)
+
+    return on_trials
 
 
 def test_command_to_its_end_leaves_report_model_and_the_command_that_trains_it(
@@ -107,13 +120,28 @@ def test_signal_keeps_what_is_finished_and_the_same_command_goes_on(
     number: signal.Signals, status: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(SearchFile, "on_trials", lambda *_: signal.raise_signal(number))
+        patched.setattr(SearchFile, "on_trials", signalling(number, num_measured=1))
         assert search_digits() == code
     assert report()["status"] == status
     assert segments() == [(0, 0)]
     assert search_digits() == 0
     assert report()["status"] == "finished"
     assert len(segments()) == len(set(segments())) == 4
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_trial_whose_files_are_gone_is_trained_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert search_digits("output_dir=whole") == 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SearchFile, "on_trials", signalling(signal.SIGTERM, num_measured=3))
+        assert search_digits() == EXIT_TERMINATED
+    assert segments() == [(0, 0), (1, 0), (2, 0)]
+    shutil.rmtree("search/trials")
+    assert search_digits() == 0
+    assert report()["samples"] == 3 * report()["info"]["num_train_samples"] // 16 * 16 + 16  # and not two epochs
+    assert values() == values("whole")
+    assert report()["best"]["value"] == report("whole")["best"]["value"]
 
 
 @pytest.mark.usefixtures("no_pictures")

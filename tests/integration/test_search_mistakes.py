@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from torch import Tensor, nn
 
+import crossbow_py
 from crossbow_py.search import main
 from crossbow_py.train import main as train
 from tests.searches import DIGITS, merged, report, search_digits, segments
@@ -187,6 +190,20 @@ def test_search_of_which_every_trial_fails_is_one_error_line_and_exit_code_1(
     assert report()["best"] is None
     assert len(segments()) == 2
     assert not list(Path().rglob("*.safetensors"))
+
+
+def test_search_without_optuna_is_one_error_line_that_says_how_to_install_it(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['optuna'] = None\n"
+        "from crossbow_py.search import main; sys.exit(main(['+experiment=search_digits']))"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.__file__).parents[1])}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: a search needs Optuna")
+    assert "pip install 'crossbow_py[search]'" in done.stderr
+    assert files() == []
 
 
 def test_base_of_these_tests_is_no_mistake() -> None:

@@ -97,6 +97,17 @@ def test_trial_is_one_learner_with_its_own_seed_and_the_order_of_the_search() ->
     assert trial_config(search(*DIGITS, "order_seed=8", "seed=3"), {}, seed=11).order_seed == 8
 
 
+def test_trial_has_nothing_to_average_with_whatever_a_recipe_says() -> None:
+    independent = trial_config(search(*DIGITS, "averaging=independent"), {}, seed=1)
+    assert independent == trial_config(search(*DIGITS), {}, seed=1)
+
+
+def test_option_that_is_configured_already_keeps_what_it_was_given() -> None:
+    config = search("data=digits", "model=mlp", "model.hidden=[16]", "space.model=[mlp,lenet]")
+    assert trial_config(config, {"model": "mlp"}, seed=0).model.hidden == (16,)
+    assert trial_config(config, {"model": "lenet"}, seed=0).model.NAME == "lenet"
+
+
 def test_trial_of_a_searched_group_has_the_options_own_values_and_what_is_searched_beneath_it() -> None:
     config = search(*TWO_OPTIMIZERS)
     sgd = trial_config(config, {"optimizer.momentum": 0.7, "optimizer": "sgd"}, seed=0).optimizer
