@@ -134,7 +134,8 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
     plain.update(
         experiment=TrainConfig.experiment, num_learners=1, seed=seed, order_seed=order_seed, averaging={"name": "sma"}
     )
-    for key, value in sorted(config.parsed_space.meant(params).items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
+    meant = config.parsed_space.meant(params)
+    for key, value in sorted(meant.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
         if key in REGISTRIES:
             if value not in group_options(key):
                 raise UserError(f"space: unknown {key} {value!r}{suggestion(str(value), group_options(key))}")

@@ -47,6 +47,7 @@ def composed(command: str) -> TrainConfig:
         ["+experiment=search_lenet", "channels_last=false"],
         TWO_OPTIMIZERS,
         ["data=digits", "space.model=[mlp,resnet20]"],
+        ["data=digits", "model=mlp", "space.model.hidden=[[32],[64,16],[]]"],
         ["data=digits", "space.schedule=[constant,cosine,exponential]", "space.batch_size=[8,64]"],
         ["data=cifar10", "space.data.crop_padding={low:0,high:4}", "space.data.flip=[true,false]"],
         [
