@@ -73,8 +73,8 @@ class SearchConfig(TrainConfig):
                 raise UserError(f"{key} means nothing in a search, got {_written(getattr(self, key))}; leave it out.")
         if self.num_learners != 1:
             raise UserError(
-                f"num_learners must be 1 in a search, got {self.num_learners}: a trial is one learner, and trials are "
-                "learners of one another's packs; set num_learners=1, and max_pack_size for the width of packs."
+                f"num_learners must be 1 in a search, got {self.num_learners}: a trial is one learner; set "
+                "num_learners=1, and max_pack_size for how many trials train side by side."
             )
         if self.target_accuracy is not None and self.metric != "accuracy":
             raise UserError(
