@@ -113,16 +113,14 @@ class Trainer:
         order_seed: int | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
-        begun = time.monotonic()
+        begun, self.callbacks, self._continues = time.monotonic(), callbacks, resume == "auto"
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
                                compile_model, seed, on_nonfinite, num_workers, order_seed, label_smoothing)  # fmt: skip
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
-        self.callbacks, self._continues = callbacks, resume == "auto"
         found, self._messages = saved_run(resume, output_dir, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
-        choices = choose_alike(settings, found, ranks)
         parts = build_parts(
-            model, data, settings, choices, optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
+            model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
             init_from=None if init_from is None or found else str(init_from), announce=self._announce,
             max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
         )  # fmt: skip
