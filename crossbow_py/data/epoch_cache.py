@@ -24,9 +24,16 @@ class EpochCache(Generic[Key, T]):
     """
 
     def __init__(self, build: Callable[[Key], T], kept: int = EPOCHS_KEPT) -> None:
-        self._build, self.kept = build, kept
+        self._build, self.kept, self._least = build, kept, kept
+        self._readers: dict[int, int] = {}
         self._tables: OrderedDict[Key, T] = OrderedDict()
         self._lock = threading.Lock()
+
+    def serve(self, reader: int, num_places: int) -> None:
+        """Have a reader at so many places at once from now on, each in at most two epochs; 0 when it has gone."""
+        with self._lock:
+            self._readers[reader] = num_places
+            self.kept = max(self._least, 2 * sum(self._readers.values()) + 1)
 
     def __call__(self, epoch: Key) -> T:
         """The table of `epoch`."""

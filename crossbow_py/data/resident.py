@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.data.augmentation import Augmentation, Ids
-from crossbow_py.data.epoch_cache import EPOCHS_KEPT, EpochCache
+from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
@@ -61,12 +61,17 @@ class ResidentFeed(PickedFeed):
     def with_batch_size(self, batch_size: int) -> ResidentFeed:
         """Batches of another size of the same streams; what is worked out for either is there for both."""
         other = copy.copy(self)
+        other._variants = {}  # each copy has streams of its own
         Feed.__init__(other, self.num_samples, batch_size)
         return other
 
-    def serve(self, num_readers: int) -> None:
-        """Have so many learners at places of their own in the streams, each in at most two epochs at once."""
-        self._tables.kept = max(self._tables.kept, EPOCHS_KEPT, 2 * num_readers + 1)
+    def serve(self, num_learners: int) -> None:
+        """Have so many learners at places of their own in the streams."""
+        self._tables.serve(id(self), num_learners)
+
+    def close(self) -> None:
+        """See Feed."""
+        self._tables.serve(id(self), 0)
 
     def without_augmentation(self) -> ResidentFeed:
         """The same streams, of which only those with a variant augment."""

@@ -119,7 +119,11 @@ class Pack:
         self._in_flight: list[list[Member]] = []
         self._round_index = 0
         self.notes: list[str] = []
-        self.seat(members)
+        try:
+            self.seat(members)
+        except BaseException:
+            self.close()
+            raise
 
     # --- who sits where -----------------------------------------------------------------------------------------------
 
@@ -130,7 +134,7 @@ class Pack:
         """
         staying = {id(member): row for row, member in enumerate(self.members)}
         if self._engine is not None and len(members) == len(self.members):
-            self._replace([member for member in members if id(member) not in staying])
+            self._replace(members, [member for member in members if id(member) not in staying])
             return
         rows = [
             read_row(self._bank, staying[id(member)]) if id(member) in staying else self._first_row(member)
@@ -145,13 +149,15 @@ class Pack:
             self._bank.load_row(row, values, 0)
         self._settle_rows(range(len(rows)))
 
-    def _replace(self, joining: Sequence[Member]) -> None:
-        """Give the rows of members that are over to others."""
-        free = [row for row, member in enumerate(self.members) if member.is_over][: len(joining)]
+    def _replace(self, members: Sequence[Member], joining: Sequence[Member]) -> None:
+        """Give the rows of members that leave to those that join."""
+        kept = {id(member) for member in members}
+        free = [row for row, member in enumerate(self.members) if id(member) not in kept]
         for row, member in zip(free, joining, strict=True):
             self.members[row] = member
             self._bank.load_row(row, self._first_row(member), 0)
-        self._settle_rows(free)
+        if free:
+            self._settle_rows(free)
 
     def _first_row(self, member: Member) -> dict[str, object]:
         if member.begun is not None:

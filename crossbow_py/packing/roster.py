@@ -11,7 +11,7 @@ from torch import nn
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError
+from crossbow_py.errors import CrossbowError, DataError
 from crossbow_py.packing.policies import Waiting
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
@@ -94,6 +94,8 @@ class Roster:
         if trial not in self._described:
             try:
                 self._described[trial] = self._describe(trial, params)
+            except DataError:
+                raise
             except CrossbowError as error:
                 self._described[trial] = " ".join(str(error).split())
             except Exception as error:  # of the user's model
@@ -124,9 +126,6 @@ class Roster:
             self._announce(note)
         few = self.data.validation.first_samples(2)
         probe_evaluation(template, self._choices.precision, few, self._loss, "validation")
-        if self._most == 1:
-            executor = "serial" if self._choices.executor == "auto" else self._choices.executor
-            return Kind(template, Width(1, {(executor, 1): 1.0}, ""))
         width, notes = measured_width(
             self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce
         )

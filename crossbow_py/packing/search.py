@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+
+import torch
 
 from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError, UserError
-from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
+from crossbow_py.evaluation import Evaluation
 from crossbow_py.packing.hyperband import (
     Bracket,
     Results,
@@ -25,10 +28,10 @@ from crossbow_py.packing.hyperband import (
     standing,
     to_epochs,
 )
-from crossbow_py.packing.pack import Member, Pack, PackJob
+from crossbow_py.packing.pack import Member, PackJob
+from crossbow_py.packing.places import Packs, Place
 from crossbow_py.packing.policies import Policy, Waiting, admit
 from crossbow_py.packing.roster import Described, Roster
-from crossbow_py.packing.side_by_side import advance
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.run_settings import Choices, RunSettings
@@ -75,23 +78,6 @@ class Spent:
 
 
 @dataclass
-class Place:
-    """A segment on its way, in a pack of this worker."""
-
-    segment: Segment
-    member: Member
-    described: Described
-    alone: bool
-    seconds: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """How much of the segment is over, 0 to 1."""
-        begun = 0 if self.member.begun is None else self.member.begun.samples_seen
-        return min(1.0, (self.member.samples_seen - begun) / max(1, self.member.end_samples - begun))
-
-
-@dataclass
 class SearchHooks:
     """What a search calls, in its own thread; every one may be left out."""
 
@@ -131,7 +117,7 @@ class Search:
         longest = max(bracket.epochs[-1] for bracket in rules.brackets)
         planned = epoch_samples(longest, self.num_samples)
         self._job = PackJob(settings, choices, loss, planned, roster.executor)
-        self._packs: dict[str, Pack] = {}
+        self.packs = Packs(self._job, roster, choices, loss, hooks.message)
         self.places: list[Place] = []
         self._alone: set[int] = set()
         self._concluded: set[int] = set()
@@ -169,19 +155,11 @@ class Search:
 
     def close(self) -> None:
         """Give back what is held and end all packs. Does not raise what the storage says: leases end by themselves."""
-        for pack in self._packs.values():
-            pack.close()
-        self._packs.clear()
+        self.packs.close()
         for place in self.places:
-            try:
+            with suppress(CrossbowError):
                 self.study.release(place.segment)
-            except (CrossbowError, KeyError):
-                break
         self.places = []
-
-    def pack_number(self, place: Place) -> int:
-        """Which of the packs a place is in, from 0."""
-        return list(self._packs).index(self._pack_key(place)) if self._pack_key(place) in self._packs else 0
 
     def _wait(self) -> None:
         begun = self.hooks.clock()
@@ -198,12 +176,20 @@ class Search:
         waiting = self._waiting()
         running = [self._as_waiting(place.segment.trial, place.described, place.alone) for place in self.places]
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
-        wanted = {each.trial for each in chosen}
+        wanted = {each.trial for each in self._few_packs(running, chosen)}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
         self.places += [self._placed(segment) for segment in claimed]
-        if claimed or self._is_stale:
-            self._seat()
         self._admitted_at = (len(self.results), tuple(place.segment for place in self.places))
+        if claimed or self._is_stale:
+            self._is_stale = False
+            for key, error in self.packs.seat(self.places).items():
+                self._give_up(key, error)
+
+    def _few_packs(self, running: Sequence[Waiting], chosen: Sequence[Waiting]) -> list[Waiting]:
+        """Those chosen, without those that would make more packs than a CPU has cores for."""
+        most = torch.get_num_threads() if self.choices.device.type == "cpu" else len(running) + len(chosen)
+        kinds = list(dict.fromkeys(each.signature for each in [*running, *chosen]))[: max(1, most)]
+        return [each for each in chosen if each.signature in kinds]
 
     def _waiting(self) -> list[tuple[Segment, Waiting]]:
         """What may be claimed, as far as the policy looks ahead; what cannot be described has failed."""
@@ -213,12 +199,20 @@ class Search:
         num_new = 0
         for segment in self.study.free([each for each in segments if each not in held]):
             num_new += segment.rung == 0
-            if num_new > self.rules.lookahead:
+            if num_new > self.rules.lookahead or (segment.rung == 0 and self._is_full([each for _, each in found])):
                 break
             known = self._described(segment)
             if known is not None:
                 found.append((segment, self._as_waiting(segment.trial, known, segment.trial in self._alone)))
         return found
+
+    def _is_full(self, found: list[Waiting]) -> bool:
+        """Whether those fill the device that run or were found, for a policy that takes them in their order.
+
+        What is sampled later knows more results.
+        """
+        running = [self._as_waiting(place.segment.trial, place.described, place.alone) for place in self.places]
+        return self.rules.policy == "signature" and sum(each.share for each in [*running, *found]) > 1 - 1e-9
 
     def _described(self, segment: Segment) -> Described | None:
         params, begun = self.study.params(segment.trial), self.hooks.clock()
@@ -246,55 +240,20 @@ class Search:
         member = Member(segment.trial, known.settings, begun, end, known.dropout_rate)
         return Place(segment, member, known, segment.trial in self._alone)
 
-    def _seat(self) -> None:
-        """Packs as the places are now; those that go on keep their rows."""
-        self._is_stale = False
-        groups: dict[str, list[Place]] = {}
-        for place in self.places:
-            groups.setdefault(self._pack_key(place), []).append(place)
-        for key in [key for key in self._packs if key not in groups]:
-            self._packs.pop(key).close()
-        for key, places in groups.items():
-            self._seat_group(key, places)
-
-    def _pack_key(self, place: Place) -> str:
-        return f"{place.described.signature} {place.segment.trial}" if place.alone else place.described.signature
-
-    def _seat_group(self, key: str, places: list[Place]) -> None:
-        members, signature = [place.member for place in places], places[0].described.signature
-        try:
-            if key in self._packs:
-                self._packs[key].seat(members)
-                return
-            feed = self.roster.data.feed_of(members[0].settings.batch_size)
-            self._packs[key] = Pack(self._job, signature, self.roster.template(signature), feed, members)
-            if warning := self._packs[key].warning:
-                self.hooks.message(warning)
-        except (CrossbowError, RuntimeError, MemoryError) as error:
-            self._give_up(key, error)
-
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _train(self, stopped: Callable[[], bool]) -> None:
         """Until a segment is over, or a turn has passed."""
-        clock, packs = self.hooks.clock, list(self._packs.items())
+        clock = self.hooks.clock
         begun, samples = clock(), self._samples()
-        failures = advance(
-            [pack for _, pack in packs],
-            lambda: clock() - begun >= _TURN_S or stopped(),
-            device=self.choices.device,
-        )
+        failures = self.packs.advance(lambda: clock() - begun >= _TURN_S or stopped())
         seconds = clock() - begun
         self.spent.train_s += seconds
         self.spent.samples += self._samples() - samples
         for place in self.places:
             place.seconds += seconds / len(self.places)
-        for number, error in failures.items():
-            self._give_up(packs[number][0], error)
-        for _, pack in packs:
-            for note in pack.notes:
-                self.hooks.message(note)
-            pack.notes.clear()
+        for key, error in failures.items():
+            self._give_up(key, error)
 
     def _samples(self) -> int:
         return sum(place.member.samples_seen for place in self.places)
@@ -306,12 +265,15 @@ class Search:
         """
         if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
             raise error
-        if key in self._packs:
-            self._packs.pop(key).close()
-        mine = [place for place in self.places if self._pack_key(place) == key]
-        self.places = [place for place in self.places if self._pack_key(place) != key]
+        self.packs.end(key)
+        mine = [place for place in self.places if place.pack_key == key]
+        self.places = [place for place in self.places if place.pack_key != key]
         cause = error.__cause__ or error
-        if len(mine) == 1:
+        self._admitted_at = (-1, ())  # what is given back may be admitted again
+        if len(mine) == 1 and self.packs.count and is_out_of_memory(cause):
+            self._alone.add(mine[0].segment.trial)
+            self.study.release(mine[0].segment)
+        elif len(mine) == 1:
             self._fail(mine[0].segment, one_line(cause))
         elif is_out_of_memory(cause):
             self.roster.narrow(mine[0].described.signature, len(mine) // 2)
@@ -330,33 +292,29 @@ class Search:
         over = [place for place in self.places if place.member.is_over]
         if not over:
             return
-        for key, pack in self._packs.items():
-            mine = [place for place in over if self._pack_key(place) == key]
-            healthy = [place for place in mine if place.member.failure is None]
-            begun = self.hooks.clock()
-            measured = pack.evaluate([p.member for p in healthy], self._evaluator(pack), self.roster.data.validation)
-            self.spent.evaluation_s += self.hooks.clock() - begun
-            for place, evaluation in zip(healthy, measured, strict=True):
-                self._finish(place, evaluation, pack)
-            for place in mine:
-                if place.member.failure is not None:
-                    self._fail(place.segment, place.member.failure)
+        healthy = [place for place in over if place.member.failure is None]
+        begun = self.hooks.clock()
+        measured = self.packs.measure(healthy)
+        self.spent.evaluation_s += self.hooks.clock() - begun
+        for place, evaluation in zip(healthy, measured, strict=True):
+            if isinstance(evaluation, str):
+                place.member.failure = evaluation
+            elif not math.isfinite(evaluation.loss):
+                place.member.failure = "its loss on the validation data is not finite"
+            else:
+                self._finish(place, evaluation)
+        for place in over:
+            if place.member.failure is not None:
+                self._fail(place.segment, place.member.failure)
         self.places = [place for place in self.places if not place.member.is_over]
         self._is_stale = True  # who is admitted next takes their rows
 
-    def _evaluator(self, pack: Pack) -> Evaluator:
-        values = self.roster.data.validation.first_samples(1).inputs.numel()
-        return Evaluator(
-            pack.template, precision=self.choices.precision, loss=self.loss, metrics={},
-            batch_size=evaluation_batch_size(values), channels_last=self._job.settings.channels_last,
-        )  # fmt: skip
-
-    def _finish(self, place: Place, evaluation: Evaluation, pack: Pack) -> None:
+    def _finish(self, place: Place, evaluation: Evaluation) -> None:
         value = evaluation.accuracy if self.rules.metric == "accuracy" else evaluation.loss
         if value is None:
             raise UserError("metric=accuracy needs targets that are classes; set metric=loss.")
         segment, member = place.segment, place.member
-        self.states.save(segment, pack.checkpoint(member))
+        self.states.save(segment, self.packs.checkpoint(place))
         attrs = {
             "train_loss": member.loss_sum / member.num_losses if member.num_losses else None,
             "validation_loss": evaluation.loss if math.isfinite(evaluation.loss) else None,
@@ -364,13 +322,13 @@ class Search:
             "samples": member.samples_seen,
         }
         epochs = to_epochs(self.rules.brackets, segment)
-        self.study.finish(segment, value, epochs=epochs, seconds=place.seconds, attrs=attrs)
-        self.states.forget(segment.trial, before_rung=segment.rung)
+        if self.study.finish(segment, value, epochs=epochs, seconds=place.seconds, attrs=attrs):
+            self.states.forget(segment.trial, before_rung=segment.rung)
         self.hooks.finished(self, segment)
 
     def _fail(self, segment: Segment, reason: str) -> None:
-        self.study.fail(segment, reason)
-        self.states.forget(segment.trial)
+        if self.study.fail(segment, reason):
+            self.states.forget(segment.trial)
         self.hooks.message(f"Trial {segment.trial} failed: {reason.rstrip('.')}.")
         self.hooks.finished(self, segment)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,17 +58,20 @@ def choose_width(rates: Rates, what: str) -> Width:
 
     `rates` has one trial at a time, by whatever executor; `what` names the trials.
     """
-    alone = max(rate for (_, count), rate in rates.items() if count == 1)
+    alone = max((rate for (_, count), rate in rates.items() if count == 1), default=None)
     fastest = max(rates.values())
-    if fastest < _WORTH * alone:
+    if alone is not None and fastest < _WORTH * alone:
+        name = max((own for own, count in rates if count == 1), key=lambda own: rates[own, 1])
         reason = f"packing does not pay: {fastest:,.0f} images/s at best, and {alone:,.0f} one at a time"
+        if all(count == 1 for _, count in rates):
+            reason = f"was asked for, by executor {name}: {alone:,.0f} images/s"
         return Width(1, rates, f"Trials of {what} run one at a time, as {reason}.")
-    size, name = min((count, own) for (own, count), rate in rates.items() if rate >= _CLOSE * fastest)
-    sentence = (
-        f"Trials of {what} run in packs of {size} by executor {name}: {rates[name, size]:,.0f} images/s, and "
-        f"{alone:,.0f} one at a time ({rates[name, size] / alone:.1f} times)."
-    )
-    return Width(size, rates, sentence)
+    size = min(count for (_, count), rate in rates.items() if rate >= _CLOSE * fastest)
+    name = max((own for own, count in rates if count == size), key=lambda own: rates[own, size])
+    sentence = f"Trials of {what} run in packs of {size} by executor {name}: {rates[name, size]:,.0f} images/s"
+    if alone is not None:
+        sentence += f", and {alone:,.0f} one at a time ({rates[name, size] / alone:.1f} times)"
+    return Width(size, rates, f"{sentence}.")
 
 
 def measured_width(
@@ -93,7 +95,10 @@ def measured_width(
     asked = _asked(names, bound)
     known, key = Remembered("packs.json"), _fingerprint(choices, trial, template, feed, asked)
     if (found := _recalled(known, key)) is not None:
-        return choose_width(found, what), notes
+        width = choose_width(found, what)
+        # The key says what a model consists of, not what its forward does: that may have changed since.
+        if not EXECUTORS[width.executor(width.size)].FUSES or _is_exportable(template, feed, choices):
+            return width, notes
     announce(f"Measuring how many trials of {what} pay side by side, once; it takes some seconds.")
 
     def candidate(name: str, count: int) -> Candidate:
@@ -107,16 +112,21 @@ def measured_width(
 
         return Candidate(name, count, build)
 
-    with suppress(FusionError):  # done here, it is no candidate's time
-        exported(template, feed.for_measuring().batch(0).inputs, choices.precision)
+    if any(EXECUTORS[name].FUSES for name, _ in asked):
+        _is_exportable(template, feed, choices)  # done here, it is no candidate's time
     measured = [candidate(*each) for each in asked]
     result: Calibration = calibrate(measured, feed.batch_size, choices.device, budget_s=_BUDGET_S)
     rates = dict(result.images_per_s)
-    if not any(count == 1 for _, count in rates):
-        name, count = min(rates, key=lambda own: own[1])
-        rates[name, 1] = rates[name, count] / count
     known.remember(key, json.dumps([[name, count, rate] for (name, count), rate in rates.items()]))
     return choose_width(rates, what), notes
+
+
+def _is_exportable(template: nn.Module, feed: Feed, choices: Choices) -> bool:
+    try:
+        exported(template, feed.for_measuring().batch(0).inputs, choices.precision)
+    except FusionError:
+        return False
+    return True
 
 
 def _asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
@@ -124,7 +134,7 @@ def _asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
 
     Trials that are not fused gain nothing from there being more of them than cores.
     """
-    alone = [(name, 1) for name in names if not EXECUTORS[name].FUSES] or [(names[0], 1)]
+    alone = [(name, 1) for name in names]
     fused = list(dict.fromkeys(min(size, bound) for size in _FUSED_SIZES))
     apart = sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
@@ -160,8 +170,7 @@ def _recalled(known: Remembered, key: str) -> Rates | None:
         found = {(str(name), int(count)): float(rate) for name, count, rate in json.loads(text or "[]")}
     except (ValueError, TypeError):
         return None
-    usable = all(name in EXECUTORS for name, _ in found) and any(count == 1 for _, count in found)
-    return found if found and usable else None
+    return found if found and all(name in EXECUTORS for name, _ in found) else None
 
 
 def _fingerprint(

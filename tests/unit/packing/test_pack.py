@@ -64,16 +64,20 @@ ADAM = tuple(
 )
 
 
-def pack_of(
-    trials: Sequence[TrialSettings], executor: str, epochs: float = 2.0, members: Sequence[Member] | None = None
-) -> Pack:
-    job = PackJob(
+def job_of(executor: str, epochs: float) -> PackJob:
+    return PackJob(
         RunSettings(device="cpu", order_seed=ORDER_SEED),
         Choices(torch.device("cpu"), FP64, executor),
         nn.functional.cross_entropy,
         round(epochs * NUM_SAMPLES),
         lambda _, rows: executor,
     )
+
+
+def pack_of(
+    trials: Sequence[TrialSettings], executor: str, epochs: float = 2.0, members: Sequence[Member] | None = None
+) -> Pack:
+    job = job_of(executor, epochs)
     feed = make_feed(
         images(NUM_SAMPLES), BATCH, ORDER_SEED, augmentation=LONGEST, channels_last=True, dtype=torch.float64
     )
@@ -204,12 +208,46 @@ def test_trial_that_diverges_harms_no_other(alone: Callable[..., Any], executor:
         pack.close()
 
 
+def test_packs_over_one_data_set_augment_each_in_its_own_way(alone: Callable[..., Any]) -> None:
+    feed = make_feed(images(NUM_SAMPLES), 1, ORDER_SEED, augmentation=LONGEST, channels_last=True, dtype=torch.float64)
+    assert isinstance(feed, ResidentFeed)
+    feed, larger = feed.without_augmentation(), replace(TRIALS[2], batch_size=8, augmentation=LONGEST)
+    packs = [
+        Pack(
+            job_of("serial", 2.0), "signature", own.new_model(), feed.with_batch_size(own.batch_size), seats([own], 2.0)
+        )
+        for own in (TRIALS[3], larger)
+    ]
+    try:
+        while sum(pack.step() for pack in packs):  # in turn
+            pass
+        for pack, own in zip(packs, (TRIALS[3], larger), strict=True):
+            pack.drain()
+            assert_as_alone(pack, 0, alone(own))
+    finally:
+        for pack in packs:
+            pack.close()
+
+
+def test_member_that_leaves_unfinished_gives_its_row_to_another(alone: Callable[..., Any]) -> None:
+    staying, leaving = seats(TRIALS[:2], 2.0)
+    pack = pack_of(TRIALS[:2], "serial", members=[leaving, staying])
+    try:
+        assert pack.step() and pack.step()
+        pack.drain()
+        joining = seats(TRIALS[2:3], 2.0, first=2)[0]
+        pack.seat([staying, joining])
+        run(pack)
+        assert [member.trial for member in pack.members] == [2, 0]
+        assert_as_alone(pack, 1, alone(TRIALS[0]))
+    finally:
+        pack.close()
+
+
 def test_evaluation_of_members_is_that_of_each_model() -> None:
     pack = pack_of(TRIALS, "fused", epochs=0.5)
     test_feed = make_feed(images(30), 1, channels_last=True, dtype=torch.float64)
-    evaluator = Evaluator(
-        pack.template, precision=FP64, loss=nn.functional.cross_entropy, metrics={}, batch_size=8
-    )
+    evaluator = Evaluator(pack.template, precision=FP64, loss=nn.functional.cross_entropy, metrics={}, batch_size=8)
     try:
         run(pack)
         asked = [pack.members[2], pack.members[0]]

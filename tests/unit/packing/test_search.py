@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import LearnerError, UserError
-from crossbow_py.packing import search as search_module
+from crossbow_py.packing import places
 from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, standing
-from crossbow_py.packing.outcome import best_trial, trial_records
+from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.pack import Pack
 from crossbow_py.packing.policies import Policy
 from crossbow_py.packing.roster import Roster, SearchData
@@ -157,8 +157,9 @@ def test_every_policy_finds_the_same_values(setting: Setting, policy: Policy, tm
 def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_size(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # of packs there are no more than cores
     seen: list[set[int]] = []
-    advance = search_module.advance
+    advance = places.advance
 
     def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
         sizes = [{member.settings.batch_size for member in pack.members} for pack in packs]
@@ -166,7 +167,7 @@ def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_siz
         seen.append(set().union(*sizes))
         return advance(packs, *args, **kwargs)
 
-    monkeypatch.setattr(search_module, "advance", spied)
+    monkeypatch.setattr(places, "advance", spied)
     assert setting.search().run(never)
     assert {4, 8} in seen
 
@@ -176,13 +177,13 @@ def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
 ) -> None:
     setting.method, setting.space, setting.num_trials = "hyperband", ONE_SIZE, 17
     rows: list[int] = []
-    advance = search_module.advance
+    advance = places.advance
 
     def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
         rows.append(sum(len(pack.members) for pack in packs))
         return advance(packs, *args, **kwargs)
 
-    monkeypatch.setattr(search_module, "advance", spied)
+    monkeypatch.setattr(places, "advance", spied)
     assert setting.search().run(never)
     states = {
         where.state for where in standing(setting.rules().brackets, setting.study().results(), maximize=True).values()
@@ -200,8 +201,7 @@ def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting:
         search = setting.search(setting.study(f"worker {after}"))
         search.close = lambda: None  # type: ignore[method-assign]
         assert not search.run(lambda: len(setting.finished) >= stopped_at)  # noqa: B023
-        for pack in search._packs.values():
-            pack.close()
+        search.packs.close()
         let_leases_end(search)
     assert setting.search(setting.study("last")).run(never)
     assert len(setting.finished) == len(set(setting.finished)) == 13
@@ -310,14 +310,100 @@ def test_state_that_is_lost_is_trained_again_from_the_beginning(setting: Setting
 def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, tmp_path: Path) -> None:
     search = setting.search()
     assert search.run(never)
-    found = best_trial(
-        setting.rules(), setting.study(), search.roster, search.states, CHOICES, LOSS, tmp_path,
-        lambda params, trial: f"train {trial} {sorted(params)}",
-    )  # fmt: skip
-    assert found is not None and found.trial == setting.best() and found.epochs == 9
-    assert found.command == f"train {found.trial} ['batch_size', 'optimizer.learning_rate']"
+    leader = find_leader(setting.rules(), setting.study())
+    assert leader is not None and leader.is_at_end
+    settings = setting.trial(leader.trial, leader.params)
+    found = kept_best(leader, settings, "train it", search.roster.data, search.states, CHOICES, LOSS, tmp_path)
+    assert (found.trial, found.epochs, found.seed) == (setting.best(), 9, leader.trial)
+    assert found.command == "train it" and found.params.keys() == {"batch_size", "optimizer.learning_rate"}
     assert found.value == max(value for value in setting.study().results().values() if value is not None)
     assert found.test_accuracy is not None and math.isfinite(found.test_accuracy)
     assert (tmp_path / "model.safetensors").exists()
     left = sorted(path.parent.name for path in setting.folder.glob("*/*.pt"))
     assert left == [f"{found.trial:05}"]  # the files of the others are gone
+
+
+def test_segments_that_others_took_leave_their_rows_and_the_search_goes_on(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space = ONE_SIZE
+
+    def one_round(packs: Any, *args: Any, **kwargs: Any) -> dict[int, Exception]:
+        for pack in packs:
+            pack.step()
+            pack.drain()
+        return {}
+
+    monkeypatch.setattr(places, "advance", one_round)
+    study = setting.study()
+    renew, lost = study.renew, []
+
+    def renewed() -> list[Segment]:
+        if setting.finished or lost or not study.held:
+            return renew()
+        lost.extend(study.held[:2])  # as if another worker had taken them
+        for segment in lost:
+            study.release(segment)
+        return lost
+
+    study.renew = renewed  # type: ignore[method-assign]
+    search = setting.search(study)
+    assert search.run(never) and len(lost) == 2
+    assert len(setting.finished) == len(set(setting.finished)) == 13
+    assert any("taken over" in message for message in setting.messages)
+
+
+class Unmeasurable(nn.Linear):
+    """Which raises in evaluation, but for the two samples it is tried on."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training and len(inputs) > 2:
+            raise ArithmeticError("no evaluation")
+        return super().forward(inputs)
+
+
+def test_trial_that_raises_in_evaluation_fails_and_the_others_go_on(setting: Setting) -> None:
+    setting.space = ONE_SIZE
+    setting.make = lambda trial: partial(Unmeasurable, 4, 3) if trial in (1, 3) else partial(nn.Linear, 4, 3)
+    assert setting.search().run(never)
+    reason = "its evaluation failed: ArithmeticError: no evaluation"
+    assert setting.study().reasons() == {1: reason, 3: reason}
+
+
+def test_model_whose_validation_loss_is_not_finite_fails_though_it_has_an_accuracy(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space = ONE_SIZE
+    evaluate = Pack.evaluate
+
+    def dead(pack: Pack, members: Any, *args: Any) -> Any:
+        found = evaluate(pack, members, *args)
+        return [replace(e, loss=math.nan) if m.trial == 2 else e for e, m in zip(found, members, strict=True)]
+
+    monkeypatch.setattr(Pack, "evaluate", dead)
+    assert setting.search().run(never)
+    assert setting.study().reasons() == {2: "its loss on the validation data is not finite"}
+
+
+def test_tpe_like_searches_sample_no_more_trials_than_there_is_room_for(setting: Setting) -> None:
+    setting.space, setting.width = ONE_SIZE, 2
+    search = setting.search()
+    sampled: list[int] = []
+    assert not search.run(lambda: bool(sampled.append(len(search.study.sampled())) or setting.finished))
+    assert max(sampled) == 2
+
+
+def test_packs_on_a_cpu_are_no_more_than_its_cores(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.policy, setting.width = "random", 8
+    setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial % 2 == 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    counts: list[int] = []
+    advance = places.advance
+
+    def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
+        counts.append(len(packs))
+        return advance(packs, *args, **kwargs)
+
+    monkeypatch.setattr(places, "advance", spied)
+    assert setting.search().run(never)
+    assert 1 < max(counts) <= 3

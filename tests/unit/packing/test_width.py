@@ -45,6 +45,22 @@ def test_width_is_one_where_packs_do_not_pay() -> None:
     )
 
 
+def test_width_says_nothing_about_one_at_a_time_where_that_was_not_measured() -> None:
+    width = choose_width({("fused", 4): 90.0, ("threads", 2): 80.0}, "mlp")
+    assert width.size == 4 and width.sentence == "Trials of mlp run in packs of 4 by executor fused: 90 images/s."
+
+
+def test_width_of_one_at_a_time_takes_the_fastest_executor_for_that() -> None:
+    width = choose_width({("serial", 1): 90.0, ("threads", 1): 100.0, ("fused", 1): 95.0}, "mlp")
+    assert width.size == 1 and width.executor(1) == "threads"
+    assert width.sentence == "Trials of mlp run one at a time, as was asked for, by executor threads: 100 images/s."
+
+
+def test_width_names_the_fastest_executor_of_the_size_it_takes() -> None:
+    width = choose_width({("serial", 1): 10.0, ("fused", 8): 96.0, ("threads", 8): 97.0, ("fused", 16): 100.0}, "mlp")
+    assert width.size == 8 and "executor threads: 97 images/s" in width.sentence and width.executor(8) == "threads"
+
+
 @pytest.mark.parametrize(
     ("num_trials", "expected"),
     [(1, "serial"), (2, "threads"), (3, "fused"), (4, "fused"), (8, "fused"), (16, "fused"), (20, "fused")],
@@ -103,7 +119,8 @@ def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(
     width, notes = measure(6)
     fused = [(name, size) for name in ("fused", "fused_threads") for size in (6, 4, 2)]
     threads = [("threads", 2), ("threads", 4), ("threads", 6)]
-    assert asked == [[("serial", 1), ("threads", 1), *threads, *fused]]
+    alone = [(name, 1) for name in ("serial", "threads", "fused", "fused_threads")]
+    assert asked == [[*alone, *threads, *fused]]
     assert width.size == 6 and notes == []
 
 

@@ -1,0 +1,142 @@
+"""The packs of one worker: segments on their way, each on a row of the pack of its signature, or alone in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.errors import CrossbowError, DataError
+from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
+from crossbow_py.packing.hyperband import Segment
+from crossbow_py.packing.pack import Member, Pack, PackJob
+from crossbow_py.packing.roster import Described, Roster
+from crossbow_py.packing.side_by_side import advance
+from crossbow_py.packing.trial import Checkpoint
+from crossbow_py.run_settings import Choices
+from crossbow_py.targets import one_line
+
+
+@dataclass
+class Place:
+    """A segment on its way, in a pack of this worker."""
+
+    segment: Segment
+    member: Member
+    described: Described
+    alone: bool
+    seconds: float = 0.0
+
+    @property
+    def pack_key(self) -> str:
+        """Which pack it is in: that of its signature, or one of its own."""
+        signature = self.described.signature
+        return f"{signature} {self.segment.trial}" if self.alone else signature
+
+    @property
+    def share(self) -> float:
+        """How much of the segment is over, 0 to 1."""
+        begun = 0 if self.member.begun is None else self.member.begun.samples_seen
+        return min(1.0, (self.member.samples_seen - begun) / max(1, self.member.end_samples - begun))
+
+
+class Packs:
+    """Seats places, trains and measures them. Used from one thread; close it.
+
+    Args:
+        job: what all packs share.
+        roster: what is known of trials.
+        choices, loss: of all trials.
+        message: is told what users should know.
+    """
+
+    def __init__(
+        self, job: PackJob, roster: Roster, choices: Choices, loss: Loss, message: Callable[[str], None]
+    ) -> None:
+        self._job, self._roster, self._choices, self._loss, self._message = job, roster, choices, loss, message
+        self._packs: dict[str, Pack] = {}
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._packs)
+
+    def number_of(self, place: Place) -> int:
+        """Which of the packs a place is in, from 0."""
+        return list(self._packs).index(place.pack_key) if place.pack_key in self._packs else 0
+
+    def seat(self, places: Sequence[Place]) -> dict[str, Exception]:
+        """Have packs of these places from now on; those that go on keep their rows. Why packs failed, by key."""
+        groups: dict[str, list[Place]] = {}
+        for place in places:
+            groups.setdefault(place.pack_key, []).append(place)
+        for key in [key for key in self._packs if key not in groups]:
+            self.end(key)
+        failures: dict[str, Exception] = {}
+        for key, group in groups.items():
+            try:
+                self._seat(key, group)
+            except (CrossbowError, RuntimeError, MemoryError) as error:
+                failures[key] = error
+        return failures
+
+    def _seat(self, key: str, places: Sequence[Place]) -> None:
+        members, signature = [place.member for place in places], places[0].described.signature
+        if key in self._packs:
+            self._packs[key].seat(members)
+            return
+        feed = self._roster.data.feed_of(members[0].settings.batch_size)
+        self._packs[key] = Pack(self._job, signature, self._roster.template(signature), feed, members)
+        if warning := self._packs[key].warning:
+            self._message(warning)
+
+    def advance(self, is_enough: Callable[[], bool]) -> dict[str, Exception]:
+        """Train all packs until a segment is over, or it is enough. Returns why packs failed, by key."""
+        packs = list(self._packs.items())
+        failures = advance([pack for _, pack in packs], is_enough, device=self._choices.device)
+        for _, pack in packs:
+            for note in pack.notes:
+                self._message(note)
+            pack.notes.clear()
+        return {packs[number][0]: error for number, error in failures.items()}
+
+    def measure(self, places: Sequence[Place]) -> list[Evaluation | str]:
+        """Of each on the validation data; a sentence for one whose model cannot be evaluated. Raises DataError."""
+        found: dict[int, Evaluation | str] = {}
+        for key, pack in self._packs.items():
+            mine = [place for place in places if place.pack_key == key]
+            found |= zip(map(id, mine), self._measured(pack, mine), strict=True)
+        return [found[id(place)] for place in places]
+
+    def _measured(self, pack: Pack, places: Sequence[Place]) -> list[Evaluation | str]:
+        """Of one pack; where that fails each is evaluated alone, to find out which it was."""
+        if not places:
+            return []
+        members, data = [place.member for place in places], self._roster.data.validation
+        evaluator = Evaluator(
+            pack.template, precision=self._choices.precision, loss=self._loss, metrics={},
+            batch_size=evaluation_batch_size(data.first_samples(1).inputs.numel()),
+            channels_last=self._job.settings.channels_last,
+        )  # fmt: skip
+        try:
+            return list(pack.evaluate(members, evaluator, data))
+        except DataError:
+            raise
+        except Exception as error:  # of the user's model
+            if len(places) == 1:
+                return [f"its evaluation failed: {one_line(error)}"]
+        return [found for place in places for found in self._measured(pack, [place])]
+
+    def checkpoint(self, place: Place) -> Checkpoint:
+        """Where a place's trial stands."""
+        return self._packs[place.pack_key].checkpoint(place.member)
+
+    def end(self, key: str) -> None:
+        """Close a pack, if it is there. Does not raise."""
+        if key in self._packs:
+            self._packs.pop(key).close()
+
+    def close(self) -> None:
+        """Close all. Does not raise."""
+        for key in list(self._packs):
+            self.end(key)
