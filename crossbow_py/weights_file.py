@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,17 +17,24 @@ from crossbow_py.errors import CheckpointError
 
 def save_weights(module: nn.Module, path: Path) -> None:
     """Write a model as safetensors, atomically; tied parameters are stored once. Raises OSError."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.touch()
-    mode = partial.stat().st_mode  # as the umask says; safetensors would leave a file only its owner can read
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nobody else's, when several write the file
     try:
-        save_model(module, str(partial))
+        _write(module, partial)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def _write(module: nn.Module, path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # as the umask says; safetensors would leave a file only its owner can read
+    try:
+        save_model(module, str(path))
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    partial.chmod(mode)
-    sync(partial)
-    partial.rename(path)
-    sync(path.parent)
+    path.chmod(mode)
+    sync(path)
 
 
 def load_weights(module: nn.Module, path: str | Path, key: str = "init_from") -> None:

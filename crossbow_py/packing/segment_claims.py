@@ -77,7 +77,7 @@ class SegmentClaims:
         storage, study: where they are kept: Optuna's storage, and in it the number of a study for nothing else.
         patience: calls the storage.
         worker: name of this process, for people.
-        lease_s: how long what it claims stays its own without `renew`.
+        lease_s: how long what it claims stays its own without `prolong`.
         clock: seconds since 1970.
     """
 
@@ -88,6 +88,7 @@ class SegmentClaims:
         self._storage, self._study, self._patience = storage, study, patience
         self._worker, self._lease_s, self._clock = worker, lease_s, clock
         self._held: dict[Segment, int] = {}
+        self._lost: set[Segment] = set()  # since the last `renew`
         self._holder, self._lease = "", Lease.taken(0.0, 0.0)
 
     def agreed_identity(self, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,9 +119,11 @@ class SegmentClaims:
         """
         if not segments:
             return []
-        self.renew()
-        claims = self._read()
-        free = self._free(segments, claims)
+        self.prolong()
+        return self._claim(segments)
+
+    def _claim(self, segments: Collection[Segment]) -> list[Segment]:
+        free = self._free(segments, self._read())
         for segment in free:
             attributes = {"trial": segment.trial, "rung": segment.rung, "holder": self._holder}
             claim = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
@@ -131,32 +134,43 @@ class SegmentClaims:
         """Those that `claim` would take now."""
         return self._free(segments, self._read()) if segments else []
 
-    def renew(self) -> list[Segment]:
+    def prolong(self) -> None:
         """Prolong the lease, when a third of it has passed; to be called at least that often while segments are held.
 
         A lease that had ended is not prolonged, as others may be taking what it held: it is given up, and what nobody
         has taken is claimed anew.
-
-        Returns:
-            Those that others have taken meanwhile: held no longer.
         """
         now = self._clock()
         if now < self._lease.until - (1 - _RENEWED_AFTER) * self._lease.lease_s:
-            return []
+            return
         if now < self._lease.until:
             self._take_lease(now)
-            return self._lost()
-        held = list(self.held)
+            self._note_lost()
+            return
+        held = self.held
+        self._lost.update(held)  # until they are claimed anew: the storage may fail before that
         for segment in held:
             self.release(segment)
         self._holder = f"{self._worker} {uuid.uuid4().hex[:12]}"
         self._take_lease(now)
-        kept = self.claim(held)
-        return [segment for segment in held if segment not in kept]
+        if held:
+            self._claim(held)
+
+    def renew(self) -> list[Segment]:
+        """`prolong`.
+
+        Returns:
+            What others have taken since the last call, whatever found that out: held no longer.
+        """
+        self.prolong()
+        lost, self._lost = sorted(self._lost), set()
+        return lost
 
     def finish(self, segment: Segment, result: SegmentResult) -> bool:
-        """Keep the result of a segment held; False when another has taken it, whose result then counts."""
-        claim = self._held[segment]
+        """Keep a segment's result; False when it is not held, or another has taken it, whose result then counts."""
+        claim = self._held.get(segment)
+        if claim is None:
+            return False
         kept = {**asdict(result), "worker": self._worker}
         values = None if result.value is None else [result.value]
         with suppress(UpdateFinishedTrialError):  # by another; or by a call of ours that seemed to fail
@@ -167,8 +181,10 @@ class SegmentClaims:
         return is_ours
 
     def release(self, segment: Segment) -> None:
-        """Give a segment back that is held, unfinished."""
-        self._end(self._held.pop(segment))
+        """Give a segment back, unfinished; nothing, when it is not held."""
+        if segment in self._held:
+            self._end(self._held[segment])
+            del self._held[segment]
 
     def _free(self, segments: Iterable[Segment], claims: Sequence[_Claim]) -> list[Segment]:
         """Those that may be taken; the claims of ended leases on them are ended."""
@@ -203,18 +219,19 @@ class SegmentClaims:
             is_ours = segment not in results and bool(standing) and standing[0].holder == self._holder
             if is_ours:
                 self._held[segment] = standing[0].id
+                self._lost.discard(segment)
                 won.append(segment)
             for each in standing[1 if is_ours else 0 :]:
                 if each.holder == self._holder:
                     self._end(each.id)
         return won
 
-    def _lost(self) -> list[Segment]:
+    def _note_lost(self) -> None:
         ended = {claim.id for claim in self._read() if claim.has_ended}
-        lost = [segment for segment in self.held if self._held[segment] in ended]
-        for segment in lost:
-            del self._held[segment]
-        return lost
+        for segment in self.held:
+            if self._held[segment] in ended:
+                del self._held[segment]
+                self._lost.add(segment)
 
     def _end(self, claim: int) -> None:
         with suppress(UpdateFinishedTrialError):  # by its holder, or by another who takes it away

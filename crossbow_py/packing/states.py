@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,12 +28,15 @@ class TrialStates:
     def save(self, segment: Segment, checkpoint: Checkpoint) -> None:
         """Keep where the trial stands after a segment. Raises UserError when the disk refuses."""
         path = self._path(segment)
-        partial = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nobody else's
         values = {"format_version": _FORMAT, **vars(checkpoint)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(values, partial)
-            partial.rename(path)  # not synced: what a power cut tears is not whole, and is trained again
+            try:
+                torch.save(values, partial)
+                partial.rename(path)  # not synced: what a power cut tears is not whole, and is trained again
+            finally:
+                partial.unlink(missing_ok=True)  # a full disk needs the room
         except (OSError, RuntimeError) as error:  # torch says RuntimeError of a full disk
             raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error
 

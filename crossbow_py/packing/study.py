@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.errors import UserError
+from crossbow_py.packing.heartbeat import Heartbeat
 from crossbow_py.packing.hyperband import Outcome, Segment, TrialState
 from crossbow_py.packing.sampling import SamplerName, Sampling
 from crossbow_py.packing.segment_claims import SegmentClaims, SegmentResult
@@ -38,6 +39,9 @@ class SharedStudy:
     `name/segments`, with the claims and the results, by which everything is decided. A trial's number is its user
     attribute `trial`; Optuna's own number of it may be another.
 
+    While segments are held a thread prolongs the lease on them, so that this process may be busy for as long as it
+    takes; close it.
+
     Args:
         storage: an address for `open_storage`, or one of Optuna's storages.
         name: of the search, in the storage.
@@ -46,7 +50,7 @@ class SharedStudy:
         seed: of the sampling.
         maximize: whether greater values are better.
         worker: name of this process, for people.
-        lease_s: how long after the last `renew` other hosts take this worker for dead.
+        lease_s: how long after its last sign of life, one every third of it, other hosts take this worker for dead.
         clock: seconds since 1970; of all hosts the same to within a tenth of `lease_s`.
         sleep: takes seconds.
 
@@ -70,6 +74,7 @@ class SharedStudy:
         self._study = self._study_named(name)
         claims = self._study_named(f"{name}/segments")
         self._claims = SegmentClaims(self._storage, claims, self._patience, worker, lease_s, clock)
+        self._heartbeat = Heartbeat(self._claims.prolong, lambda: bool(self._claims.held), self._lock, lease_s / 3)
 
     def open(self, identity: Mapping[str, Any]) -> None:
         """Create the search, or join the one that is there.
@@ -88,6 +93,13 @@ class SharedStudy:
                     f"storage: {self._place} holds another search named {self._name!r}: {difference}; go on "
                     "with its settings, or give another study or storage."
                 )
+
+    def close(self) -> None:
+        """End the thread that prolongs the lease. Raises nothing, and gives nothing back; the study may still be read.
+
+        What is held is free for others once the lease, or this process, has ended; `release` it before.
+        """
+        self._heartbeat.close()
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
@@ -131,11 +143,14 @@ class SharedStudy:
     def claim(self, segments: Collection[Segment]) -> list[Segment]:
         """Take segments to train; those that are returned are this worker's, in the order given.
 
-        No segment is held by two workers that live, as long as their leases are renewed in time; one whose holder
+        No segment is held by two workers that live, as long as their leases are prolonged in time; one whose holder
         has ended may be taken.
         """
         with self._lock:
-            return self._claims.claim(segments)
+            claimed = self._claims.claim(segments)
+            if claimed:
+                self._heartbeat.start()
+            return claimed
 
     def free(self, segments: Collection[Segment]) -> list[Segment]:
         """Those that nobody holds and that have no result yet, in the order given: what `claim` would be given."""
@@ -143,12 +158,16 @@ class SharedStudy:
             return self._claims.free(segments)
 
     def renew(self) -> list[Segment]:
-        """Prolong the lease on what is held; to be called every third of `lease_s`, and cheap in between.
+        """Prolong the lease on what is held, when that is due, and hear what became of it meanwhile; cheap.
 
         Returns:
-            Segments that others have taken meanwhile, as this came too late: they are held no longer.
+            Segments that others have taken since the last call, as the lease had ended: they are held no longer.
+
+        Raises:
+            Exception: what the thread that prolongs the lease met when it last tried.
         """
         with self._lock:
+            self._heartbeat.raise_error()
             return self._claims.renew()
 
     def finish(
@@ -158,14 +177,14 @@ class SharedStudy:
         """Keep a segment's value; one that is not finite is the failure of the trial.
 
         Args:
-            segment: one that is held.
+            segment: one that was claimed.
             value: measured at its rung.
             epochs: the trial has been trained for.
             seconds: the segment took.
             attrs: plain values to keep with it.
 
         Returns:
-            False when the segment had been taken by another worker, whose result then counts.
+            False when the segment is held no more: another worker took it, whose result then counts.
         """
         if not math.isfinite(value):
             return self.fail(segment, f"its value at {epochs:g} epochs is {value}")
@@ -178,12 +197,12 @@ class SharedStudy:
             return counts
 
     def fail(self, segment: Segment, reason: str) -> bool:
-        """Keep that a trial failed in a segment that is held. Returns as `finish` does."""
+        """Keep that a trial failed in a segment. Returns as `finish` does."""
         with self._lock:
             return self._claims.finish(segment, SegmentResult(None, reason))
 
     def release(self, segment: Segment) -> None:
-        """Give back a segment that is held, unfinished."""
+        """Give back a segment, unfinished; nothing, when it is held no more."""
         with self._lock:
             self._claims.release(segment)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py import weights_file
 from crossbow_py.errors import CheckpointError
 from crossbow_py.weights_file import load_weights, save_weights
 from tests.support import linear_model, norm_model
@@ -65,3 +66,38 @@ def test_file_that_is_no_safetensors_is_refused(tmp_path):
 def test_weights_that_cannot_be_written_are_an_os_error(tmp_path):
     with pytest.raises(OSError, match="nowhere"):
         save_weights(linear_model(), tmp_path / "nowhere" / "model.safetensors")
+
+
+def test_weights_saved_by_two_at_the_same_moment_are_whole(tmp_path, monkeypatch):
+    """The second writes all of them in between the first's writing and its renaming."""
+    first, second, loaded, path = linear_model(), nn.Linear(4, 3), nn.Linear(4, 3), tmp_path / "model.safetensors"
+    sync, synced = weights_file.sync, []
+
+    def interleaved(written):
+        sync(written)
+        synced.append(written)
+        if len(synced) == 1:
+            save_weights(second, path)
+            load_weights(loaded, path)
+            assert torch.equal(loaded.weight, second.weight)
+
+    monkeypatch.setattr(weights_file, "sync", interleaved)
+    save_weights(first, path)
+    load_weights(loaded, path)
+    assert torch.equal(loaded.weight, first.weight) and not torch.equal(first.weight, second.weight)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_weights_that_the_disk_refuses_leave_the_old_ones_and_no_part(tmp_path, monkeypatch):
+    old, loaded, path = nn.Linear(4, 3), nn.Linear(4, 3), tmp_path / "model.safetensors"
+    save_weights(old, path)
+
+    def full(_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(weights_file, "sync", full)
+    with pytest.raises(OSError, match="no space left"):
+        save_weights(linear_model(), path)
+    load_weights(loaded, path)
+    assert torch.equal(loaded.weight, old.weight)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]

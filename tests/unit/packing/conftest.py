@@ -1,7 +1,13 @@
-"""A small search as its listeners are told of it: four trials in one bracket, measured at 1, 2 and 4 epochs."""
+"""A small search as its listeners are told of it, and storages for searches.
+
+The search has four trials in one bracket, measured at 1, 2 and 4 epochs.
+"""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +22,8 @@ from crossbow_py.packing.search_events import (
     TrialRecord,
 )
 from crossbow_py.packing.space import Space
+from crossbow_py.packing.storage import open_storage
+from tests.unit.packing.shared_studies import OPENED
 
 SPACE = Space.from_mapping(
     {
@@ -98,3 +106,32 @@ class Searched:
 @pytest.fixture
 def searched() -> Searched:
     return Searched()
+
+
+@pytest.fixture(scope="session")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With its tables, which take a second to make."""
+    path = tmp_path_factory.mktemp("database") / "a.db"
+    open_storage(f"sqlite:///{path}").remove_session()
+    return path
+
+
+@pytest.fixture(params=["journal:{}/a", "sqlite:///{}/a.db"])
+def address(request: pytest.FixtureRequest, database: Path, tmp_path: Path) -> str:
+    """Of a storage of either kind, empty."""
+    shutil.copy(database, tmp_path / "a.db")
+    return str(request.param).format(tmp_path)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> str:
+    """The address of an empty journal."""
+    return f"journal:{tmp_path}/a"
+
+
+@pytest.fixture(autouse=True)
+def closed_studies() -> Iterator[None]:
+    """Ends the threads of the studies of `worker`."""
+    yield
+    while OPENED:
+        OPENED.pop().close()

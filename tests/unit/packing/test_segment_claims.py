@@ -1,0 +1,330 @@
+"""Segments claimed by workers: each held by one and counted once, whatever is late, lost or killed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optuna.trial import TrialState as OptunaState
+
+from crossbow_py.packing.hyperband import Segment
+from crossbow_py.packing.journal import StorageError
+from crossbow_py.packing.storage import open_storage
+from tests.unit.packing.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, worker
+
+
+def test_segments_claimed_by_one_are_not_given_to_another(address: str) -> None:
+    first, second = worker(address, "first"), worker(address, "second")
+    assert first.claim(SEGMENTS[:4]) == SEGMENTS[:4] == list(first.held)
+    assert second.claim(SEGMENTS) == SEGMENTS[4:]
+    assert first.claim(SEGMENTS) == []
+    assert first.results() == {} == second.results()
+
+
+def test_segment_finished_is_seen_by_all_and_not_claimed_again(address: str) -> None:
+    first, second = worker(address, "first"), worker(address, "second")
+    for study in (first, second):
+        study.params(2)
+    first.claim(SEGMENTS[:3])
+    assert first.finish(SEGMENTS[2], 0.25, epochs=1.5, seconds=7.0, attrs={"rows": 3})
+    assert first.finish(SEGMENTS[0], float("nan"), epochs=1.5, seconds=7.0) and first.fail(SEGMENTS[1], "raised: x")
+    assert first.held == ()
+    assert second.results() == {SEGMENTS[0]: None, SEGMENTS[1]: None, SEGMENTS[2]: 0.25}
+    assert second.reasons() == {0: "its value at 1.5 epochs is nan", 1: "raised: x"}
+    kept = second.segment_results()[SEGMENTS[2]]
+    assert (kept.epochs, kept.seconds, kept.worker, dict(kept.attrs)) == (1.5, 7.0, "first", {"rows": 3})
+    assert second.claim(SEGMENTS) == SEGMENTS[3:]
+    storage = open_storage(address)
+    count = len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments")))
+    assert first.claim(SEGMENTS[:3]) == []
+    assert len(storage.get_all_trials(storage.get_study_id_from_name("mine/segments"))) == count
+
+
+def test_segment_released_is_free_at_once(address: str) -> None:
+    first, second = worker(address), worker(address)
+    first.claim(SEGMENTS)
+    first.release(SEGMENTS[1])
+    assert second.claim(SEGMENTS) == [SEGMENTS[1]]
+
+
+def test_segment_of_an_ended_lease_is_claimed_by_another_and_its_late_holder_is_refused(address: str) -> None:
+    clock = Clock()
+    late, other = worker(address, "late", clock), worker(address, "other", clock)
+    late.params(0)
+    late.claim(SEGMENTS[:2])
+    clock.now += 10.9
+    assert other.claim(SEGMENTS[:1]) == []
+    clock.now += 0.1
+    assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1]
+    assert done(late, SEGMENTS[0], 0.1) is False and other.results() == {}
+    assert done(other, SEGMENTS[0], 0.9) is True
+    assert done(late, SEGMENTS[1], 0.2) is True  # which nobody has taken
+    assert late.results() == other.results() == {SEGMENTS[0]: 0.9, SEGMENTS[1]: 0.2}
+    assert [trial.intermediate_values for trial in optuna_trials(address)] == [{1000: 0.9}, {1000: 0.2}]
+
+
+def test_lease_renewed_in_time_is_kept_and_costs_nothing_in_between(journal: str, tmp_path: Path) -> None:
+    clock = Clock()
+    holder, other = worker(journal, "holder", clock), worker(journal, "other", clock)
+    holder.claim(SEGMENTS)
+    for _ in range(5):
+        clock.now += 3.0
+        size = (tmp_path / "a").stat().st_size
+        assert holder.renew() == [] and (tmp_path / "a").stat().st_size == size
+        clock.now += 3.0
+        assert holder.renew() == [] and (tmp_path / "a").stat().st_size > size
+        assert other.claim(SEGMENTS) == []
+
+
+def test_lease_renewed_too_late_keeps_what_nobody_has_taken(address: str) -> None:
+    clock = Clock()
+    late, other = worker(address, "late", clock), worker(address, "other", clock)
+    late.claim(SEGMENTS[:3])
+    clock.now += 60.0
+    other.claim(SEGMENTS[1:2])
+    assert late.renew() == [SEGMENTS[1]] and late.held == (SEGMENTS[0], SEGMENTS[2])
+    assert other.claim(SEGMENTS) == SEGMENTS[3:]
+    late.params(0)
+    assert done(late, SEGMENTS[0])
+
+
+def test_segment_taken_within_a_living_lease_is_told_by_renew(journal: str) -> None:
+    """As by a host whose clock is far ahead."""
+    clock, ahead = Clock(), Clock()
+    holder, other = worker(journal, "holder", clock), worker(journal, "other", ahead)
+    holder.claim(SEGMENTS[:2])
+    ahead.now += 100.0
+    other.claim(SEGMENTS[:1])
+    clock.now += 5.0
+    assert holder.renew() == SEGMENTS[:1] and holder.held == (SEGMENTS[1],)
+
+
+def test_segments_that_are_free_are_those_that_a_claim_would_be_given(address: str) -> None:
+    clock = Clock()
+    first, second = worker(address, "first", clock), worker(address, "second", clock)
+    first.claim(SEGMENTS[:3])
+    assert done(first, SEGMENTS[0])
+    first.release(SEGMENTS[2])
+    assert first.free(SEGMENTS) == second.free(SEGMENTS) == SEGMENTS[2:]
+    assert second.free(SEGMENTS[::-1]) == SEGMENTS[:1:-1] and second.free([]) == [] == second.free(SEGMENTS[:2])
+    clock.now += 10.9
+    assert second.free(SEGMENTS) == SEGMENTS[2:] and second.held == ()
+    clock.now += 0.1
+    assert second.free(SEGMENTS) == SEGMENTS[1:] == second.claim(SEGMENTS)
+    assert first.free(SEGMENTS) == second.free(SEGMENTS) == []
+
+
+def test_segment_that_is_not_held_is_neither_finished_nor_given_back(address: str) -> None:
+    holder, other = worker(address, "holder"), worker(address, "other")
+    holder.claim(SEGMENTS[:1])
+    assert done(other, SEGMENTS[0]) is False is other.fail(SEGMENTS[0], "raised: x")
+    other.release(SEGMENTS[0])
+    assert holder.results() == {} == other.reasons() and other.free(SEGMENTS[:1]) == []
+    assert done(holder, SEGMENTS[0]) is True and done(holder, SEGMENTS[0], 0.1) is False
+    holder.release(SEGMENTS[0])
+    assert other.results() == {SEGMENTS[0]: 0.5}
+
+
+def test_segment_whose_loss_a_claim_found_is_told_by_the_next_renew(journal: str) -> None:
+    clock = Clock()
+    late, other = worker(journal, "late", clock), worker(journal, "other", clock)
+    late.claim(SEGMENTS[:2])
+    clock.now += 60.0
+    other.claim(SEGMENTS[:1])
+    assert late.claim(SEGMENTS[2:3]) == SEGMENTS[2:3]
+    late.release(SEGMENTS[0])
+    assert done(late, SEGMENTS[0]) is False
+    assert late.renew() == SEGMENTS[:1] and late.renew() == []
+    assert late.held == (SEGMENTS[1], SEGMENTS[2])
+
+
+def test_segment_lost_and_claimed_again_is_not_told_as_lost(journal: str) -> None:
+    clock = Clock()
+    late, other = worker(journal, "late", clock), worker(journal, "other", clock)
+    late.claim(SEGMENTS[:1])
+    clock.now += 60.0
+    other.claim(SEGMENTS[:1])
+    assert late.claim(SEGMENTS[:2]) == SEGMENTS[1:2]
+    other.release(SEGMENTS[0])
+    assert late.claim(SEGMENTS[:1]) == SEGMENTS[:1]
+    assert late.renew() == [] and late.held == (SEGMENTS[0], SEGMENTS[1])
+
+
+def test_lease_renewed_too_late_in_a_storage_that_fails_is_told_as_a_loss_later(journal: str) -> None:
+    clock = Clock()
+    late, other = worker(journal, "late", clock), worker(journal, "other", clock)
+    late.claim(SEGMENTS[:2])
+    clock.now += 60.0
+
+    def fail(*_: object) -> list[Segment]:
+        raise StorageError("gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late._claims, "_free", fail)
+        with pytest.raises(StorageError):
+            late.renew()
+    assert late.held == () and late.renew() == SEGMENTS[:2]
+    assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1] and late.claim(SEGMENTS) == SEGMENTS[1:]
+
+
+def test_two_that_claim_at_the_same_moment_get_the_first_record_only(journal: str) -> None:
+    """The second is forced in between the first's look at what is free and its claim."""
+    inner = open_storage(journal)
+    second = worker(journal, "second")
+    taken: list[list[Segment]] = []
+
+    class Interleaved(type(inner)):  # type: ignore[misc]
+        def create_new_trial(self, *args: Any, **kwargs: Any) -> int:
+            if "holder" in args[1].user_attrs and not taken:
+                taken.append(second.claim(SEGMENTS))
+            return int(super().create_new_trial(*args, **kwargs))
+
+    inner.__class__ = Interleaved
+    first = worker(inner, "first")
+    assert first.claim(SEGMENTS[:3]) == [] and first.held == () and taken == [SEGMENTS]
+    claims = inner.get_all_trials(inner.get_study_id_from_name("mine/segments"))
+    assert [trial.state for trial in claims[1:]] == [OptunaState.RUNNING] * 6 + [OptunaState.FAIL] * 3
+    second.release(SEGMENTS[0])
+    assert first.claim(SEGMENTS) == SEGMENTS[:1]
+
+
+def test_lease_renewed_too_late_is_not_taken_from_under_its_holder(journal: str) -> None:
+    """The other saw it ended just before."""
+    clock = Clock()
+    late = worker(journal, "late", clock)
+    late.params(0)
+    inner = open_storage(journal)
+
+    class Interleaved(type(inner)):  # type: ignore[misc]
+        def get_study_user_attrs(self, study_id: int) -> dict[str, Any]:
+            found = super().get_study_user_attrs(study_id)
+            assert late.renew() == []
+            return dict(found)
+
+    other = worker(inner, "other", clock)
+    late.claim(SEGMENTS[:2])
+    clock.now += 60.0
+    inner.__class__ = Interleaved
+    assert other.claim(SEGMENTS[:1]) == [] and list(late.held) == SEGMENTS[:2]
+    clock.now += 5.0
+    assert late.renew() == [] and done(late, SEGMENTS[0])
+
+
+def test_claim_that_failed_midway_is_made_again(journal: str) -> None:
+    study = worker(journal)
+
+    def fail(_: object) -> list[Segment]:
+        raise StorageError("gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study._claims, "_settled", fail)
+        with pytest.raises(StorageError):
+            study.claim(SEGMENTS[:2])
+    assert study.held == ()
+    assert study.claim(SEGMENTS) == SEGMENTS
+    assert worker(journal, "other").claim(SEGMENTS) == []
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_two_threads_that_claim_get_every_segment_once(journal: str, is_shared: bool) -> None:
+    segments = [Segment(trial, rung) for trial in range(20) for rung in range(2)]
+    storage = open_storage(journal)
+    studies = [worker(storage if is_shared else journal, f"w{index}") for index in range(2)]
+    begin = threading.Barrier(2)
+    claimed: list[list[Segment]] = [[], []]
+
+    def run(index: int) -> None:
+        begin.wait()
+        for segment in segments:
+            claimed[index] += studies[index].claim([segment])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed[0] + claimed[1]) == segments
+
+
+# --- a worker that is busy for long -----------------------------------------------------------------------------------
+
+SHORT_S = 0.03  # a lease that is prolonged every 10 ms, by a clock that stands still meanwhile
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 30.0
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def heartbeats() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def test_lease_of_a_busy_worker_is_prolonged_without_its_help(journal: str, tmp_path: Path) -> None:
+    clock = Clock()
+    busy, other = worker(journal, "busy", clock, lease_s=SHORT_S), worker(journal, "other", clock, lease_s=SHORT_S)
+    busy.claim(SEGMENTS)
+    for _ in range(5):
+        size = (tmp_path / "a").stat().st_size
+        clock.now += SHORT_S * 2 / 3
+        until(lambda: (tmp_path / "a").stat().st_size > size)  # noqa: B023
+        assert other.claim(SEGMENTS) == []
+    assert busy.renew() == [] and busy.held == tuple(SEGMENTS)
+
+
+def test_loss_that_a_busy_workers_thread_found_is_told_by_the_next_renew(address: str) -> None:
+    clock, ahead = Clock(), Clock()
+    busy, other = worker(address, "busy", clock, lease_s=SHORT_S), worker(address, "other", ahead, lease_s=SHORT_S)
+    busy.claim(SEGMENTS[:2])
+    ahead.now += 100.0
+    assert other.claim(SEGMENTS[:1]) == SEGMENTS[:1]
+    clock.now += SHORT_S * 2 / 3
+    until(lambda: busy.held == (SEGMENTS[1],))
+    assert busy.renew() == SEGMENTS[:1] and busy.renew() == []
+    assert done(busy, SEGMENTS[0]) is False and done(busy, SEGMENTS[1]) is True
+
+
+def test_thread_of_a_worker_runs_while_something_is_held(journal: str) -> None:
+    study = worker(journal, lease_s=SHORT_S)
+    study.params(0)
+    assert study.claim([]) == [] and heartbeats() == []
+    study.claim(SEGMENTS[:2])
+    study.claim(SEGMENTS[2:])
+    assert heartbeats() == ["heartbeat"]
+    assert done(study, SEGMENTS[0])
+    for segment in SEGMENTS[1:]:
+        study.release(segment)
+    until(lambda: heartbeats() == [])
+    study.claim(SEGMENTS)
+    assert heartbeats() == ["heartbeat"]
+
+
+def test_worker_that_is_closed_has_no_thread_and_may_still_be_read(journal: str) -> None:
+    study = worker(journal)
+    study.close()
+    study.claim(SEGMENTS[:2])
+    done(study, SEGMENTS[0])
+    study.close()
+    study.close()
+    assert heartbeats() == [] and study.held == (SEGMENTS[1],) and study.results() == {SEGMENTS[0]: 0.5}
+    assert done(study, SEGMENTS[1])
+
+
+def test_storage_that_fails_a_busy_workers_thread_is_told_by_the_next_renew() -> None:
+    storage, clock = Failing(), Clock()
+    study = worker(storage, "busy", clock, lease_s=SHORT_S)
+    study.claim(SEGMENTS[:2])
+    storage.calls, storage.every = 0, 1
+    clock.now += SHORT_S * 2 / 3
+    until(lambda: storage.calls >= 9)
+    study.close()
+    storage.every = 0
+    with pytest.raises(StorageError, match="storage Failing cannot be used, tried 9 times: StorageIn"):
+        study.renew()
+    assert study.renew() == [] and study.held == (SEGMENTS[0], SEGMENTS[1])

@@ -1,0 +1,92 @@
+"""Where trials stand, on disk: what is read is what was written, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from crossbow_py.errors import UserError
+from crossbow_py.packing.hyperband import Segment
+from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.trial import Checkpoint
+
+
+def checkpoint(value: float) -> Checkpoint:
+    row = {"weights": {"w": torch.full((1, 2), value)}, "integer_buffers": [{"n": torch.tensor(3)}], "step_counts": [7]}
+    return Checkpoint(samples_seen=80, num_rounds=20, row=row)
+
+
+def weight(states: TrialStates, segment: Segment) -> list[float] | None:
+    loaded = states.load(segment)
+    return None if loaded is None else loaded.row["weights"]["w"].flatten().tolist()
+
+
+def test_state_saved_is_loaded_whole_and_nothing_else_is_left(tmp_path: Path) -> None:
+    states = TrialStates(tmp_path / "trials")
+    states.save(Segment(4, 1), checkpoint(0.5))
+    loaded = TrialStates(tmp_path / "trials").load(Segment(4, 1))
+    assert loaded is not None and (loaded.samples_seen, loaded.num_rounds) == (80, 20)
+    assert torch.equal(loaded.row["weights"]["w"], torch.tensor([[0.5, 0.5]]))
+    assert loaded.row["integer_buffers"][0]["n"] == 3 and loaded.row["step_counts"] == [7]
+    assert [path.name for path in tmp_path.glob("trials/*/*")] == ["rung_1.pt"]
+    assert states.load(Segment(4, 0)) is None is states.load(Segment(5, 1))
+
+
+def test_state_that_is_torn_or_of_another_format_is_not_there(tmp_path: Path) -> None:
+    states, path = TrialStates(tmp_path), tmp_path / "00000" / "rung_0.pt"
+    states.save(Segment(0, 0), checkpoint(0.5))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert states.load(Segment(0, 0)) is None
+    torch.save({"format_version": 2, **vars(checkpoint(0.5))}, path)
+    assert states.load(Segment(0, 0)) is None
+
+
+def test_states_forgotten_are_those_of_the_trial_before_the_rung(tmp_path: Path) -> None:
+    states = TrialStates(tmp_path)
+    for segment in (Segment(0, 0), Segment(0, 1), Segment(0, 2), Segment(1, 0)):
+        states.save(segment, checkpoint(0.5))
+    states.forget(0, before_rung=2)
+    assert [weight(states, Segment(0, rung)) for rung in range(3)] == [None, None, [0.5, 0.5]]
+    states.forget(0)
+    states.forget(0)
+    assert not (tmp_path / "00000").exists() and weight(states, Segment(1, 0)) == [0.5, 0.5]
+
+
+def test_state_saved_by_two_at_the_same_moment_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second writes all of it in between the first's writing and its renaming."""
+    first, second = TrialStates(tmp_path), TrialStates(tmp_path)
+    save, num_saved = torch.save, []
+
+    def interleaved(values: Any, path: Path) -> None:
+        save(values, path)
+        num_saved.append(path)
+        if len(num_saved) == 1:
+            second.save(Segment(0, 0), checkpoint(0.25))
+            assert weight(second, Segment(0, 0)) == [0.25, 0.25]
+
+    monkeypatch.setattr(torch, "save", interleaved)
+    first.save(Segment(0, 0), checkpoint(0.5))
+    assert len(num_saved) == 2 and weight(first, Segment(0, 0)) == [0.5, 0.5]
+    assert [path.name for path in tmp_path.glob("*/*")] == ["rung_0.pt"]
+
+
+def test_state_that_the_disk_refuses_leaves_the_old_one_and_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = TrialStates(tmp_path)
+    states.save(Segment(0, 0), checkpoint(0.25))
+
+    def full(_: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(UserError, match=r"cannot write .*rung_0.pt \(no space left\); make room there"):
+            states.save(Segment(0, 0), checkpoint(0.5))
+    assert weight(states, Segment(0, 0)) == [0.25, 0.25]
+    assert [path.name for path in tmp_path.glob("*/*")] == ["rung_0.pt"]
