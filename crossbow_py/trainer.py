@@ -120,9 +120,9 @@ class Trainer:
         found, self._messages = saved_run(resume, output_dir, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
         parts = build_parts(
-            model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging, loss=loss, metrics=metrics or {},
-            init_from=None if init_from is None or found else str(init_from), announce=self._announce,
-            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
+            model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
+            loss=loss, metrics=metrics or {}, init_from=None if init_from is None or found else str(init_from),
+            announce=self._announce, max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         self.run = Run(
