@@ -89,6 +89,7 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
     chosen = Path(config.output_dir).expanduser() if config.output_dir else source
     made = chosen is None or not chosen.exists()
     path = new_folder(config.experiment) if chosen is None else make_folder(chosen)
+    _check_no_search(path)
     with _locked(path):
         continues = config.resume == "auto" or (source is not None and path.resolve() == source.resolve())
         if holds_run(path) and not continues:
@@ -105,6 +106,12 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
             if made and error.exit_code == UserError.exit_code and not holds_run(path):
                 shutil.rmtree(path, ignore_errors=True)
             raise
+
+
+def _check_no_search(path: Path) -> None:
+    """A search goes on only as long as its folder has its own configuration."""
+    if (path / CONFIG_FILE).is_file() and "space" in read_yaml(path / CONFIG_FILE):
+        raise UserError(f"output_dir {path} holds a search, not a run; choose another folder.")
 
 
 def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:

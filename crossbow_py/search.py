@@ -31,7 +31,8 @@ def search(config: SearchConfig) -> int:
     folder = open_search_folder(config)
     with kept_unless_refused(folder), ExitStack() as stack, StopSignal(enabled=True) as signals:
         listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
-        summary = SearchRun(config, folder, listeners).run(lambda: signals.status)
+        one = stack.enter_context(closing(SearchRun(config, folder, listeners)))
+        summary = one.run(lambda: signals.status)
     if summary.status == "finished" and summary.best is None:
         raise SearchError(_why_none(summary))
     return _EXIT_CODES.get(summary.status, 0)

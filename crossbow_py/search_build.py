@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,21 @@ from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
-from crossbow_py.packing.hyperband import best
-from crossbow_py.packing.outcome import best_trial, trial_records
+from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
+from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.roster import Roster, SearchData
-from crossbow_py.packing.search import Search, SearchHooks, SearchRules
-from crossbow_py.packing.search_events import RunningTrial, SearchInfo, SearchListener, SearchProgress, SearchSummary
+from crossbow_py.packing.search import Search, SearchHooks, SearchRules, epoch_samples
+from crossbow_py.packing.search_events import (
+    SEARCH_FILE,
+    BestTrial,
+    RunningTrial,
+    SearchInfo,
+    SearchListener,
+    SearchProgress,
+    SearchSummary,
+    TrialRecord,
+)
+from crossbow_py.packing.search_report import recorded_summary
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
@@ -38,13 +49,13 @@ from crossbow_py.search_config import SearchConfig, train_command, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, identity
 from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
-from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, write_atomically
+from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, read_json, write_atomically
 
 LOSS = nn.functional.cross_entropy
 
 
 class SearchRun:
-    """A search as one worker process runs it.
+    """A search as one worker process runs it; close it.
 
     Args:
         config: what was asked for.
@@ -56,7 +67,17 @@ class SearchRun:
 
     def __init__(self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = ()) -> None:
         self._begun = time.perf_counter()
+        self._closing = ExitStack()
+        self._told: dict[str, None] = {}  # in their order
+        self._is_news = False
         self.config, self.folder, self.listeners = config, folder, listeners
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            self._build()
+            stack.pop_all()
+
+    def _build(self) -> None:
+        config, folder = self.config, self.folder
         self.settings = dataclasses.replace(_run_settings(config), num_learners=1)
         self.choices = _choices(self.settings)
         most = 1 if config.packing == "none" else config.max_pack_size
@@ -74,9 +95,13 @@ class SearchRun:
             self._address, config.study or config.experiment, sampler=config.sampler, space=space, seed=config.seed,
             maximize=self.rules.maximize, worker=self._worker, lease_s=config.lease_s,
         )  # fmt: skip
+        self._closing.enter_context(closing(self.study))
         self.study.open({**identity(config), "precision": self.choices.precision.name})
         self.states = TrialStates(folder.path / TRIALS_FOLDER)
-        self._told: set[str] = set()
+
+    def close(self) -> None:
+        """End the threads of its data and of its study. Does not raise."""
+        self._closing.close()
 
     # --- trials -------------------------------------------------------------------------------------------------------
 
@@ -133,7 +158,11 @@ class SearchRun:
             source.train, source.test, source.validation, source.num_classes, mean=source.mean, std=source.std
         )
         feed = partial(new_feed, data=data, settings=self.settings, choices=self.choices)
-        train = feed(source.train, 1, self._most_augmentation())
+
+        def kept(dataset: Any, augmentation: Augmentation | None, *, training: bool) -> Feed:
+            return self._closing.enter_context(closing(feed(dataset, 1, augmentation, training=training)))
+
+        train = kept(source.train, self._most_augmentation(), training=True)
         feed_of: Callable[[int], Feed]
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size
@@ -143,8 +172,8 @@ class SearchRun:
         return SearchData(
             feed_of=feed_of,
             num_samples=train.num_samples,
-            validation=feed(source.validation, 1, None, training=False),
-            test=None if source.test is None else feed(source.test, 1, None, training=False),
+            validation=kept(source.validation, None, training=False),
+            test=None if source.test is None else kept(source.test, None, training=False),
             num_classes=count_classes(data, LOSS),
         )
 
@@ -157,10 +186,14 @@ class SearchRun:
 
     def run(self, stopped: Callable[[], str | None]) -> SearchSummary:
         """Search until nothing is left, the time is over, the target is reached or `stopped` gives a status."""
-        info = self._info()
+        info, records = self._info(), trial_records(self.rules, self.study)
+        before = self._ended_before(info, records)
         for listener in self.listeners:
             listener.on_start(info)
-            listener.on_trials(trial_records(self.rules, self.study))
+        if before is not None:
+            return self._told_again(before)
+        for listener in self.listeners:
+            listener.on_trials(records)
         for note in self.source.notes:
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
@@ -174,21 +207,32 @@ class SearchRun:
         config, spent = self.config, time.perf_counter() - self._begun
         if config.max_time_s is not None and spent >= config.max_time_s:
             return True
-        if config.target_accuracy is None or self.config.metric != "accuracy":
-            return False
-        values = [value for value in self._search.results.values() if value is not None]
-        return bool(values) and max(values) >= config.target_accuracy
+        return self._is_target_reached(self._search.results)
+
+    def _is_target_reached(self, results: Results) -> bool:
+        target = self.config.target_accuracy
+        return target is not None and is_reached(self.rules.brackets, results, target)
+
+    def _ended_before(self, info: SearchInfo, records: tuple[TrialRecord, ...]) -> SearchSummary | None:
+        """How the search ended here before, where nothing is left to search and search.json has it."""
+        results = self.study.results()
+        if is_over(self.rules.brackets, results, maximize=self.rules.maximize):
+            status = "finished"
+        elif self._is_target_reached(results):
+            status = "stopped"
+        else:
+            return None
+        found = recorded_summary(read_json(self.folder.path / SEARCH_FILE), info, records)
+        return found if found is not None and found.status == status else None
+
+    def _told_again(self, summary: SearchSummary) -> SearchSummary:
+        self._say("Nothing is left to search; what follows is what came of it.")
+        for listener in self.listeners:
+            listener.on_end(summary)
+        return summary
 
     def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
-        found = None
-        if status in ("finished", "stopped"):
-            best_folder = self.folder.path / BEST_FOLDER
-            found = best_trial(
-                self.rules, self.study, self.roster, self.states, self.choices, LOSS, best_folder, self._command
-            )
-            if found is not None:  # as a run's folder has it: `predict` and fine-tuning take it
-                plain = config_to_mapping(self._trial_config(found.trial, found.params))
-                write_atomically(make_folder(best_folder) / CONFIG_FILE, write_yaml(plain))
+        found = self._best() if status in ("finished", "stopped") else None
         spent, wall_s = search.spent, time.perf_counter() - self._begun
         summary = SearchSummary(
             info=info,
@@ -203,36 +247,53 @@ class SearchRun:
             overhead_time_s=wall_s - spent.train_s - spent.evaluation_s - spent.tuning_s - spent.waiting_s,
             wall_time_s=wall_s,
             images_per_s=spent.samples / spent.train_s if spent.train_s else 0.0,
+            notes=tuple(self._told),
             versions=versions(),
         )
         for listener in self.listeners:
             listener.on_end(summary)
         return summary
 
-    def _command(self, params: Mapping[str, Any], trial: int) -> str:
-        return train_command(self._trial_config(trial, params))
+    def _best(self) -> BestTrial | None:
+        """The best trial, in a folder as a run's is: `predict` and fine-tuning take it."""
+        leader = find_leader(self.rules, self.study)
+        if leader is None:
+            return None
+        own = self._trial_config(leader.trial, leader.params)
+        if not leader.is_at_end:  # a stop that leaves the length its schedule was planned for
+            samples = epoch_samples(leader.epochs, self.roster.data.num_samples)
+            own = dataclasses.replace(own, max_rounds=-(-samples // own.batch_size))
+        folder = make_folder(self.folder.path / BEST_FOLDER)
+        found = kept_best(
+            leader, self.trial_settings(leader.trial, leader.params), train_command(own), self.roster.data,
+            self.states, self.choices, LOSS, folder,
+        )  # fmt: skip
+        write_atomically(folder / CONFIG_FILE, write_yaml(config_to_mapping(own)))
+        return found
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
     def _say(self, message: str) -> None:
         if message in self._told:
             return
-        self._told.add(message)
+        self._told[message] = None
         for listener in self.listeners:
             listener.on_message(message)
 
     def _finished(self, search: Search, _: object) -> None:
-        records = trial_records(self.rules, self.study)
-        for listener in self.listeners:
-            listener.on_trials(records)
+        self._is_news = True
 
     def _progress(self, search: Search) -> None:
+        if self._is_news:  # once for all segments that ended together
+            self._is_news, records = False, trial_records(self.rules, self.study)
+            for listener in self.listeners:
+                listener.on_trials(records)
         results = search.results
         leader = best(self.rules.brackets, results, maximize=self.rules.maximize)
         values = [value for segment, value in results.items() if segment.trial == leader and value is not None]
         progress = SearchProgress(
             running=tuple(
-                RunningTrial(place.segment.trial, place.segment.rung, place.share, search.pack_number(place))
+                RunningTrial(place.segment.trial, place.segment.rung, place.share, search.packs.number_of(place))
                 for place in search.places
             ),
             num_finished=len(results),

@@ -245,16 +245,22 @@ def _at_rung(
 def best(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> int | None:
     """The trial with the best value, ties to the lower number; None while there is no value.
 
-    Only values at the most epochs that any trial has been measured at are compared.
+    Only values at the most epochs that any trial has been measured at are compared. A trial that has failed counts no
+    longer, whatever it reached before.
     """
     measured: dict[float, dict[int, Outcome]] = {}
-    for bracket in brackets:
-        for rung, trials in enumerate(_rungs(bracket, results, maximize)):
-            for trial in trials:
-                value = results.get(Segment(trial, rung))
-                if value is not None and math.isfinite(value):
-                    measured.setdefault(bracket.epochs[rung], {})[trial] = value
+    for trial, where in standing(brackets, results, maximize=maximize).items():
+        if where.rung is not None and where.state is not TrialState.FAILED:
+            measured.setdefault(to_epochs(brackets, Segment(trial, where.rung)), {})[trial] = where.value
     return survivors(measured[max(measured)], 1, maximize=maximize)[0] if measured else None
+
+
+def is_reached(brackets: Sequence[Bracket], results: Results, target: float) -> bool:
+    """Whether a trial that was trained to the end has a value of at least `target`: then `best` has."""
+    return any(
+        value is not None and value >= target and segment.rung == len(bracket_of(brackets, segment.trial).epochs) - 1
+        for segment, value in results.items()
+    )
 
 
 def _rungs(bracket: Bracket, results: Results, maximize: bool) -> list[tuple[int, ...]]:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
-from crossbow_py.packing.hyperband import Bracket, Segment, best, bracket_of, standing, to_epochs
-from crossbow_py.packing.roster import Described, Roster
+from crossbow_py.packing.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
+from crossbow_py.packing.roster import SearchData
 from crossbow_py.packing.search import SearchRules
 from crossbow_py.packing.search_events import BestTrial, TrialRecord
 from crossbow_py.packing.segment_claims import SegmentResult
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
-from crossbow_py.packing.trial import Checkpoint
+from crossbow_py.packing.trial import Checkpoint, TrialSettings
 from crossbow_py.run_settings import Choices
 from crossbow_py.weights_file import save_weights
 
@@ -27,76 +30,103 @@ MODEL_FILE = "model.safetensors"
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
     """All trials as they stand by the results of all workers; those not yet sampled have no parameters."""
     found = study.segment_results()
-    results = {segment: result.value for segment, result in found.items()}
+    by_trial: dict[int, list[SegmentResult]] = defaultdict(list)
+    for segment in sorted(found):
+        by_trial[segment.trial].append(found[segment])
     params = study.sampled()
-    return tuple(
-        TrialRecord(
-            trial=trial,
-            bracket=bracket_of(rules.brackets, trial).index,
-            state=where.state,
-            rung=where.rung,
-            value=where.value,
-            values=_values(rules.brackets, found, trial),
-            params=params.get(trial),
-            seconds=sum(result.seconds for segment, result in found.items() if segment.trial == trial),
-            worker=max(((s.rung, r.worker) for s, r in found.items() if s.trial == trial), default=(0, None))[1],
-            reason=next((r.reason for segment, r in found.items() if segment.trial == trial and r.reason), None),
-        )
-        for trial, where in standing(rules.brackets, results, maximize=rules.maximize).items()
+    states = standing(rules.brackets, {s: own.value for s, own in found.items()}, maximize=rules.maximize)
+    return tuple(_record(rules, trial, states[trial], by_trial[trial], params.get(trial)) for trial in states)
+
+
+def _record(
+    rules: SearchRules,
+    trial: int,
+    where: TrialStanding,
+    results: Sequence[SegmentResult],
+    params: Mapping[str, Any] | None,
+) -> TrialRecord:
+    """A trial from its own results, by rung."""
+    bracket = bracket_of(rules.brackets, trial)
+    values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
+    return TrialRecord(
+        trial=trial,
+        bracket=bracket.index,
+        state=where.state,
+        rung=where.rung,
+        value=where.value,
+        values={epochs: value for epochs, value in values.items() if value is not None},
+        params=params,
+        seconds=sum(own.seconds for own in results),
+        worker=results[-1].worker if results else None,
+        reason=next((own.reason for own in results if own.reason), None),
     )
 
 
-def _values(
-    brackets: Sequence[Bracket], found: Mapping[Segment, SegmentResult], trial: int
-) -> dict[float, float]:
-    own = {segment: result.value for segment, result in found.items() if segment.trial == trial}
-    return {to_epochs(brackets, segment): value for segment, value in own.items() if value is not None}
+@dataclass(frozen=True)
+class Leader:
+    """The best trial of a search so far.
+
+    Attributes:
+        last: its segment that was measured last, after `epochs`; `value` came of it.
+        is_at_end: whether it was trained to the end.
+    """
+
+    trial: int
+    last: Segment
+    epochs: float
+    value: float
+    params: Mapping[str, Any]
+    is_at_end: bool
 
 
-def best_trial(
-    rules: SearchRules,
-    study: SharedStudy,
-    roster: Roster,
+def find_leader(rules: SearchRules, study: SharedStudy) -> Leader | None:
+    """By the results of all workers; None while no trial that has not failed has a value."""
+    results = study.results()
+    trial = best(rules.brackets, results, maximize=rules.maximize)
+    if trial is None:
+        return None
+    last = max(segment for segment in results if segment.trial == trial)
+    value = results[last]
+    assert value is not None, "the best trial has not failed"
+    epochs = to_epochs(rules.brackets, last)
+    is_at_end = epochs == bracket_of(rules.brackets, trial).epochs[-1]
+    return Leader(trial, last, epochs, value, study.params(trial), is_at_end)
+
+
+def kept_best(
+    leader: Leader,
+    settings: TrialSettings,
+    command: str,
+    data: SearchData,
     states: TrialStates,
     choices: Choices,
     loss: Loss,
     folder: Path,
-    command: Callable[[Mapping[str, object], int], str],
-) -> BestTrial | None:
-    """The best trial, its model written to `folder` and measured on the test data; None while there is none.
+) -> BestTrial:
+    """The best trial, its model written to `folder` and measured on the test data.
 
     Its files are with the worker that trained it; where they are not here, model and test accuracy are left out.
-    `command` gives the command line that trains it, from its parameters and its number.
+    `settings` are the trial's, and `command` is the command line that trains it.
 
     Raises UserError when the model cannot be written.
     """
-    found = study.segment_results()
-    trial = best(rules.brackets, {s: result.value for s, result in found.items()}, maximize=rules.maximize)
-    if trial is None:
-        return None
-    params = study.params(trial)
-    last = max(segment for segment, own in found.items() if segment.trial == trial and own.value is not None)
-    known, state = roster.of(trial, params), states.load(last)
+    state = states.load(leader.last)
     evaluation: Evaluation | None = None
-    if isinstance(known, Described) and state is not None:
-        evaluator = _evaluator(known.settings.new_model(), roster, choices, loss)
-        model = evaluator.module(_state_dict(state))
-        _save(model, folder / MODEL_FILE)
-        if roster.data.test is not None:
-            evaluation = evaluator.evaluate(_state_dict(state), roster.data.test)
-    value = found[last].value
-    assert isinstance(known, Described), "the best trial has trained"
-    assert value is not None, "the best trial has a value"
+    if state is not None:
+        evaluator = _evaluator(settings.new_model(), data, choices, loss)
+        _save(evaluator.module(_state_dict(state)), folder / MODEL_FILE)
+        if data.test is not None:
+            evaluation = evaluator.evaluate(_state_dict(state), data.test)
     return BestTrial(
-        trial=trial,
-        value=value,
-        epochs=to_epochs(rules.brackets, last),
-        params=params,
-        seed=known.settings.seed,
+        trial=leader.trial,
+        value=leader.value,
+        epochs=leader.epochs,
+        params=leader.params,
+        seed=settings.seed,
         test_accuracy=None if evaluation is None else evaluation.accuracy,
         test_loss=None if evaluation is None else evaluation.loss,
         model_path=None if state is None else str(folder / MODEL_FILE),
-        command=command(params, trial),
+        command=command,
     )
 
 
@@ -106,8 +136,8 @@ def _state_dict(state: Checkpoint) -> dict[str, Tensor]:
     return {**{name: value[0] for name, value in stacked.items()}, **row["integer_buffers"][0]}
 
 
-def _evaluator(model: nn.Module, roster: Roster, choices: Choices, loss: Loss) -> Evaluator:
-    few = roster.data.validation.first_samples(1)
+def _evaluator(model: nn.Module, data: SearchData, choices: Choices, loss: Loss) -> Evaluator:
+    few = data.validation.first_samples(1)
     return Evaluator(
         model.to(choices.device), precision=choices.precision, loss=loss, metrics={},
         batch_size=evaluation_batch_size(few.inputs.numel()),
@@ -120,5 +150,3 @@ def _save(model: nn.Module, path: Path) -> None:
         save_weights(model, path)
     except OSError as error:
         raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error
-
-

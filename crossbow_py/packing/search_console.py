@@ -15,7 +15,7 @@ from rich.text import Text
 
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.packing.search_lines import final_lines, header_lines, progress_line, value_line
-from crossbow_py.packing.search_standing import planned_epochs, ranked, running_epochs, trained_epochs
+from crossbow_py.packing.search_standing import leader, planned_epochs, running_epochs, trained_epochs
 from crossbow_py.packing.search_table import live_table
 from crossbow_py.telemetry.screen import Screen
 
@@ -73,11 +73,11 @@ class SearchConsole(SearchListener):
             self._begun = self._clock(), trained_epochs(self._info.brackets, trials)
         new = sorted(values - self._said) if self._said is not None else []
         self._said = values
-        leader = next(iter(ranked(trials, maximize=self._info.maximize)), None)
+        best = leader(trials, maximize=self._info.maximize)
         by_number = {trial.trial: trial for trial in trials}
         for number, epochs in new:
             if by_number[number].worker == self._info.worker:
-                is_best = leader is not None and leader.trial == number
+                is_best = best is not None and best.trial == number
                 self._say(value_line(self._info, by_number[number], epochs, is_best=is_best), to_live=False)
 
     def on_message(self, message: str) -> None:

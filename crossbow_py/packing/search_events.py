@@ -82,7 +82,10 @@ class RunningTrial:
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """About once a second, and after every segment; `images_per_s` of all packs of this worker in the last moment."""
+    """About once a second, and after every segment.
+
+    `images_per_s`: of all packs of this worker together while they train, the mean since it began.
+    """
 
     running: tuple[RunningTrial, ...]
     num_finished: int
@@ -95,7 +98,10 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class BestTrial:
-    """The trial that won: `value` on the validation data, `test_accuracy` measured once, at the end."""
+    """The trial that won: `value` on the validation data, `test_accuracy` measured once, at the end.
+
+    `command` trains it again as far as it was trained, `epochs`; `model_path` is None where its files are not.
+    """
 
     trial: int
     value: float
@@ -114,7 +120,7 @@ class SearchSummary:
 
     Of this worker: `train_time_s` its packs trained, `evaluation_time_s` they were measured, `tuning_time_s` it was
     found out how to pack; `waiting_time_s` there was nothing to do, as others held what was left; `overhead_time_s` is
-    the rest: sampling, storage, files of trials, changing seats.
+    the rest: sampling, storage, files of trials, changing seats. `notes`: what the user was told meanwhile.
     """
 
     info: SearchInfo

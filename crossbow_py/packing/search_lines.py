@@ -15,7 +15,7 @@ from crossbow_py.packing.search_events import (
     SearchSummary,
     TrialRecord,
 )
-from crossbow_py.packing.search_standing import as_text, last_epochs, ranked, short_names
+from crossbow_py.packing.search_standing import as_text, last_epochs, leader, short_names
 from crossbow_py.telemetry.console import clock_time
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 
@@ -77,12 +77,11 @@ def final_lines(summary: SearchSummary) -> list[str]:
 
 def _leader_lines(summary: SearchSummary) -> list[str]:
     """Of a search that did not come to choose its best."""
-    leaders = ranked(summary.trials, maximize=summary.info.maximize)
-    if not leaders:
+    best = leader(summary.trials, maximize=summary.info.maximize)
+    if best is None:
         return [f"  best           none, as no trial has a value; {SEARCH_FILE} says why trials failed"]
-    at = last_epochs(leaders[0])
-    value = leaders[0].values[at]
-    return [f"  best so far    trial {leaders[0].trial}: {_metric(summary.info)} {value:.4f} after {_epochs(at)}"]
+    at = last_epochs(best)
+    return [f"  best so far    trial {best.trial}: {_metric(summary.info)} {best.values[at]:.4f} after {_epochs(at)}"]
 
 
 def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
@@ -93,8 +92,10 @@ def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
         lines.append(f"  test loss      {best.test_loss:.4f}")
     params = [f"{key}={as_text(value)}" for key, value in best.params.items()]
     lines += [f"{_INDENT if n else '  parameters     '}{text}" for n, text in enumerate(params)]
-    lines.append(f"  model          {best.model_path or 'is with the worker that trained it'}")
+    lines.append(f"  model          {best.model_path or 'its files are not in this folder'}")
     lines.append(f"  to train it    {best.command}")
+    if best.epochs < info.max_epochs:
+        lines.append(f"{_INDENT}as far as it came here; without max_rounds to its end, {_epochs(info.max_epochs)}")
     return lines
 
 

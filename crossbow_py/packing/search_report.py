@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from crossbow_py.packing.search_events import (
     TrialRecord,
 )
 from crossbow_py.packing.search_pictures import SearchPictures
-from crossbow_py.packing.search_standing import last_epochs, ranked
+from crossbow_py.packing.search_standing import last_epochs, leader
 from crossbow_py.packing.search_tensorboard import SearchTensorBoard
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER, finite, write_atomically
 from crossbow_py.version import __version__
 
 _RUNNING = "running"
+_BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))
 _INTERVAL_S = 3.0  # between two versions of the file while the search goes on
 
 
@@ -129,6 +130,25 @@ def ended_plain(summary: SearchSummary) -> dict[str, Any]:
     }
 
 
+def recorded_summary(
+    plain: Mapping[str, Any], info: SearchInfo, trials: tuple[TrialRecord, ...]
+) -> SearchSummary | None:
+    """What search.json says of a search that has ended; None where it says no such thing."""
+    known = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials", "best", "notes"}
+    best, notes = plain.get("best"), plain.get("notes", [])
+    if not known <= plain.keys() or not (best is None or (isinstance(best, dict) and best.keys() == set(_BEST_KEYS))):
+        return None
+    if None in (plain[name] for name in known) or (best is not None and best["command"] is None):
+        return None  # one that was stopped from outside has a leader alone
+    return SearchSummary(
+        info=info,
+        trials=trials,
+        best=None if best is None else BestTrial(**best),
+        notes=tuple(notes),
+        **{name: plain[name] for name in known},
+    )
+
+
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:
     """A trial; `values` by epochs as text, because keys are text in JSON."""
     plain = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}
@@ -145,10 +165,9 @@ def info_plain(info: SearchInfo) -> dict[str, Any]:
 
 def _leader(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[str, Any] | None:
     """The trial that leads, with the keys of `BestTrial`; null for what is found out when a search is over."""
-    leaders = ranked(trials, maximize=info.maximize)
-    if not leaders:
+    trial = leader(trials, maximize=info.maximize)
+    if trial is None:
         return None
-    trial = leaders[0]
-    plain = dict.fromkeys(field.name for field in dataclasses.fields(BestTrial))
+    plain = dict.fromkeys(_BEST_KEYS)
     value, params = trial.values[last_epochs(trial)], trial_plain(trial)["params"]
     return {**plain, "trial": trial.trial, "value": value, "epochs": last_epochs(trial), "params": params}

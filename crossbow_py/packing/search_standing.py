@@ -16,12 +16,22 @@ from crossbow_py.packing.search_events import RunningTrial, TrialRecord
 def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
     """Those with a value, best first: measured at more epochs comes before a better value, ties by trial number.
 
-    The first is the search's best, as in `hyperband.best`.
+    Trials that failed after it come last.
     """
     sign = -1.0 if maximize else 1.0
     measured = [(last_epochs(each), each.values[last_epochs(each)], each) for each in trials if each.values]
-    finite = [(epochs, value, each) for epochs, value, each in measured if math.isfinite(value)]
-    return [each for *_, each in sorted(finite, key=lambda own: (-own[0], sign * own[1], own[2].trial))]
+    finite = [(_failed(each), -epochs, sign * value, each) for epochs, value, each in measured if math.isfinite(value)]
+    return [each for *_, each in sorted(finite, key=lambda own: (*own[:3], own[3].trial))]
+
+
+def leader(trials: Iterable[TrialRecord], *, maximize: bool) -> TrialRecord | None:
+    """The search's best as `hyperband.best` has it: the first of those ranked, if it has not failed."""
+    first = next(iter(ranked(trials, maximize=maximize)), None)
+    return None if first is None or _failed(first) else first
+
+
+def _failed(trial: TrialRecord) -> bool:
+    return trial.state is TrialState.FAILED
 
 
 def last_epochs(trial: TrialRecord) -> float:

@@ -24,7 +24,7 @@ from torch.utils.tensorboard import SummaryWriter
 from crossbow_py.packing.hyperband import TrialState, bracket_of
 from crossbow_py.packing.parameter import Parameter
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.packing.search_standing import num_results, ranked
+from crossbow_py.packing.search_standing import leader, num_results
 from crossbow_py.stopping import StopConditions
 
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
@@ -68,9 +68,9 @@ class SearchTensorBoard(SearchListener):
             if self._known.get(trial.trial) != (num_results(trial), trial.state):
                 self._known[trial.trial] = (num_results(trial), trial.state)
                 self._write_trial(self._info, trial)
-        leaders = ranked(trials, maximize=self._info.maximize)
-        if leaders and leaders[0].value is not None:
-            self._writer.add_scalar("search/best_value_by_segments", leaders[0].value, sum(map(num_results, trials)))
+        best = leader(trials, maximize=self._info.maximize)
+        if best is not None and best.value is not None:
+            self._writer.add_scalar("search/best_value_by_segments", best.value, sum(map(num_results, trials)))
 
     def on_progress(self, progress: SearchProgress) -> None:
         """The pace, once for each number of segments that are over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -78,7 +79,8 @@ def _warm_up(overrides: Sequence[str]) -> list[str]:
 def _said_at_first(overrides: Sequence[str], side: str, folder: Path) -> list[str]:
     """What a search says before its first trial trains."""
     messages = _Messages()
-    _search_run(overrides, side, folder, messages).run(lambda: "stopped" if messages.said else None)
+    with closing(_search_run(overrides, side, folder, messages)) as run:
+        run.run(lambda: "stopped" if messages.said else None)
     return messages.said
 
 
@@ -93,10 +95,10 @@ def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         if side == "default_loop":
             return _run_default_loop(overrides, Path(folder))
-        run = _search_run(overrides, side, Path(folder), SearchListener())
-        begun = time.perf_counter()
-        summary = run.run(lambda: None)
-        seconds = time.perf_counter() - begun
+        with closing(_search_run(overrides, side, Path(folder), SearchListener())) as run:
+            begun = time.perf_counter()
+            summary = run.run(lambda: None)
+            seconds = time.perf_counter() - begun
     assert summary.best is not None, "some trial has a value"
     return {
         "seconds": round(seconds, 2),
@@ -117,13 +119,13 @@ def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _run_default_loop(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """Trials and their seeds are those of the search; the folder holds their sampling and nothing else."""
-    run = _search_run(overrides, "one_at_a_time", folder, SearchListener())
-    images = _images(run.source)
-    begun = time.perf_counter()
-    found = search(
-        run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images, run.order_seed
-    )
-    return {"seconds": round(time.perf_counter() - begun, 2), **found}
+    with closing(_search_run(overrides, "one_at_a_time", folder, SearchListener())) as run:
+        images = _images(run.source)
+        begun = time.perf_counter()
+        found = search(
+            run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images, run.order_seed
+        )
+        return {"seconds": round(time.perf_counter() - begun, 2), **found}
 
 
 def _images(source: DataSource) -> Images:

@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from crossbow_py import search as search_module
+from crossbow_py import search_build
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.config import read_yaml
+from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.packing import roster, search_report
 from crossbow_py.packing.search_events import TrialRecord
 from crossbow_py.packing.search_report import SearchFile
 from crossbow_py.packing.width import Width
+from crossbow_py.search_build import SearchRun
 from crossbow_py.telemetry.records import read_summary
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
@@ -107,8 +111,52 @@ def test_finished_search_is_told_again_without_training() -> None:
     before, finished = report(), segments()
     assert search_digits() == 0
     assert segments() == finished
-    assert report()["best"] == before["best"]
-    assert report()["samples"] == 0
+    after = report()
+    assert (after.pop("info")["num_finished_segments"], before.pop("info")["num_finished_segments"]) == (4, 0)
+    assert after == before  # with the times and samples of the search
+
+
+@pytest.mark.usefixtures("no_pictures", "packs_of_three")
+def test_finished_search_without_its_report_finds_its_best_again_and_measures_no_packs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert search_digits("packing=signature") == 0
+    before = report()["best"]
+    Path("search/search.json").unlink()
+    monkeypatch.setattr(roster, "measured_width", lambda *_: pytest.fail("nothing is to be packed"))
+    assert search_digits("packing=signature") == 0
+    assert (report()["best"], report()["samples"]) == (before, 0)
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_best_of_a_stopped_search_has_the_command_that_trains_it_as_far_as_it_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SearchRun, "_is_enough", lambda run: len(run._search.results) == 3)
+    assert search_digits("schedule=cosine") == 0
+    best = report()["best"]
+    rounds = -(-report()["info"]["num_train_samples"] // 16)
+    assert (report()["status"], best["epochs"]) == ("stopped", 1)
+    assert f"max_rounds={rounds}" in best["command"] and "max_epochs=3.0" in best["command"]
+    assert read_yaml(Path("search/best/config.yaml"))["max_rounds"] == rounds
+    assert trained_by_command()["samples_seen"] == 16 * rounds
+    model, again = load_file(best["model_path"]), load_file("again/model.safetensors")
+    assert all(torch.allclose(model[name], again[name], atol=1e-5) for name in model)
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("refused", [False, True])
+def test_data_of_a_search_is_closed_when_it_ends_and_when_it_is_refused(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ResidentFeed] = []
+    closed: list[int] = []
+    new_feed, close = search_build.new_feed, ResidentFeed.close
+    monkeypatch.setattr(search_build, "new_feed", lambda *args, **own: made.append(new_feed(*args, **own)) or made[-1])
+    monkeypatch.setattr(ResidentFeed, "close", lambda feed: closed.append(id(feed)) or close(feed))
+    assert search_digits(*(["batch_size=5000"] if refused else ["num_trials=1"])) == 2 * refused
+    assert len(made) == 3  # training, validation and test
+    assert {id(feed) for feed in made} <= set(closed)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -146,12 +194,17 @@ def test_trial_whose_files_are_gone_is_trained_from_its_beginning(monkeypatch: p
 
 @pytest.mark.usefixtures("no_pictures")
 def test_target_accuracy_ends_the_search_and_the_best_so_far_is_kept() -> None:
-    assert search_digits("target_accuracy=0.3") == 0
+    assert search_digits("target_accuracy=0.3", "num_trials=5") == 0  # 3 trials in one bracket, and 2 in the next
     found = report()
     assert found["status"] == "stopped"
-    assert len(segments()) == 1
-    assert found["best"]["trial"] == 0
+    assert any(measured["1"] >= 0.3 for measured in values().values() if "1" in measured)  # which is not the end
+    assert len(segments()) == 4
+    assert found["best"]["epochs"] == 3
+    assert found["best"]["value"] >= 0.3
     assert Path(found["best"]["model_path"]).exists()
+    assert search_digits("target_accuracy=0.3", "num_trials=5") == 0
+    assert len(segments()) == 4
+    assert report()["samples"] == found["samples"] > 0
 
 
 @pytest.mark.usefixtures("no_pictures")

@@ -143,6 +143,19 @@ def test_folder_of_another_search_or_of_a_run_is_refused(capsys: pytest.CaptureF
     assert "output_dir run holds a run that is no search" in error_line(capsys)
 
 
+@pytest.mark.parametrize("resume", ["null", "auto"])
+def test_run_in_the_folder_of_a_search_is_refused_and_the_search_goes_on(
+    resume: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert search_digits("max_time_s=1e-3") == 0
+    capsys.readouterr()
+    before = {path: Path(path).read_bytes() for path in files()}
+    assert train(["+experiment=digits", "+debug=fast", "device=cpu", "output_dir=search", f"resume={resume}"]) == 2
+    assert "output_dir search holds a search, not a run; choose another folder." in error_line(capsys)
+    assert {path: Path(path).read_bytes() for path in files()} == before
+    assert search_digits() == 0
+
+
 def test_storage_that_is_no_journal_is_one_error_line_and_keeps_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     Path("notes.log").write_text("my notes\n")
     assert search_digits("storage=notes.log") == 1

@@ -75,6 +75,19 @@ def test_new_run_in_the_folder_of_a_run_is_refused(trace: str) -> None:
     assert not Path("a/config.yaml").exists()
 
 
+def test_new_run_in_the_folder_of_a_search_is_refused_and_leaves_it_as_it_was() -> None:
+    Path("a").mkdir()
+    Path("a/config.yaml").write_text("space: {batch_size: [8, 16]}\n")
+    for resume in (None, "auto"):
+        with (
+            pytest.raises(UserError, match="output_dir a holds a search, not a run; choose another folder"),
+            open_run(config(output_dir="a", resume=resume)),
+        ):
+            pass
+    assert [path.name for path in Path("a").iterdir()] == ["config.yaml"]
+    assert read_yaml(Path("a/config.yaml")) == {"space": {"batch_size": [8, 16]}}
+
+
 def test_folder_made_for_a_run_that_never_began_is_removed_again() -> None:
     with pytest.raises(UserError, match="no data"), open_run(config(output_dir="a/b")):
         raise UserError("no data")

@@ -118,6 +118,13 @@ def test_live_search_with_a_wide_terminal_has_a_bar(tmp_path: Path, searched: An
     assert drawn == [False, True]
 
 
+def test_final_lines_of_a_best_that_was_stopped_short_say_how_to_train_it_to_its_end(searched: Any) -> None:
+    lines = final_lines(searched.summary(best=searched.best(epochs=1.0, model_path=None), status="stopped"))
+    assert "                 as far as it came here; without max_rounds to its end, 4 epochs" in lines
+    assert "  model          its files are not in this folder" in lines
+    assert not any("max_rounds" in line for line in final_lines(searched.summary()))
+
+
 def test_header_says_what_is_searched_how_and_where(searched: Any) -> None:
     assert header_lines(searched.info(output_dir="runs/x")) == [
         "search_digits: 4 trials on digits, random sampling, successive_halving in 1 bracket, measured at 1, 2 and 4 "

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from crossbow_py.packing.search_events import BestTrial
-from crossbow_py.packing.search_report import SearchFile, ended_plain, running_plain, search_listeners
+from crossbow_py.packing.search_report import SearchFile, ended_plain, recorded_summary, running_plain, search_listeners
 
 
 def _refuse(constant: str) -> float:
@@ -96,6 +96,25 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path, searched: Any) -> 
 def test_file_of_a_search_that_was_stopped_has_its_leader_as_best(searched: Any, status: str) -> None:
     plain = ended_plain(searched.summary(best=None, status=status))
     assert (plain["status"], plain["best"]["trial"], plain["best"]["model_path"]) == (status, 1, None)
+
+
+def test_file_of_an_ended_search_is_read_as_it_was_written(searched: Any) -> None:
+    for summary in (searched.summary(notes=("packs of 4",)), searched.summary(best=None, trials=(searched.trial(3),))):
+        plain = json.loads(json.dumps(ended_plain(summary)))
+        assert recorded_summary(plain, summary.info, summary.trials) == summary
+
+
+def test_file_that_is_of_no_ended_search_or_not_whole_is_not_read(searched: Any) -> None:
+    info, trials, ended = searched.info(), searched.trials(), ended_plain(searched.summary())
+    for plain in (
+        {},
+        running_plain(info, trials, 1.0),
+        ended_plain(searched.summary(best=None, status="terminated")),  # with a leader that was not measured
+        {**ended, "images_per_s": None},
+        {**ended, "best": {"trial": 1}},
+        {**ended, "best": 1},
+    ):
+        assert recorded_summary(plain, info, trials) is None
 
 
 def test_file_without_any_value_has_no_best(searched: Any) -> None:

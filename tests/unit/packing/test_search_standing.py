@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.packing.hyperband import Segment, best
+from crossbow_py.packing.hyperband import Segment, TrialState, best
 from crossbow_py.packing.search_events import RunningTrial
 from crossbow_py.packing.search_standing import (
     as_text,
+    leader,
     planned_epochs,
     ranked,
     running_epochs,
@@ -35,6 +36,14 @@ def test_ranked_first_is_the_best_that_hyperband_names(searched: Any) -> None:
     for trial in searched.trials():
         results |= {Segment(trial.trial, rung): value for rung, value in enumerate(trial.values.values())}
     assert ranked(searched.trials(), maximize=True)[0].trial == best(searched.info().brackets, results, maximize=True)
+
+
+def test_ranked_trials_that_failed_are_the_last_and_never_lead(searched: Any) -> None:
+    failed = searched.trial(1, state=TrialState.FAILED)
+    assert [trial.trial for trial in ranked([failed, searched.trial(0)], maximize=True)] == [0, 1]
+    found = leader([failed, searched.trial(0)], maximize=True)
+    assert found is not None and found.trial == 0
+    assert leader([failed], maximize=True) is None
 
 
 def test_epochs_of_a_search_are_those_of_its_segments(searched: Any) -> None:
