@@ -25,6 +25,7 @@ from experiments.common.results import EXPERIMENTS, read_results
 from experiments.estimate import report as estimate_report
 from experiments.faults import report as faults_report
 from experiments.flowers import report as flowers_report
+from experiments.hyperband import report as hyperband_report
 from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
 from experiments.model_batch import report as model_batch_report
@@ -68,6 +69,11 @@ TABLES: dict[str, dict[str, Table]] = {
     },
     "faults": {"all": faults_report.result_text, "machine": _machine},
     "flowers": {"summary": flowers_report.summary_table, "machine": _machine},
+    "hyperband": {
+        "all": hyperband_report.result_text,
+        "headline": hyperband_report.headline,
+        "machine": _machine,
+    },
     "loader": {"all": loader_report.result_text, "sides": loader_report.sides_table, "machine": _machine},
     "memory": {"all": memory_report.result_text, "machine": _machine},
     "model_batch": {

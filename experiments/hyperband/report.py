@@ -15,7 +15,7 @@ NAMES = {
     "one_at_a_time": "one tuned trial at a time",
     "packed": "packs",
 }
-_WANTED = {"default_loop": "≥ 2.7", "one_at_a_time": "≥ 1.6"}
+_WANTED = {"default_loop": 2.7, "one_at_a_time": 1.6}
 
 
 def sides_table(result: Result) -> str:
@@ -30,14 +30,26 @@ def sides_table(result: Result) -> str:
                 name,
                 f"{seconds['median']:.0f} ({seconds['minimum']:.0f}–{seconds['maximum']:.0f})",
                 f"{samples / seconds['median']:,.0f}",
-                "" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})",
-                _WANTED.get(side, ""),
+                "" if ratio is None else _spread(ratio),
+                f"≥ {_WANTED[side]}" if side in _WANTED else "",
                 f"{result['best'][side]:.4f}",
                 str(len(runs)),
             ]
         )
     header = ["", "seconds", "images/s", "÷ packs", "wanted", "test accuracy of the best", "n"]
     return markdown_table(header, rows)
+
+
+def headline(result: Result) -> str:
+    """How many times as fast packs are, and whether that is what was wanted."""
+    sentences = []
+    for side, wanted in _WANTED.items():
+        ratio = result["ratios"][f"{side}_over_packed"]
+        verdict = "and is reached" if ratio["median"] >= wanted else "and is missed"
+        said = f"{_spread(ratio)} times as fast as {NAMES[side]} (n={len(result['runs'][side])})"
+        sentences.append(f"Packs end the search {said}; at least {wanted} is the goal, {verdict}.")
+    accuracies = ", ".join(f"{result['best'][side]:.4f} by {name}" for side, name in NAMES.items())
+    return " ".join([*sentences, f"Test accuracy of the best trial: {accuracies}."])
 
 
 def overhead_text(result: Result) -> str:
@@ -53,3 +65,7 @@ def result_text(result: Result) -> str:
     """All there is to say about a result."""
     packing = " ".join(dict.fromkeys(result["packing"]))
     return f"`{' '.join(result['overrides'])}`\n\n{packing}\n\n{sides_table(result)}\n\n{overhead_text(result)}"
+
+
+def _spread(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"

@@ -1,0 +1,112 @@
+"""Hyperband by three sides: ratios, table and picture of made-up runs, and a short measurement for real."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.hyperband import measure, plot, report, run
+from experiments.hyperband.measure import SIDES, measure_hyperband
+
+SECONDS = {"default_loop": (300.0, 270.0), "one_at_a_time": (150.0, 162.0), "packed": (100.0, 100.0)}
+
+
+def made_up(seconds: dict[str, tuple[float, float]] = SECONDS) -> dict[str, Any]:
+    """Two runs a side; of those of the default loop nobody knows what took the time."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for side, taken in seconds.items():
+        common = {"test_accuracy": 0.98, "samples": 50_000}
+        split = {} if side == "default_loop" else {"evaluation_s": 10.0, "overhead_s": 5.0}
+        runs[side] = [{"seconds": own, **common, **split, **({"train_s": own - 15} if split else {})} for own in taken]
+    return {
+        "overrides": ["+experiment=search_lenet"], "repetitions": 2, "packing": ["Packs of 9.", "Packs of 9."],
+        "runs": runs,
+        "seconds": {side: measure.spread([own["seconds"] for own in runs[side]]) for side in SIDES},
+        "ratios": {
+            f"{side}_over_packed": measure._ratio(runs[side], runs["packed"]) for side in SIDES if side != "packed"
+        },
+        "best": dict.fromkeys(SIDES, 0.98),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Searches that take no time; the sides in the order they ran."""
+    ran: list[str] = []
+
+    def search(side: str, overrides: Sequence[str]) -> dict[str, Any]:
+        ran.append(side)
+        return dict(made_up()["runs"][side][(len(ran) - 1) // len(SIDES)])
+
+    monkeypatch.setattr(measure, "_warm_up", lambda _: ["Packs of 9."])
+    monkeypatch.setattr(measure, "_run", search)
+    return ran
+
+
+def test_sides_take_turns_in_one_order_and_then_the_other(pretended: list[str]) -> None:
+    found = measure_hyperband(["+experiment=search_lenet"], 2)
+    assert pretended == [*SIDES, *reversed(SIDES)]
+    # 300 / 100 and 270 / 100; 150 / 100 and 162 / 100
+    expected = {"default_loop_over_packed": (2.85, 2.7, 3.0), "one_at_a_time_over_packed": (1.56, 1.5, 1.62)}
+    for name, numbers in expected.items():
+        assert tuple(found["ratios"][name].values()) == pytest.approx(numbers)
+    assert found["seconds"]["default_loop"] == {"median": 285.0, "minimum": 270.0, "maximum": 300.0}
+
+
+def test_table_has_a_row_a_side_and_says_what_was_wanted() -> None:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.sides_table(made_up()).splitlines()[2:]]
+    assert rows == [
+        [report.NAMES["default_loop"], "285 (270–300)", "175", "2.85 (2.70–3.00)", "≥ 2.7", "0.9800", "2"],
+        [report.NAMES["one_at_a_time"], "156 (150–162)", "321", "1.56 (1.50–1.62)", "≥ 1.6", "0.9800", "2"],
+        [report.NAMES["packed"], "100 (100–100)", "500", "", "", "0.9800", "2"],
+    ]
+
+
+def test_headline_says_which_goal_is_reached_and_which_is_missed() -> None:
+    default, tuned, best = report.headline(made_up()).split(". ", 2)
+    assert "2.85 (2.70–3.00) times as fast" in default and default.endswith("2.7 is the goal, and is reached")
+    assert "1.56 (1.50–1.62) times as fast" in tuned and tuned.endswith("1.6 is the goal, and is missed")
+    assert best.startswith("Test accuracy of the best trial: 0.9800 by")
+
+
+def test_text_of_a_result_says_what_was_said_of_packs_once_and_what_else_took_time() -> None:
+    text = report.result_text(made_up())
+    assert text.count("Packs of 9.") == 1
+    assert "took 5.0% of the packed search's time (5.0% to 5.0%)" in text
+
+
+def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:
+    (axes,) = plot.draw({"lenet_mnist": made_up()}).axes
+    bars = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x()): bar.get_width() for bar in axes.patches}
+    # from below: packs, one tuned trial at a time, the default loop
+    assert bars == {
+        (0, 0.0): 85.0, (0, 85.0): 10.0, (0, 95.0): 5.0, (1, 0.0): 141.0, (1, 141.0): 10.0, (1, 151.0): 5.0,
+        (2, 0.0): 285.0,
+    }  # fmt: skip
+    assert [label.get_text() for label in axes.get_legend().get_texts()] == [
+        "training", "measuring", "rest", "all of it, not split",
+    ]  # fmt: skip
+
+
+def test_plot_without_results_says_what_to_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot, "read_results", lambda _: {})
+    assert plot.main() == 2
+    assert "run experiments/hyperband/run.py first" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_short_search_by_every_side_trains_the_same_trials_on_as_many_samples(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    search = ["+experiment=search_digits", "model.hidden=[8]", "num_trials=3", "max_epochs=3", "max_pack_size=2"]
+    assert run.main(["--repetitions", "1", "--json", str(path), *search]) == 0
+    result = json.loads(path.read_text())
+    # An epoch is 1351 samples, 85 batches of 16: three trials train one, and one of them goes on to 4053, 254 batches.
+    for runs in result["runs"].values():
+        assert [own["samples"] for own in runs] == [(3 * 85 + 254 - 85) * 16]
+        assert sorted(rung for _, rung, _ in runs[0]["values"]) == [0, 0, 0, 1]
