@@ -121,8 +121,8 @@ class Trainer:
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
         parts = build_parts(
             model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
-            loss=loss, metrics=metrics or {}, init_from=None if init_from is None or found else str(init_from),
-            announce=self._announce, max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
+            loss=loss, metrics=metrics or {}, init_from=_initial(init_from, found), announce=self._announce,
+            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         self.run = Run(
@@ -221,6 +221,11 @@ def _make_ready(run: Run, found: SavedCheckpoint | None) -> None:
     with ranks.together():
         if found:
             run.restore(found)
+
+
+def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str | None:
+    """What a fresh run begins with; one that goes on has its own weights."""
+    return None if init_from is None or found else str(init_from)
 
 
 def _path(given: str | Path | None) -> Path | None:
