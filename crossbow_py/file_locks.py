@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-_held: set[TextIO] = set()
+_held: set[TextIO] = set()  # and those about to be locked
+_changing = threading.Lock()  # a process that another thread forks is to find all open ones there
 
 
 @contextmanager
@@ -26,16 +28,19 @@ def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
     Raises:
         OSError: the file cannot be written.
     """
-    with path.open("a") as file:
+    with _changing:
+        file = path.open("a")
+        _held.add(file)
+    try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             busy()
             fcntl.flock(file, fcntl.LOCK_EX)
-        _held.add(file)
-        try:
-            yield
-        finally:
+        yield
+    finally:
+        with _changing:
+            file.close()
             _held.discard(file)
 
 
@@ -53,6 +58,7 @@ def _let_go() -> None:
     for file in _held:
         file.close()  # not an unlocking, which would be the parent's too
     _held.clear()
+    _changing.release()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_let_go)

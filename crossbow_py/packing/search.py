@@ -160,6 +160,7 @@ class Search:
             with suppress(CrossbowError):
                 self.study.release(place.segment)
         self.places = []
+        self.study.close()
 
     def _wait(self) -> None:
         begun = self.hooks.clock()

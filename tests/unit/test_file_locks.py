@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,31 @@ def test_forked_process_that_outlives_the_holder_does_not_hold_the_lock(tmp_path
     finally:
         os.kill(child, signal.SIGKILL)
         os.close(read), os.close(write)
+
+
+def test_process_forked_while_another_thread_locks_does_not_hold_the_lock(tmp_path: Path) -> None:
+    path, ended = tmp_path / ".lock", threading.Event()
+
+    def lock_often() -> None:
+        with suppress(BlockingIOError):  # the new process has it for a moment
+            while not ended.is_set():
+                with locked(path, refuse):
+                    pass
+
+    read, write = os.pipe()
+    for _ in range(20):
+        ended.clear()
+        thread = threading.Thread(target=lock_often)
+        thread.start()
+        child = os.fork()
+        if not child:
+            os.write(write, b"x")
+            signal.pause()
+        os.read(read, 1)  # it lives
+        ended.set()
+        thread.join()
+        is_left = is_locked(path)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert not is_left
+    os.close(read), os.close(write)
