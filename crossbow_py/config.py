@@ -192,6 +192,8 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     stray = next((group for group in chosen if _key_of(group) not in known), None)
     if stray:
         raise UserError(f"unknown key {stray}{suggestion(stray, known)}")
+    for override in parsed:
+        _check_experiment(override, known)
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
     plain = _compose_plain([text for override in parsed for text in _settled(override)], kind.CONF)
     return from_mapping(kind, _with_groups(plain, kind))
@@ -340,6 +342,18 @@ def _check_override(override: Override) -> None:
         raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)} --list shows them all.")
     if key in APPENDED_GROUPS and not override.is_add():
         raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
+
+
+def _check_experiment(override: Override, known: Sequence[str]) -> None:
+    """Refuse an experiment of another command."""
+    if override.key_or_group == "experiment" and not override.is_delete():
+        name = str(override.value())
+        for key in read_option("experiment", name):
+            if key not in (*known, "defaults"):
+                raise UserError(
+                    f"experiment {name} is for another command: it sets {key}, which means nothing here; search_* are "
+                    "for python -m crossbow_py.search."
+                )
 
 
 def _settled(override: Override) -> list[str]:

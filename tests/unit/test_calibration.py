@@ -151,7 +151,7 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
     options = {"model": image_model, "train_data": images(96), "batch_size": 4, "num_learners": 2, "device": "cpu"}
     first = Trainer(**options)
-    assert calls == [[("serial", 2), ("threads", 2), ("fused", 2)]]
+    assert calls == [[("serial", 2), ("threads", 2), ("fused", 2), ("fused_threads", 2)]]
     second = Trainer(**options)
     assert len(calls) == 1
     assert second.run.parts.warnings[-1].startswith(

@@ -26,6 +26,7 @@ from crossbow_py.config import (
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import UserError
 from crossbow_py.models import MLP, LeNet
+from crossbow_py.search_config import SearchConfig
 from crossbow_py.settings import setting
 
 
@@ -50,13 +51,17 @@ def test_option_file_of_a_registered_name_is_its_classes_defaults(group: str, na
     assert composed is None or getattr(composed, group) == REGISTRIES[group][name]()
 
 
+def kind_of(experiment: str) -> type[TrainConfig]:
+    return SearchConfig if "space" in read_option("experiment", experiment) else TrainConfig
+
+
 @pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
 def test_experiment_dry_run_composes_under_its_own_name_and_says_what_it_is(experiment: str) -> None:
-    config = compose([f"+experiment={experiment}"])
+    config = compose([f"+experiment={experiment}"], kind_of(experiment))
     assert config.experiment == experiment
     assert config.max_epochs is not None
     assert group_options("experiment")[experiment]
-    assert config_from_mapping(config_to_mapping(config)) == config
+    assert isinstance(config, SearchConfig) or config_from_mapping(config_to_mapping(config)) == config
 
 
 @pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
@@ -64,7 +69,15 @@ def test_experiment_file_chooses_options_and_sets_no_key_beneath_a_group(experim
     assert not set(read_option("experiment", experiment)) & set(REGISTRIES)
 
 
-@pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
+def test_experiment_of_another_command_is_refused_with_the_right_one() -> None:
+    with pytest.raises(UserError, match=r"search_digits is for another command.*python -m crossbow_py\.search"):
+        compose(["+experiment=search_digits"])
+
+
+# The space of a search names keys of its own optimizer.
+@pytest.mark.parametrize(
+    "experiment", sorted(name for name in group_options("experiment") if kind_of(name) is TrainConfig)
+)
 def test_experiment_with_another_group_option_leaks_nothing_into_it(experiment: str) -> None:
     config = compose([f"+experiment={experiment}", "averaging=independent", "optimizer=adamw", "schedule=constant"])
     assert config.averaging == Independent()

@@ -104,6 +104,10 @@ def test_plan_sides_with_two_precisions_has_one_default_loop() -> None:
         ("fused", 1, "none"),
         ("fused", 2, "sma"),
         ("fused", 2, "none"),
+        ("fused_threads", 1, "sma"),
+        ("fused_threads", 1, "none"),
+        ("fused_threads", 2, "sma"),
+        ("fused_threads", 2, "none"),
         ("auto", OPEN, "sma"),
     ]
 
