@@ -119,7 +119,7 @@ def test_measurement_from_the_command_line_writes_its_result(
     monkeypatch.setattr(measure, "NETWORKS", {"light": 2, "heavy": 4})
     path = tmp_path / "photos.json"
     arguments = ["--folder", str(tmp_path / "photos"), "--batch-sizes", "2", "3", "--workers", "1"]
-    assert run.main([*arguments, "--seconds", "0.3", "--repetitions", "1", "--json", str(path)]) == 0
+    assert run.main([*arguments, "--seconds", "2", "--repetitions", "1", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     cells = [(cell["network"], cell["batch_size"]) for cell in written["cells"]]
     assert cells == [("light", 2), ("light", 3), ("heavy", 2), ("heavy", 3)]

@@ -212,6 +212,7 @@ def test_killed_search_repeats_no_finished_rung_and_finds_the_same_best(setting:
 
 def let_leases_end(search: Search) -> None:
     """What the end of a process does; this one lives on."""
+    search.study.close()
     for segment in search.study.held:
         search.study.release(segment)
 

@@ -262,8 +262,18 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+_OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """What runs before a test is not its own."""
+    _OTHERS.clear()
+    _OTHERS.update(threading.enumerate())
+
+
 def heartbeats() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "heartbeat"]
+    return [thread.name for thread in threading.enumerate() if thread.name == "heartbeat" and thread not in _OTHERS]
 
 
 def test_lease_of_a_busy_worker_is_prolonged_without_its_help(journal: str, tmp_path: Path) -> None:
