@@ -84,10 +84,11 @@ def calibrate(
     begun = time.perf_counter()
     rates: dict[tuple[str, int], float] = {}
     refusals: dict[str, str] = {}
+    cores = torch.get_num_threads() if device.type == "cpu" else 1
     with torch.random.fork_rng(), kept_host_state():  # a run must not hang on whether its executor was remembered
         for candidate in candidates:
             name, left_s = candidate.executor, budget_s - (time.perf_counter() - begun)
-            if name in refusals or _lost(name, rates):
+            if name in refusals or _lost(name, rates, cores):
                 continue
             if rates and _predicted_s(candidate, rates, batch_size) > left_s:
                 refusals[name] = f"measuring it with {candidate.num_learners} learners takes too long"
@@ -109,8 +110,9 @@ def calibrate(
     return Calibration(best[0], rates, tuple(notes))
 
 
-def _lost(executor: str, rates: dict[tuple[str, int], float]) -> bool:
-    own = [rate for (name, _), rate in rates.items() if name == executor]
+def _lost(executor: str, rates: dict[tuple[str, int], float], cores: int) -> bool:
+    """Whether it is far behind, with learners enough for every core: a learner a core leaves the others idle."""
+    own = [rate for (name, count), rate in rates.items() if name == executor and count >= cores]
     return bool(own) and max(own) < _FAR_BEHIND * max(rates.values())
 
 

@@ -98,6 +98,15 @@ def test_calibration_spares_more_learners_of_an_executor_that_is_far_behind(cloc
     assert found.notes == ()
 
 
+def test_calibration_does_not_spare_an_executor_for_what_it_does_with_fewer_learners_than_cores(clock, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    threads = [candidate("threads", k, FakeExecutor(clock, seconds)) for k, seconds in ((1, 0.1), (4, 0.1))]
+    found = calibrate([candidate("serial", 1, FakeExecutor(clock, 0.04)), *threads], 1, CPU)
+    # A learner a core leaves three of four idle at first.
+    assert found.images_per_s == pytest.approx({("serial", 1): 25.0, ("threads", 1): 10.0, ("threads", 4): 40.0})
+    assert found.executor == "threads"
+
+
 def test_calibration_in_which_more_learners_do_not_fit_keeps_what_was_measured(clock):
     def fails():
         raise MemoryError
