@@ -25,7 +25,7 @@ def search(config: SearchConfig) -> int:
     """One worker of a search; returns its exit code. Raises SearchError when every trial has failed."""
     if importlib.util.find_spec("optuna") is None:
         raise UserError("a search needs Optuna, which is not installed; run pip install 'crossbow_py[search]'.")
-    from crossbow_py.packing.search_report import search_listeners  # noqa: PLC0415  as Optuna is optional
+    from crossbow_py.packing.report.listeners import search_listeners  # noqa: PLC0415  as Optuna is optional
     from crossbow_py.search_build import SearchRun  # noqa: PLC0415
 
     folder = open_search_folder(config)

@@ -26,6 +26,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
+from crossbow_py.packing.report.search_file import recorded_summary
 from crossbow_py.packing.roster import Roster, SearchData
 from crossbow_py.packing.search import Search, SearchHooks, SearchRules, epoch_samples
 from crossbow_py.packing.search_events import (
@@ -38,7 +39,6 @@ from crossbow_py.packing.search_events import (
     SearchSummary,
     TrialRecord,
 )
-from crossbow_py.packing.search_report import recorded_summary
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
@@ -81,7 +81,10 @@ class SearchRun:
         self.settings = dataclasses.replace(_run_settings(config), num_learners=1)
         self.choices = _choices(self.settings)
         most = 1 if config.packing == "none" else config.max_pack_size
-        self.rules = SearchRules(config.brackets(), config.metric, config.packing, config.seed, lookahead=most)
+        self.rules = SearchRules(
+            config.brackets(), config.metric, config.packing, config.seed, lookahead=most,
+            checkpoint_every_s=config.checkpoint_every_s,
+        )  # fmt: skip
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
         self.roster = Roster(
@@ -175,6 +178,7 @@ class SearchRun:
             validation=kept(source.validation, None, training=False),
             test=None if source.test is None else kept(source.test, None, training=False),
             num_classes=count_classes(data, LOSS),
+            streams=train.STREAMS,
         )
 
     def _most_augmentation(self) -> Augmentation:

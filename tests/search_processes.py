@@ -33,7 +33,7 @@ _PACK_SIZE = 4
 def started(folder: Path, *options: str) -> Iterator[ForkServerProcess]:
     """`python -m crossbow_py.search`, in `folder`'s parent and writing to it; killed in the end, if it runs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "crossbow_py.search_build", "crossbow_py.packing.search_report"])
+    context.set_forkserver_preload([__name__, "crossbow_py.search_build", "crossbow_py.packing.report.listeners"])
     arguments = merged(NINE_TRIALS, (f"output_dir={folder.name}", *options))
     process = context.Process(target=_search_here, args=(arguments, str(folder.parent), f"{folder}.log"))
     process.start()

@@ -16,9 +16,10 @@ from crossbow_py import search_build
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.config import read_yaml
 from crossbow_py.data.resident import ResidentFeed
-from crossbow_py.packing import roster, search_report
+from crossbow_py.packing import roster
+from crossbow_py.packing.report import listeners
+from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.search_events import TrialRecord
-from crossbow_py.packing.search_report import SearchFile
 from crossbow_py.packing.width import Width
 from crossbow_py.search_build import SearchRun
 from crossbow_py.telemetry.records import read_summary
@@ -33,7 +34,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
-    monkeypatch.setattr(search_report, "search_listeners", lambda folder: [SearchFile(folder, print)])
+    monkeypatch.setattr(listeners, "search_listeners", lambda folder: [SearchFile(folder, print)])
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.packing import roster, search_report
-from crossbow_py.packing.search_report import SearchFile
+from crossbow_py.packing import roster
+from crossbow_py.packing.report import listeners
+from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.width import Width
 from crossbow_py.search import main
 from tests.searches import report, search_digits, segments, trained_by_command, values
@@ -23,7 +24,7 @@ ALONE = ["executor=serial", "packing=none"]
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(search_report, "search_listeners", lambda folder: [SearchFile(folder, print)])
+    monkeypatch.setattr(listeners, "search_listeners", lambda folder: [SearchFile(folder, print)])
 
 
 @pytest.fixture

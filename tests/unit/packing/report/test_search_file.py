@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.packing.report.search_file import SearchFile, ended_plain, recorded_summary, running_plain
 from crossbow_py.packing.search_events import BestTrial
-from crossbow_py.packing.search_report import SearchFile, ended_plain, recorded_summary, running_plain, search_listeners
 
 
 def _refuse(constant: str) -> float:
@@ -119,19 +119,3 @@ def test_file_that_is_of_no_ended_search_or_not_whole_is_not_read(searched: Any)
 
 def test_file_without_any_value_has_no_best(searched: Any) -> None:
     assert running_plain(searched.info(), [searched.trial(3)], 1.0)["best"] is None
-
-
-def test_listeners_leave_a_whole_folder_and_are_closed(tmp_path: Path, searched: Any, capsys: Any) -> None:
-    pytest.importorskip("matplotlib")
-    listeners = search_listeners(tmp_path)
-    for listener in listeners:
-        listener.on_start(searched.info())
-        listener.on_trials(searched.trials())
-        listener.on_progress(searched.progress())
-        listener.on_message("packs of 4")
-    for listener in listeners:
-        listener.on_end(searched.summary())
-        listener.close()
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"console.log", "search.json", "tensorboard", "parallel_coordinates.png", "learning_curves.png"}
-    assert capsys.readouterr().out == (tmp_path / "console.log").read_text()

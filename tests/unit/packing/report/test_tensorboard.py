@@ -10,8 +10,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
+from crossbow_py.packing.report.tensorboard import SearchTensorBoard, experiment_summary, flat_params, trial_files
 from crossbow_py.packing.search_events import RunningTrial
-from crossbow_py.packing.search_tensorboard import SearchTensorBoard, experiment_summary, flat_params, trial_files
 from crossbow_py.packing.space import Space
 
 TAG = "search/validation_accuracy_by_samples_seen"

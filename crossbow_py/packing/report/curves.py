@@ -11,8 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from crossbow_py.packing.hyperband import TrialState
+from crossbow_py.packing.report.standing import last_epochs, ranked, value_range
 from crossbow_py.packing.search_events import SearchInfo, TrialRecord
-from crossbow_py.packing.search_standing import last_epochs, ranked, value_range
 
 _LOG_FROM = 6.0  # ratio of the last rung to the first from which epochs are spread by their logarithm
 _BRACKET_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive")

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from crossbow_py.packing.hyperband import TrialState
+from crossbow_py.packing.report.table import choose_rows, counts_line, live_table
 from crossbow_py.packing.search_events import RunningTrial
-from crossbow_py.packing.search_table import choose_rows, counts_line, live_table
 
 
 def _drawn(

@@ -16,9 +16,9 @@ from matplotlib.text import Text
 
 from crossbow_py.packing.hyperband import make_brackets
 from crossbow_py.packing.parameter import Parameter
-from crossbow_py.packing.search_curves import bracket_colour, draw_curves
-from crossbow_py.packing.search_parallel import NOTHING, draw_parallel, parameter_ticks, places, value_ticks
-from crossbow_py.packing.search_pictures import SearchPictures
+from crossbow_py.packing.report.curves import bracket_colour, draw_curves
+from crossbow_py.packing.report.parallel import NOTHING, draw_parallel, parameter_ticks, places, value_ticks
+from crossbow_py.packing.report.pictures import SearchPictures
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

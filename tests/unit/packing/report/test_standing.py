@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from crossbow_py.packing.hyperband import Segment, TrialState, best
-from crossbow_py.packing.search_events import RunningTrial
-from crossbow_py.packing.search_standing import (
+from crossbow_py.packing.report.standing import (
     as_text,
     leader,
     planned_epochs,
@@ -19,6 +18,7 @@ from crossbow_py.packing.search_standing import (
     trained_epochs,
     value_range,
 )
+from crossbow_py.packing.search_events import RunningTrial
 
 
 def test_ranked_trials_that_trained_longer_come_before_better_values(searched: Any) -> None:

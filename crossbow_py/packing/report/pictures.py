@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+from crossbow_py.packing.report.standing import ranked
 from crossbow_py.packing.search_events import SearchListener, SearchSummary
-from crossbow_py.packing.search_standing import ranked
 
 PARALLEL_FILE = "parallel_coordinates.png"
 CURVES_FILE = "learning_curves.png"
@@ -31,8 +31,8 @@ class SearchPictures(SearchListener):
         if importlib.util.find_spec("matplotlib") is None:
             self._say("No pictures: matplotlib is not there; pip install 'crossbow_py[plots]'.")
             return
-        from crossbow_py.packing.search_curves import draw_curves  # noqa: PLC0415  matplotlib is an extra
-        from crossbow_py.packing.search_parallel import draw_parallel  # noqa: PLC0415
+        from crossbow_py.packing.report.curves import draw_curves  # noqa: PLC0415  matplotlib is an extra
+        from crossbow_py.packing.report.parallel import draw_parallel  # noqa: PLC0415
 
         try:
             for name, draw in ((PARALLEL_FILE, draw_parallel), (CURVES_FILE, draw_curves)):

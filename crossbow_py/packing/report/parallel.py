@@ -15,8 +15,8 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from crossbow_py.packing.hyperband import TrialState
 from crossbow_py.packing.parameter import Parameter
+from crossbow_py.packing.report.standing import as_text, ranked, short_names, value_range
 from crossbow_py.packing.search_events import SearchInfo, TrialRecord
-from crossbow_py.packing.search_standing import as_text, ranked, short_names, value_range
 
 NOTHING = -0.13  # where a line goes that has no value there, below the axes
 _JITTER = 0.05  # of choices, so that lines through the same one can be told apart

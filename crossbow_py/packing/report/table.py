@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from crossbow_py.packing.hyperband import TrialState, bracket_of
+from crossbow_py.packing.report.standing import as_text, last_epochs, ranked, short_names
 from crossbow_py.packing.search_events import RunningTrial, SearchInfo, SearchProgress, TrialRecord
-from crossbow_py.packing.search_standing import as_text, last_epochs, ranked, short_names
 
 _LINES_AROUND = 5  # two of the table's head, the counts, the progress line, and the cursor's
 _FEWEST_ROWS = 2

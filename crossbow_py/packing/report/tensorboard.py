@@ -23,8 +23,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from crossbow_py.packing.hyperband import TrialState, bracket_of
 from crossbow_py.packing.parameter import Parameter
+from crossbow_py.packing.report.standing import leader, num_results
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.packing.search_standing import leader, num_results
 from crossbow_py.stopping import StopConditions
 
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)

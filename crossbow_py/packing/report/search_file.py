@@ -1,4 +1,4 @@
-"""What a search leaves in its folder: search.json, while it goes on and when it has ended, and all other listeners."""
+"""search.json: how a search stands while it goes on, and how it ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.packing.search_console import SearchConsole
+from crossbow_py.packing.report.standing import last_epochs, leader
 from crossbow_py.packing.search_events import (
     SEARCH_FILE,
     BestTrial,
@@ -19,30 +19,12 @@ from crossbow_py.packing.search_events import (
     SearchSummary,
     TrialRecord,
 )
-from crossbow_py.packing.search_pictures import SearchPictures
-from crossbow_py.packing.search_standing import last_epochs, leader
-from crossbow_py.packing.search_tensorboard import SearchTensorBoard
-from crossbow_py.telemetry.console import CONSOLE_LOG
-from crossbow_py.telemetry.records import TENSORBOARD_FOLDER, finite, write_atomically
+from crossbow_py.telemetry.records import finite, write_atomically
 from crossbow_py.version import __version__
 
 _RUNNING = "running"
 _BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))
 _INTERVAL_S = 3.0  # between two versions of the file while the search goes on
-
-
-def search_listeners(folder: Path) -> list[SearchListener]:
-    """Everything that records a search in its folder, which exists; the console is told last, and says what was drawn.
-
-    Raises OSError when console.log cannot be opened.
-    """
-    console = SearchConsole(folder / CONSOLE_LOG)
-    return [
-        SearchFile(folder, console.on_message),
-        SearchTensorBoard(folder / TENSORBOARD_FOLDER, console.on_message),
-        SearchPictures(folder, console.on_message),
-        console,
-    ]
 
 
 class SearchFile(SearchListener):

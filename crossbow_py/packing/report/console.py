@@ -13,10 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from crossbow_py.packing.report.lines import final_lines, header_lines, progress_line, value_line
+from crossbow_py.packing.report.standing import leader, planned_epochs, running_epochs, trained_epochs
+from crossbow_py.packing.report.table import live_table
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.packing.search_lines import final_lines, header_lines, progress_line, value_line
-from crossbow_py.packing.search_standing import leader, planned_epochs, running_epochs, trained_epochs
-from crossbow_py.packing.search_table import live_table
 from crossbow_py.telemetry.screen import Screen
 
 PLAIN_INTERVAL_S = 30.0  # of silence, before a line says where the search stands
