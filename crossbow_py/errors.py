@@ -63,6 +63,22 @@ class SearchError(CrossbowError):
     """A search cannot go on, or came to nothing; what was finished is kept. One sentence with the remedy."""
 
 
+class DeviceLostError(SearchError):
+    """The device refuses all further work of this process, which would fail every trial after the one that caused it.
+
+    Args:
+        cause: what the device said, with which it answers from now on.
+    """
+
+    def __init__(self, cause: BaseException) -> None:
+        said = (str(cause).splitlines() or [type(cause).__name__])[0].rstrip(".")
+        super().__init__(
+            f"the device does nothing for this process any more ({said}); what was finished is kept. Start the same "
+            "command again with resume=auto; if it ends like this again, find out with device=cpu whether a model is "
+            "given indices or labels that it has not, and otherwise take another device."
+        )
+
+
 class LearnerError(CrossbowError):
     """A task failed with an exception: carries the task, its round and its stream; the cause is chained."""
 

@@ -1,4 +1,7 @@
-"""Memory of the host and of devices: how much learners need, keeping it between rounds, and running out of it."""
+"""Memory of the host and of devices: how much learners need, keeping it between rounds, and running out of it.
+
+And what else errors of a device may mean: that it is lost to the process.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,24 @@ _WORDS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+)
+# CUDA's errors after which "the process must be terminated and relaunched" or what lies on the device is not to be
+# relied on, by their numbers in the runtime and the driver.
+_LOST_CODES = frozenset((214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
+# And as CUDA says them: torch gives the number with its own exception alone, Triton and the libraries do not.
+_LOST_WORDS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "an illegal memory access was encountered",
+    "the launch timed out and was terminated",
+    "context is destroyed",
+    "device-side assert triggered",
+    "hardware stack error",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "invalid program counter",
+    "unspecified launch failure",
 )
 
 
@@ -91,6 +112,23 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def is_device_lost(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, leaves a CUDA device unusable for the rest of this process.
+
+    Every later call fails as well, whatever it is. Errors of a single call do not count: memory that is not there, a
+    launch that is too large, a capture that is refused.
+    """
+    while error is not None:
+        code = getattr(error, "error_code", None)
+        if isinstance(error, torch.AcceleratorError) and code is not None:
+            if code in _LOST_CODES:
+                return True
+        elif isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_WORDS):
+            return True
+        error = error.__cause__
+    return False
 
 
 def free_memory(device: torch.device) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from crossbow_py.engine import memory
 from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.errors import DeviceLostError, LearnerError, SearchError, UserError
 
 BLOCK = 2**30 - 2**21
 
@@ -69,6 +70,55 @@ def test_prediction_counts_activations_of_learners_that_run_at_once():
 )
 def test_errors_that_mean_no_memory_is_left(error, expected):
     assert memory.is_out_of_memory(error) is expected
+
+
+def with_code(error, code):
+    """As torch makes its own."""
+    error.error_code = code
+    return error
+
+
+def caused_by(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+ASSERTED = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ASSERTED, True),
+        (with_code(torch.AcceleratorError("CUDA error: in words nobody knows"), 719), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (LearnerError("learning(1)", 3, "learner 1", ASSERTED), False),  # which was not raised from it
+        (caused_by(LearnerError("learning(1)", 3, "learner 1", ASSERTED), ASSERTED), True),
+        (caused_by(LearnerError("learning(1)", 3, "learner 1", ASSERTED), caused_by(UserError(""), ASSERTED)), True),
+        (with_code(torch.AcceleratorError("CUDA error: out of memory"), 2), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (with_code(torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), 900), False),
+        (with_code(torch.AcceleratorError("CUDA error: invalid configuration argument"), 9), False),
+        (caused_by(LearnerError("learning(1)", 3, "learner 1", ValueError()), ValueError("size mismatch")), False),
+        (ValueError("unspecified launch failure"), False),  # of somebody else
+        (None, False),
+    ],
+    ids=repr,
+)
+def test_errors_that_mean_the_device_is_lost(error, expected):
+    assert memory.is_device_lost(error) is expected
+    assert not (memory.is_device_lost(error) and memory.is_out_of_memory(error))
+
+
+def test_loss_of_the_device_is_said_in_one_line_with_the_remedy():
+    error = DeviceLostError(ASSERTED)
+    assert isinstance(error, SearchError) and error.exit_code == 1
+    said = str(error)
+    assert "\n" not in said and "(CUDA error: device-side assert triggered)" in said
+    assert "with resume=auto" in said and "device=cpu" in said
+    assert "(RuntimeError)" in str(DeviceLostError(RuntimeError()))
 
 
 def test_torch_says_so_in_these_words_on_this_machine():
