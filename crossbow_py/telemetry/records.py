@@ -9,7 +9,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,12 +127,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing in between."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # workers of a search may write the same file
-    with temporary.open("w", encoding="utf-8") as file:
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields where to write what becomes `path` when the block ends; when it raises, that is removed.
+
+    Any number of processes, also of several hosts that share the folder, may do so at a time: the last one wins.
+    """
+    # Nobody else's; and without the file's name in it, as TensorBoard reads all that has `tfevents` in its name.
+    partial = path.with_name(f".{uuid.uuid4().hex}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _ordered(values: dict[str, Any], leading: tuple[str, ...]) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from crossbow_py.telemetry.records import RunRecords, file_listeners, read_metrics, read_summary, write_atomically
 
@@ -91,6 +94,34 @@ def test_write_atomically_over_an_old_file_replaces_it_whole(tmp_path: Path, eve
     write_atomically(tmp_path / "a", "old and long")
     write_atomically(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_write_atomically_by_two_hosts_with_one_process_id_leaves_one_of_the_texts_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync_late(_: int) -> None:
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+        write_atomically(tmp_path / "a", "of the other, and longer")  # begun and ended while this one is written
+
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "fsync", fsync_late)
+    write_atomically(tmp_path / "a", "of this one")
+    assert (tmp_path / "a").read_text() == "of this one"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_write_atomically_that_fails_keeps_the_old_file_and_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disk_is_full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_atomically(tmp_path / "a", "old")
+    monkeypatch.setattr(os, "fsync", disk_is_full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
