@@ -8,6 +8,7 @@ from pathlib import Path
 
 from crossbow_py.packing.report.standing import ranked
 from crossbow_py.packing.search_events import SearchListener, SearchSummary
+from crossbow_py.telemetry.records import replacing
 
 PARALLEL_FILE = "parallel_coordinates.png"
 CURVES_FILE = "learning_curves.png"
@@ -36,9 +37,8 @@ class SearchPictures(SearchListener):
 
         try:
             for name, draw in ((PARALLEL_FILE, draw_parallel), (CURVES_FILE, draw_curves)):
-                temporary = self._folder / f".{name}.tmp"
-                draw(summary.info, summary.trials).savefig(temporary, dpi=120, format="png")
-                temporary.replace(self._folder / name)
+                with replacing(self._folder / name) as partial:
+                    draw(summary.info, summary.trials).savefig(partial, dpi=120, format="png")
         except OSError as error:
             self._say(f"No pictures were written to {self._folder} ({error.strerror or error}).")
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from crossbow_py.packing.parameter import Parameter
 from crossbow_py.packing.report.standing import leader, num_results
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.stopping import StopConditions
+from crossbow_py.telemetry.records import replacing
 
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
 _LAST = 10**6  # place of the file that is read last
@@ -183,6 +183,5 @@ def _write_events(path: Path, events: Iterable[tuple[int, Summary]], now: float)
     for step, summary in events:
         records.write(Event(wall_time=now, step=step, summary=summary).SerializeToString())
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{os.getpid()}.tmp")  # no name that TensorBoard reads
-    temporary.write_bytes(buffer.getvalue())
-    temporary.replace(path)
+    with replacing(path) as partial:
+        partial.write_bytes(buffer.getvalue())
