@@ -22,10 +22,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 from crossbow_py.packing.hyperband import TrialState, bracket_of
 from crossbow_py.packing.parameter import Parameter
-from crossbow_py.packing.report.standing import leader, num_results
+from crossbow_py.packing.report.standing import last_epochs, leader, num_results
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.stopping import StopConditions
 from crossbow_py.telemetry.records import replacing
+
+BEST_TAG = "search/best_value_by_samples_of_all_trials"
+PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker
 
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
 _LAST = 10**6  # place of the file that is read last
@@ -36,8 +39,9 @@ _FILE_VERSION = "brain.Event:2"  # the format TensorBoard reads
 class SearchTensorBoard(SearchListener):
     """Writes the event files of a search.
 
-    A trial is the run `trial_00007`; its curve has samples seen as its x-axis. What goes on over a search has the
-    number of segments that are over, in the run `worker_HOST_PROCESS`.
+    A trial is the run `trial_00007`; its curve has the samples that it has seen as its x-axis. What goes on over a
+    search, in the run `worker_HOST_PROCESS`, has those that the trials of all workers have seen together. What is under
+    way is not counted before it is measured: so a search that goes on after it was killed draws nothing to the left.
 
     Args:
         folder: where TensorBoard looks.
@@ -51,7 +55,9 @@ class SearchTensorBoard(SearchListener):
         self._writer: SummaryWriter | None = None
         self._written: set[tuple[int, str]] = set()
         self._known: dict[int, tuple[int, TrialState]] = {}  # by trial: what has been looked at
-        self._last_step = -1
+        self._samples: int | None = None  # of all trials; None: what was before is not known yet
+        self._best_point: tuple[int, float] | None = None
+        self._pace_samples: int | None = None  # at its last point
 
     def on_start(self, info: SearchInfo) -> None:
         """The names and ranges of the hyper-parameters come first."""
@@ -68,15 +74,17 @@ class SearchTensorBoard(SearchListener):
             if self._known.get(trial.trial) != (num_results(trial), trial.state):
                 self._known[trial.trial] = (num_results(trial), trial.state)
                 self._write_trial(self._info, trial)
+        self._samples = samples_of_all(self._info, trials)
         best = leader(trials, maximize=self._info.maximize)
-        if best is not None and best.value is not None:
-            self._writer.add_scalar("search/best_value_by_segments", best.value, sum(map(num_results, trials)))
+        if best is not None and best.value is not None and self._best_point != (self._samples, best.value):
+            self._best_point = (self._samples, best.value)
+            self._writer.add_scalar(BEST_TAG, best.value, self._samples)
 
     def on_progress(self, progress: SearchProgress) -> None:
-        """The pace, once for each number of segments that are over."""
-        if self._writer is not None and progress.num_finished != self._last_step and progress.images_per_s > 0:
-            self._last_step = progress.num_finished
-            self._writer.add_scalar("search/images_per_s_by_segments", progress.images_per_s, progress.num_finished)
+        """The pace of this worker, once for each number of samples."""
+        if self._writer is not None and self._samples != self._pace_samples and progress.images_per_s > 0:
+            self._pace_samples = self._samples
+            self._writer.add_scalar(PACE_TAG, progress.images_per_s, self._samples)
 
     def on_end(self, summary: SearchSummary) -> None:
         """How all trials ended, and what came of it as text."""
@@ -85,7 +93,7 @@ class SearchTensorBoard(SearchListener):
             best = summary.best
             text = f"{summary.status}: trial {best.trial}, {summary.info.metric} {best.value}"
             text += f", test accuracy {best.test_accuracy}"
-            self._writer.add_text("result", text, sum(map(num_results, summary.trials)))
+            self._writer.add_text("result", text, self._samples)
 
     def close(self) -> None:
         """Flush and end the writer's thread."""
@@ -120,6 +128,11 @@ def trial_tag(info: SearchInfo) -> str:
     return f"search/{info.metric}_by_samples_seen"
 
 
+def samples_of_all(info: SearchInfo, trials: Iterable[TrialRecord]) -> int:
+    """Samples that all trials together have seen at their last values; a segment in which one failed adds none."""
+    return sum(_samples(info, last_epochs(trial)) for trial in trials if trial.values)
+
+
 def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, list[tuple[int, Summary]]]:
     """What there is to say of a trial that has begun: summaries with their x-axis values, by the files they go to.
 
@@ -132,8 +145,7 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
     for rung, epochs in enumerate(bracket_of(info.brackets, trial.trial).epochs):
         value = trial.values.get(epochs)
         if value is not None and math.isfinite(value):
-            samples = StopConditions(max_epochs=epochs).planned_samples(info.num_train_samples) or 0
-            found[_file_name(1 + rung, f"rung_{rung}")] = [(samples, _scalar(trial_tag(info), value))]
+            found[_file_name(1 + rung, f"rung_{rung}")] = [(_samples(info, epochs), _scalar(trial_tag(info), value))]
     if trial.state in _ENDED:
         found[_file_name(_LAST, "end")] = [(0, _end_summary(trial.state, now))]
     return found
@@ -142,6 +154,10 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
 def flat_params(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Numbers, truth values and text stay; null becomes text."""
     return {key: "null" if value is None else value for key, value in params.items()}
+
+
+def _samples(info: SearchInfo, epochs: float) -> int:
+    return StopConditions(max_epochs=epochs).planned_samples(info.num_train_samples) or 0
 
 
 def _hparam(parameter: Parameter) -> summary_v2.HParam:

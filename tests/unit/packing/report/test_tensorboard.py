@@ -10,7 +10,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from crossbow_py.packing.report.tensorboard import SearchTensorBoard, experiment_summary, flat_params, trial_files
+from crossbow_py.packing.hyperband import TrialState
+from crossbow_py.packing.report.tensorboard import (
+    BEST_TAG,
+    PACE_TAG,
+    SearchTensorBoard,
+    experiment_summary,
+    flat_params,
+    trial_files,
+)
 from crossbow_py.packing.search_events import RunningTrial
 from crossbow_py.packing.space import Space
 
@@ -106,20 +114,50 @@ def test_trial_that_was_only_sampled_has_no_run(tmp_path: Path, searched: Any) -
     assert [path for path in tmp_path.iterdir() if path.name.startswith("trial_")] == []
 
 
-def test_worker_has_best_value_and_pace_by_segments(tmp_path: Path, searched: Any) -> None:
+def test_worker_has_best_value_and_pace_by_samples_of_all_trials(tmp_path: Path, searched: Any) -> None:
     board = SearchTensorBoard(tmp_path, print)
     board.on_start(searched.info())
+    board.on_progress(searched.progress(images_per_s=150.0))  # of how many samples is not known yet
     board.on_trials((searched.trial(0), searched.waiting(1)))
-    for images_per_s in (250.0, 300.0):  # one point for each number of segments
-        board.on_progress(searched.progress(RunningTrial(1, 0, 0.5, 0), num_finished=1, images_per_s=images_per_s))
+    for images_per_s in (250.0, 300.0):  # one point for each number of samples
+        board.on_progress(searched.progress(RunningTrial(1, 0, 0.5, 0), images_per_s=images_per_s))
     board.on_trials(searched.trials())
+    board.on_progress(searched.progress(images_per_s=350.0))
     board.on_end(searched.summary())
     board.close()
     own = tmp_path / "worker_host_1"
-    # 1 + 3 + 2 segments with a value, and the one in which a trial failed
-    assert _points(own, "search/best_value_by_segments")[:2] == [(1, 0.5), (7, 0.875)]
-    assert _points(own, "search/images_per_s_by_segments") == [(1, 250.0)]
-    assert "result/text_summary" in _read(own).Tags()["tensors"]
+    # 100 images an epoch: 1, 4 and 2 epochs up to the last values, and nothing of the trial that failed
+    assert _points(own, BEST_TAG) == [(100, 0.5), (700, 0.875)]
+    assert _points(own, PACE_TAG) == [(100, 250.0), (700, 350.0)]
+    (result,) = _read(own).Tensors("result/text_summary")
+    assert result.step == 700
+
+
+def test_search_that_goes_on_draws_to_the_right_of_where_it_was_killed(tmp_path: Path, searched: Any) -> None:
+    """In a container its process has the same number again, and so the same run."""
+    early = (searched.trial(0), searched.trial(1, rung=1, value=0.8, values={1.0: 0.75, 2.0: 0.8}, state="promoted"))
+    killed = SearchTensorBoard(tmp_path, print)
+    killed.on_start(searched.info())
+    killed.on_trials(early)
+    killed.on_progress(searched.progress(RunningTrial(1, 2, 0.75, 0), images_per_s=250.0))
+    killed.close()  # for its points to be there; no end was told
+    again = SearchTensorBoard(tmp_path, print)
+    again.on_start(searched.info(num_finished_segments=3))
+    again.on_trials(early)
+    again.on_progress(searched.progress(RunningTrial(1, 2, 0.0, 0), images_per_s=200.0))
+    again.on_trials(searched.trials())
+    again.on_progress(searched.progress(images_per_s=240.0))
+    again.close()
+    own = tmp_path / "worker_host_1"
+    assert _points(own, BEST_TAG) == [(300, 0.8), (300, 0.8), (700, 0.875)]
+    assert _points(own, PACE_TAG) == [(300, 250.0), (300, 200.0), (700, 240.0)]
+
+
+def test_leader_that_fails_gives_way_where_it_failed(tmp_path: Path, searched: Any) -> None:
+    lost = searched.trial(1, state=TrialState.FAILED, rung=1, value=0.8, values={1.0: 0.75, 2.0: 0.8})
+    before = searched.trial(1, state=TrialState.PROMOTED, rung=1, value=0.8, values={1.0: 0.75, 2.0: 0.8})
+    _written(tmp_path, searched, (searched.trial(0), before), (searched.trial(0), lost))
+    assert _points(tmp_path / "worker_host_1", BEST_TAG) == [(300, 0.8), (300, 0.5)]
 
 
 def test_values_that_are_not_finite_are_left_out(searched: Any) -> None:
