@@ -28,7 +28,8 @@ from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.report.search_file import recorded_summary
 from crossbow_py.packing.roster import Roster, SearchData
-from crossbow_py.packing.search import Search, SearchHooks, SearchRules, epoch_samples
+from crossbow_py.packing.rules import SearchRules, epoch_samples
+from crossbow_py.packing.search import Search, SearchHooks
 from crossbow_py.packing.search_events import (
     SEARCH_FILE,
     BestTrial,

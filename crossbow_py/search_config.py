@@ -27,10 +27,15 @@ from crossbow_py.settings import setting, suggestion
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip")
+# What says something of the whole search: a trial alone has the default of a run.
+_OF_THE_SEARCH = (
+    "output_dir", "resume", "max_time_s", "target_accuracy", "checkpoint_every_epochs", "checkpoint_every_s",
+)  # fmt: skip
 # What a trial does not do, and the value that says so.
 MEANINGLESS: dict[str, Any] = {
     "max_samples": None, "max_rounds": None, "target_loss": None, "init_from": None, "max_evaluation_batches": None,
     "trace": False, "compile_model": False, "on_nonfinite": "stop",
+    "checkpoint_every_epochs": None, "keep_checkpoints": TrainConfig.keep_checkpoints,
 }  # fmt: skip
 # Text that is nothing else without quotes.
 _PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
@@ -62,6 +67,10 @@ class SearchConfig(TrainConfig):
         None, "journal:PATH, or an address of a database as Optuna has it; null is a journal in the search's folder"
     )
     study: str | None = setting(None, "name of the search in the storage; null is the experiment's")
+    checkpoint_every_epochs: int | None = setting(None, "not in a search", minimum=1)
+    checkpoint_every_s: float | None = setting(
+        300.0, "trials are kept on their way to a rung every that many seconds; null only when stopped", above=0
+    )
     lease_s: float = setting(60.0, "seconds without a sign after which other workers take over what one held", above=1)
 
     def __post_init__(self) -> None:
@@ -149,7 +158,7 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
 def _base(config: SearchConfig) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     own = {key: copy.deepcopy(value) for key, value in config_to_mapping(config).items() if key in known}
-    return {**own, "output_dir": None, "resume": None, "max_time_s": None, "target_accuracy": None}
+    return {**own, **{key: getattr(TrainConfig, key) for key in _OF_THE_SEARCH}}
 
 
 def _set(plain: dict[str, Any], key: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
 from crossbow_py.packing.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
 from crossbow_py.packing.roster import SearchData
-from crossbow_py.packing.search import SearchRules
+from crossbow_py.packing.rules import SearchRules
 from crossbow_py.packing.search_events import BestTrial, TrialRecord
 from crossbow_py.packing.segment_claims import SegmentResult
 from crossbow_py.packing.states import TrialStates

@@ -19,13 +19,14 @@ from crossbow_py.targets import one_line
 
 @dataclass
 class Place:
-    """A segment on its way, in a pack of this worker."""
+    """A segment on its way, in a pack of this worker; `kept_at` is when it was last kept on its way, or claimed."""
 
     segment: Segment
     member: Member
     described: Described
     alone: bool
     seconds: float = 0.0
+    kept_at: float = 0.0
 
     @property
     def pack_key(self) -> str:

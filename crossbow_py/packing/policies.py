@@ -70,6 +70,17 @@ def admit(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting]
     return admitted
 
 
+def few_kinds(admitted: Sequence[Waiting], running: Sequence[Waiting], most: int) -> list[Waiting]:
+    """Those admitted whose signatures are, with those that run, no more than `most`, at least 1."""
+    kinds = list(dict.fromkeys(each.signature for each in (*running, *admitted)))[: max(1, most)]
+    return [each for each in admitted if each.signature in kinds]
+
+
+def fair_share(num_segments: int, num_workers: int) -> int:
+    """How many of the segments that may train a worker holds at most, so that each of them has some."""
+    return -(-num_segments // max(1, num_workers))
+
+
 def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting], seed: int) -> Sequence[Waiting]:
     """The trials that the policy would admit if all had room, the first one first."""
     match policy:

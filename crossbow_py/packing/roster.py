@@ -32,6 +32,7 @@ class SearchData:
         num_samples: N, of an epoch.
         validation, test: what trials are measured on, and the best one in the end.
         num_classes: what models must return, and whether exactly.
+        streams: whether samples are loaded while trials train: all trials of a pack had better be at the same ones.
     """
 
     feed_of: Callable[[int], Feed]
@@ -39,6 +40,7 @@ class SearchData:
     validation: Feed
     test: Feed | None
     num_classes: tuple[int | None, bool]
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,16 @@ class Roster:
             self._kinds[key] = self._new_kind(settings, model)
         return Described(settings, key, own_dropout_rate(model) or 0.0, features(self._space, params))
 
-    def waiting(self, trial: int, described: Described, alone: bool) -> Waiting:
-        """For a policy; a trial that is to train alone fits beside nobody."""
+    def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
+        """For a policy; a trial that is to train alone fits beside nobody, nor does one at an unknown `sample` (-1).
+
+        `sample` is where it trains, or goes on; streamed samples are for those that are at the same one.
+        """
         key = described.signature
-        name, share = (f"{key} {trial}", 1.0) if alone else (key, 1 / self._kinds[key].width.size)
+        share = 1.0 if alone else 1 / self._kinds[key].width.size
+        name = f"{key} {trial}" if alone else key
+        if self.data.streams and not alone:
+            name = f"{key} {trial if sample < 0 else f'at {sample}'}"
         return Waiting(trial, name, described.settings.batch_size, described.features, share)
 
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:

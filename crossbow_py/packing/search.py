@@ -14,56 +14,24 @@ from dataclasses import dataclass, field
 
 import torch
 
-from crossbow_py.engine.memory import free_memory, is_out_of_memory
+from crossbow_py.engine.memory import free_memory, is_device_lost, is_out_of_memory
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError, UserError
+from crossbow_py.errors import CrossbowError, DataError, DeviceLostError, UserError
 from crossbow_py.evaluation import Evaluation
-from crossbow_py.packing.hyperband import (
-    Bracket,
-    Results,
-    Segment,
-    TrialState,
-    is_over,
-    ready,
-    standing,
-    to_epochs,
-)
+from crossbow_py.packing.hyperband import Results, Segment, TrialState, is_over, ready, standing, to_epochs
 from crossbow_py.packing.pack import Member, PackJob
 from crossbow_py.packing.places import Packs, Place
-from crossbow_py.packing.policies import Policy, Waiting, admit
+from crossbow_py.packing.policies import Waiting, admit, fair_share, few_kinds
 from crossbow_py.packing.roster import Described, Roster
-from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.rules import SearchRules, epoch_samples
+from crossbow_py.packing.states import TrialStates, Underway
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.stopping import StopConditions
 from crossbow_py.targets import one_line
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
-
-
-@dataclass(frozen=True)
-class SearchRules:
-    """What a search goes by.
-
-    Attributes:
-        brackets: its trials, and how far each is trained.
-        metric: of the validation data; `accuracy` is maximized, `loss` minimized.
-        policy: who is packed with whom.
-        lookahead: new trials that are sampled before there is room for them, for policies to choose from.
-    """
-
-    brackets: tuple[Bracket, ...]
-    metric: str
-    policy: Policy
-    seed: int
-    lookahead: int
-
-    @property
-    def maximize(self) -> bool:
-        """Whether greater values are better."""
-        return self.metric == "accuracy"
 
 
 @dataclass
@@ -131,9 +99,12 @@ class Search:
     def run(self, stopped: Callable[[], bool]) -> bool:
         """Train until nothing is left, or `stopped`; then what is held is given back. Whether nothing is left.
 
+        Segments that a stop ends are kept on their way, for who goes on here.
+
         Raises:
             StorageError: the storage is gone; what was finished is in it.
             DataError: the data cannot be loaded.
+            DeviceLostError: the device fails whatever it is asked for.
         """
         try:
             while not stopped():
@@ -149,6 +120,7 @@ class Search:
                 self._train(stopped)
                 self._settle()
                 self.hooks.progress(self)
+            self._keep_underway(0.0)
             return False
         finally:
             self.close()
@@ -159,6 +131,7 @@ class Search:
         with suppress(CrossbowError):  # once is enough: every call waits for a storage that is gone
             for place in self.places:
                 self.study.release(place.segment)
+            self.study.leave()
         self.places = []
         self.study.close()
 
@@ -174,10 +147,12 @@ class Search:
         now = (len(self.results), tuple(place.segment for place in self.places))
         if self.places and now == self._admitted_at and not self._is_stale:
             return
-        waiting = self._waiting()
-        running = [self._as_waiting(place.segment.trial, place.described, place.alone) for place in self.places]
+        segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
+        waiting, running = self._waiting(segments), self._running()
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
-        wanted = {each.trial for each in self._few_packs(running, chosen)}
+        chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
+        quota = fair_share(len(segments), self.study.num_workers()) - len(running)
+        wanted = {each.trial for each in chosen[: max(0, quota)]}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
         self.places += [self._placed(segment) for segment in claimed]
         self._admitted_at = (len(self.results), tuple(place.segment for place in self.places))
@@ -186,34 +161,38 @@ class Search:
             for key, error in self.packs.seat(self.places).items():
                 self._give_up(key, error)
 
-    def _few_packs(self, running: Sequence[Waiting], chosen: Sequence[Waiting]) -> list[Waiting]:
-        """Those chosen, without those that would make more packs than a CPU has cores for."""
-        most = torch.get_num_threads() if self.choices.device.type == "cpu" else len(running) + len(chosen)
-        kinds = list(dict.fromkeys(each.signature for each in [*running, *chosen]))[: max(1, most)]
-        return [each for each in chosen if each.signature in kinds]
+    def _most_packs(self, num_trials: int) -> int:
+        """Side by side: one where samples are streamed, as each loads its own; as many as cores on a CPU."""
+        if self.roster.data.streams:
+            return 1
+        return torch.get_num_threads() if self.choices.device.type == "cpu" else num_trials
 
-    def _waiting(self) -> list[tuple[Segment, Waiting]]:
-        """What may be claimed, as far as the policy looks ahead; what cannot be described has failed."""
-        segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
+    def _waiting(self, segments: Sequence[Segment]) -> list[tuple[Segment, Waiting]]:
+        """Which of these may be claimed, as far as the policy looks ahead; what cannot be described has failed."""
         held = {place.segment for place in self.places}
+        free = self.study.free([each for each in segments if each not in held])
         found: list[tuple[Segment, Waiting]] = []
         num_new = 0
-        for segment in self.study.free([each for each in segments if each not in held]):
+        for segment in sorted(free, key=self._is_elsewhere):
             num_new += segment.rung == 0
             if num_new > self.rules.lookahead or (segment.rung == 0 and self._is_full([each for _, each in found])):
                 break
             known = self._described(segment)
             if known is not None:
-                found.append((segment, self._as_waiting(segment.trial, known, segment.trial in self._alone)))
+                found.append((segment, self._as_waiting(segment, known)))
         return found
+
+    def _is_elsewhere(self, segment: Segment) -> bool:
+        """Whether who trained the trial has its files, in a folder of its own: it had better go on with it."""
+        return segment.rung > 0 and not self.states.has(Segment(segment.trial, segment.rung - 1))
 
     def _is_full(self, found: list[Waiting]) -> bool:
         """Whether those fill the device that run or were found, for a policy that takes them in their order.
 
         What is sampled later knows more results.
         """
-        running = [self._as_waiting(place.segment.trial, place.described, place.alone) for place in self.places]
-        return self.rules.policy == "signature" and sum(each.share for each in [*running, *found]) > 1 - 1e-9
+        taken = sum(each.share for each in [*self._running(), *found])
+        return self.rules.policy == "signature" and taken > 1 - 1e-9
 
     def _described(self, segment: Segment) -> Described | None:
         params, begun = self.study.params(segment.trial), self.hooks.clock()
@@ -225,21 +204,44 @@ class Search:
             self._fail(segment, known)
         return None
 
-    def _as_waiting(self, trial: int, described: Described, alone: bool) -> Waiting:
-        return self.roster.waiting(trial, described, alone)
+    def _as_waiting(self, segment: Segment, described: Described) -> Waiting:
+        return self.roster.waiting(
+            segment.trial, described, segment.trial in self._alone, self._first_sample(segment, described)
+        )
+
+    def _running(self) -> list[Waiting]:
+        return [
+            self.roster.waiting(place.segment.trial, place.described, place.alone, place.member.samples_seen)
+            for place in self.places
+        ]
+
+    def _first_sample(self, segment: Segment, described: Described) -> int:
+        """Where its training goes on; -1 where that is known only when it does."""
+        if not segment.rung:
+            return -1 if self.states.is_underway(segment) else 0
+        before = Segment(segment.trial, segment.rung - 1)
+        if self.states.is_underway(segment) or not self.states.has(before):
+            return -1
+        batch = described.settings.batch_size
+        return -(-epoch_samples(to_epochs(self.rules.brackets, before), self.num_samples) // batch) * batch
 
     def _placed(self, segment: Segment) -> Place:
         """A claimed segment, ready to train from where its trial stood; from its beginning when that is lost."""
         known = self.roster.of(segment.trial, self.study.params(segment.trial))
         assert isinstance(known, Described), "what is claimed can train"
-        begun = None
-        if segment.rung:
+        underway = self.states.load_underway(segment)
+        begun = underway.checkpoint if underway is not None else None
+        if begun is None and segment.rung:
             begun = self.states.load(Segment(segment.trial, segment.rung - 1))
             if begun is None:
                 self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
         end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
         member = Member(segment.trial, known.settings, begun, end, known.dropout_rate)
-        return Place(segment, member, known, segment.trial in self._alone)
+        place = Place(segment, member, known, segment.trial in self._alone, kept_at=self.hooks.clock())
+        if underway is not None:
+            member.loss_sum, member.num_losses = underway.loss_sum, underway.num_losses
+            place.seconds = underway.seconds
+        return place
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -255,6 +257,20 @@ class Search:
             place.seconds += seconds / len(self.places)
         for key, error in failures.items():
             self._give_up(key, error)
+        if self.rules.checkpoint_every_s is not None:
+            self._keep_underway(self.rules.checkpoint_every_s)
+
+    def _keep_underway(self, every_s: float) -> None:
+        """Keep where segments stand that train on, and were last kept that long ago; their packs are drained."""
+        now = self.hooks.clock()
+        for place in self.places:
+            member = place.member
+            if member.is_over or now - place.kept_at < every_s or not place.share:
+                continue
+            checkpoint = self.packs.checkpoint(place)
+            underway = Underway(checkpoint, member.loss_sum, member.num_losses, place.seconds)
+            self.states.save_underway(place.segment, underway)
+            place.kept_at = now
 
     def _samples(self) -> int:
         return sum(place.member.samples_seen for place in self.places)
@@ -266,6 +282,8 @@ class Search:
         """
         if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
             raise error
+        if is_device_lost(error):
+            raise DeviceLostError(error.__cause__ or error) from error
         self.packs.end(key)
         mine = [place for place in self.places if place.pack_key == key]
         self.places = [place for place in self.places if place.pack_key != key]
@@ -348,10 +366,3 @@ class Search:
             self.places = [place for place in self.places if place.segment not in segments]
             self._is_stale = True
             self.hooks.message(f"{len(segments)} segments were taken over by another worker.")
-
-
-def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
-    """After how many samples a training run of so many epochs ends."""
-    planned = StopConditions(max_epochs=epochs).planned_samples(samples_per_epoch)
-    assert planned is not None, "a number of epochs is a number of samples"
-    return planned

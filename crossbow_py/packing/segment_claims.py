@@ -166,6 +166,20 @@ class SegmentClaims:
         lost, self._lost = sorted(self._lost), set()
         return lost
 
+    def num_workers(self) -> int:
+        """Workers that live, as their leases tell, and this one."""
+        now = self._clock()
+        others = {holder for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
+        return len(others | {self._holder})
+
+    def leave(self) -> None:
+        """End the lease, as this worker takes nothing more: `num_workers` of others counts it no more."""
+        if self._holder:
+            key = _lease_key(self._holder)
+            ended = Lease.taken(self._clock(), 0.0)
+            self._patience.call(self._storage.set_study_user_attr, self._study, key, ended.to_plain())
+            self._holder, self._lease, self._held = "", Lease.taken(0.0, 0.0), {}
+
     def finish(self, segment: Segment, result: SegmentResult) -> bool:
         """Keep a segment's result; False when it is not held, or another has taken it, whose result then counts."""
         claim = self._held.get(segment)

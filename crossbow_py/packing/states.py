@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,12 +17,23 @@ from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.trial import Checkpoint
 
 _FORMAT = 1
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Underway:
+    """Where a trial stands within a segment: its checkpoint, what its losses sum up to, and the seconds it took."""
+
+    checkpoint: Checkpoint
+    loss_sum: float
+    num_losses: int
+    seconds: float
 
 
 class TrialStates:
-    """Checkpoints of trials at their rungs, in `folder`/<trial>/rung_<n>.pt.
+    """Checkpoints of trials: at their rungs in `folder`/<trial>/rung_<n>.pt, on the way there in rung_<n>.underway.pt.
 
-    Several processes may write there: what two write for one segment is the same.
+    Several processes may write there: what two write for the end of a segment is the same.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,39 +41,65 @@ class TrialStates:
 
     def save(self, segment: Segment, checkpoint: Checkpoint) -> None:
         """Keep where the trial stands after a segment. Raises UserError when the disk refuses."""
-        path = self._path(segment)
+        self._write(self._path(segment), vars(checkpoint))
+
+    def load(self, segment: Segment) -> Checkpoint | None:
+        """Where the trial stood after a segment; None when that is not there, or not whole."""
+        return self._read(self._path(segment), lambda values: Checkpoint(**values))
+
+    def has(self, segment: Segment) -> bool:
+        """Whether there is something to load."""
+        return self._path(segment).exists()
+
+    def save_underway(self, segment: Segment, underway: Underway) -> None:
+        """Keep where the trial stands within a segment, until `forget`. Raises UserError when the disk refuses."""
+        self._write(self._underway(segment), {**vars(underway), "checkpoint": vars(underway.checkpoint)})
+
+    def load_underway(self, segment: Segment) -> Underway | None:
+        """Where the trial stood within a segment; None when that is not there, or not whole."""
+
+        def made(values: dict[str, Any]) -> Underway:
+            return Underway(**{**values, "checkpoint": Checkpoint(**values["checkpoint"])})
+
+        return self._read(self._underway(segment), made)
+
+    def is_underway(self, segment: Segment) -> bool:
+        """Whether something is there of where the trial stood within a segment."""
+        return self._underway(segment).exists()
+
+    def _write(self, path: Path, values: Mapping[str, Any]) -> None:
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nobody else's
-        values = {"format_version": _FORMAT, **vars(checkpoint)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                torch.save(values, partial)
+                torch.save({"format_version": _FORMAT, **values}, partial)
                 partial.rename(path)  # not synced: what a power cut tears is not whole, and is trained again
             finally:
                 partial.unlink(missing_ok=True)  # a full disk needs the room
         except (OSError, RuntimeError) as error:  # torch says RuntimeError of a full disk
             raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error
 
-    def load(self, segment: Segment) -> Checkpoint | None:
-        """Where the trial stood after a segment; None when that is not there, or not whole."""
-        path = self._path(segment)
+    def _read(self, path: Path, made: Callable[[dict[str, Any]], _T]) -> _T | None:
         try:
             values = torch.load(path, weights_only=True, map_location="cpu")
-            if values.pop("format_version") != _FORMAT:
-                return None
-            return Checkpoint(**values)
-        except Exception:  # whatever a torn file makes torch raise: the segment before is trained again
+            return made(values) if values.pop("format_version") == _FORMAT else None
+        except Exception:  # whatever a torn file makes torch raise: the segment, or the one before, is trained again
             return None
 
     def forget(self, trial: int, before_rung: int | None = None) -> None:
-        """Remove what a trial left, or only what it left before a rung. Does not raise."""
+        """Remove what a trial left, or only what it left before it stood at a rung. Does not raise."""
         folder = self._folder / f"{trial:05}"
         if before_rung is None:
             shutil.rmtree(folder, ignore_errors=True)
             return
-        for rung in range(before_rung):
+        left = [self._path(Segment(trial, rung)) for rung in range(before_rung)]
+        left += [self._underway(Segment(trial, rung)) for rung in range(before_rung + 1)]
+        for path in left:
             with suppress(OSError):
-                (folder / f"rung_{rung}.pt").unlink()
+                path.unlink()
 
     def _path(self, segment: Segment) -> Path:
         return self._folder / f"{segment.trial:05}" / f"rung_{segment.rung}.pt"
+
+    def _underway(self, segment: Segment) -> Path:
+        return self._path(segment).with_suffix(".underway.pt")

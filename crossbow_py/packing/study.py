@@ -206,6 +206,16 @@ class SharedStudy:
         with self._lock:
             self._claims.release(segment)
 
+    def num_workers(self) -> int:
+        """How many workers share the search now, with this one; those that are done, or dead, count no more."""
+        with self._lock:
+            return self._claims.num_workers()
+
+    def leave(self) -> None:
+        """Take nothing more, so that the others share what is left; what is held, `release` before."""
+        with self._lock:
+            self._claims.leave()
+
     def segment_results(self) -> dict[Segment, SegmentResult]:
         """All that is known of the segments that are over, ascending."""
         with self._lock:

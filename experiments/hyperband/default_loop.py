@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.engine.optimizers import SGD, PerLearner
 from crossbow_py.packing.hyperband import Bracket, Results, Segment, best, ready, to_epochs
-from crossbow_py.packing.search import epoch_samples
+from crossbow_py.packing.rules import epoch_samples
 from crossbow_py.packing.trial import TrialSettings
 
 Pair = tuple[Tensor, Tensor]

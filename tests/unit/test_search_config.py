@@ -44,7 +44,7 @@ def composed(command: str) -> TrainConfig:
     [
         DIGITS,
         [*DIGITS, "order_seed=7", "seed=3", "precision=fp32", "executor=serial", "distributed.timeout_s=60"],
-        ["+experiment=search_lenet", "channels_last=false"],
+        ["+experiment=search_lenet", "channels_last=false", "checkpoint_every_s=60"],
         TWO_OPTIMIZERS,
         ["data=digits", "space.model=[mlp,resnet20]"],
         ["data=digits", "model=mlp", "space.model.hidden=[[32],[64,16],[]]"],
@@ -164,6 +164,8 @@ def test_space_that_does_not_fit_a_run_is_refused(digits: SearchConfig, key: str
         ("compile_model", True, ["compile_model"]),
         ("on_nonfinite", 'reseed', ["on_nonfinite"]),
         ("max_evaluation_batches", 3, ["max_evaluation_batches"]),
+        ("checkpoint_every_epochs", 1, ["checkpoint_every_epochs means nothing in a search, got 1"]),
+        ("keep_checkpoints", 3, ["keep_checkpoints means nothing in a search, got 3"]),
         ("eta", 1, ["eta must be at least 2, got 1"]),
         ("min_epochs", 28, ["min_epochs", "28", "27"]),
         ("min_epochs", 0, ["min_epochs must be greater than 0"]),

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from crossbow_py.packing.hyperband import Segment, TrialState, make_brackets
 from crossbow_py.packing.outcome import find_leader, trial_records
-from crossbow_py.packing.search import SearchRules
+from crossbow_py.packing.rules import SearchRules
 from crossbow_py.packing.segment_claims import SegmentResult
 from crossbow_py.packing.study import SharedStudy
 

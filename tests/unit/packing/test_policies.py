@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossbow_py.errors import UserError
-from crossbow_py.packing.policies import Policy, Waiting, admit
+from crossbow_py.packing.policies import Policy, Waiting, admit, fair_share, few_kinds
 
 
 def trial(
@@ -149,3 +149,15 @@ def test_any_policy_admits_waiting_trials_once_and_never_more_than_fit(
     full = math.fsum(each.share for each in (*running, *found))
     if policy in ("signature", "random", "knn"):
         assert all(full + each.share > 1 for each in rest if each not in found)
+
+
+def test_kinds_beyond_the_most_are_left_out_and_those_that_run_count() -> None:
+    a, b, c = (Waiting(trial, name, 8, (), 0.1) for trial, name in enumerate("abc"))
+    assert few_kinds([a, b, c, a], [], 2) == [a, b, a]
+    assert few_kinds([a, b, c], [c], 2) == [a, c]
+    assert few_kinds([a, b], [], 0) == [a]
+
+
+@pytest.mark.parametrize(("segments", "workers", "share"), [(9, 1, 9), (9, 2, 5), (27, 4, 7), (1, 3, 1), (0, 2, 0)])
+def test_fair_share_leaves_something_for_everybody(segments: int, workers: int, share: int) -> None:
+    assert fair_share(segments, workers) == share

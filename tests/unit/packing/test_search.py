@@ -18,14 +18,15 @@ from crossbow_py import SGD, Constant
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.precision import FP32
-from crossbow_py.errors import LearnerError, UserError
+from crossbow_py.errors import DeviceLostError, LearnerError, UserError
 from crossbow_py.packing import places
-from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, standing
+from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, ready, standing
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.pack import Pack
 from crossbow_py.packing.policies import Policy
 from crossbow_py.packing.roster import Roster, SearchData
-from crossbow_py.packing.search import Search, SearchHooks, SearchRules
+from crossbow_py.packing.rules import SearchRules
+from crossbow_py.packing.search import Search, SearchHooks
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
@@ -65,6 +66,8 @@ class Setting:
     num_trials: int = 9
     policy: Policy = "signature"
     width: int = 4
+    checkpoint_every_s: float | None = None
+    streams: bool = False
     make: Callable[[int], Callable[[], nn.Module]] = lambda trial: partial(nn.Linear, 4, 3)
     rates: Mapping[int, float] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
@@ -72,7 +75,7 @@ class Setting:
 
     def rules(self) -> SearchRules:
         brackets = make_brackets(self.method, num_trials=self.num_trials, min_epochs=1, max_epochs=9, eta=3)
-        return SearchRules(brackets, "accuracy", self.policy, 0, lookahead=self.width)
+        return SearchRules(brackets, "accuracy", self.policy, 0, self.width, self.checkpoint_every_s)
 
     def study(self, worker: str = "worker") -> SharedStudy:
         self.folder.parent.mkdir(exist_ok=True)
@@ -92,7 +95,8 @@ class Setting:
     def roster(self, told: Callable[[str], None]) -> Roster:
         feed = make_feed(blobs(40), 1, 0)
         assert isinstance(feed, ResidentFeed)
-        data = SearchData(feed.with_batch_size, 40, make_feed(blobs(30), 1), make_feed(blobs(21), 1), (3, True))
+        validation, test = make_feed(blobs(30), 1), make_feed(blobs(21), 1)
+        data = SearchData(feed.with_batch_size, 40, validation, test, (3, True), self.streams)
         return Roster(self.trial, self.space, data, RunSettings(device="cpu"), CHOICES, LOSS, self.width, told)
 
     def trial(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
@@ -225,6 +229,103 @@ def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
     assert len(setting.finished) == len(set(setting.finished)) == 13
 
 
+def one_round(packs: Any, *args: Any, **kwargs: Any) -> dict[int, Exception]:
+    for pack in packs:
+        pack.step()
+        pack.drain()
+    return {}
+
+
+def test_stopped_search_goes_on_in_the_middle_of_its_segments(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = Setting(tmp_path / "whole" / "trials", space=ONE_SIZE)
+    assert whole.search().run(never)
+    setting.space = ONE_SIZE
+    monkeypatch.setattr(places, "advance", one_round)
+    samples, turns = 0, iter(range(10_000))
+    for stop in (3, 14, 40, 10_000):  # of 10 rounds in the first rung; 10 more samples a round for each of four rows
+        search = setting.search()
+        is_over = search.run(lambda: next(turns) >= stop)  # noqa: B023
+        samples += search.spent.samples
+    assert is_over and samples == search.num_samples * (9 * 1 + 3 * 2 + 1 * 6)  # nothing trained twice
+    ours, theirs = setting.study().segment_results(), whole.study().segment_results()
+    assert ours.keys() == theirs.keys()
+    for each in ours:
+        assert ours[each].value == theirs[each].value
+        assert ours[each].attrs["train_loss"] == pytest.approx(theirs[each].attrs["train_loss"])
+    assert not list(setting.folder.glob("*/*.underway.pt"))
+
+
+def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space, setting.checkpoint_every_s = ONE_SIZE, 0.0
+    monkeypatch.setattr(places, "advance", one_round)
+    turns = iter(range(100))
+    search = setting.search()
+    search.close = lambda: None  # type: ignore[method-assign]
+    assert not search.run(lambda: next(turns) >= 7)
+    search.packs.close()
+    let_leases_end(search)
+    later = setting.search()
+    assert later.run(never)
+    assert search.spent.samples == 4 * 7 * 4  # rows, rounds, samples
+    assert later.spent.samples + search.spent.samples == search.num_samples * (9 * 1 + 3 * 2 + 1 * 6)
+
+
+def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting) -> None:
+    setting.space, setting.width = ONE_SIZE, 9
+    other = setting.study("other")
+    other.renew()  # it lives
+    search = setting.search(setting.study("first"))
+    search._admit()
+    assert [place.segment.trial for place in search.places] == [0, 1, 2, 3, 4]
+    other.leave()
+    search._admitted_at = (-1, ())
+    search._admit()
+    assert len(search.places) == 9
+    search.close()
+    assert setting.study("third").num_workers() == 1  # but for itself all have left
+
+
+def test_promoted_trials_whose_files_are_elsewhere_are_left_to_others_while_there_is_something_else(
+    setting: Setting, tmp_path: Path
+) -> None:
+    setting.method, setting.space, setting.width = "hyperband", ONE_SIZE, 5
+    setting.num_trials = 9 + 5
+    assert not setting.search().run(lambda: len(setting.finished) >= 9)  # the first rung of the first bracket
+    promoted = {each.trial for each in ready(setting.rules().brackets, setting.study().results(), maximize=True)[:3]}
+    here, there = setting.search(setting.study("here")), Setting(tmp_path / "there")
+    there.method, there.space, there.width, there.num_trials = "hyperband", ONE_SIZE, 5, 14
+    elsewhere = there.search(setting.study("there"))
+    for search in (elsewhere, here):
+        search.results = search.study.results()
+    assert {segment.trial for segment, _ in here._waiting(waiting_segments(here))[:3]} == promoted
+    assert [segment.trial for segment, _ in elsewhere._waiting(waiting_segments(elsewhere))[:5]] == [9, 10, 11, 12, 13]
+
+
+def waiting_segments(search: Search) -> list[Segment]:
+    return ready(search.rules.brackets, search.results, maximize=True)
+
+
+def test_streamed_samples_are_shared_by_trials_that_are_at_the_same_ones(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space, setting.method, setting.num_trials, setting.streams = ONE_SIZE, "hyperband", 22, True
+    starts: list[set[int]] = []
+    step = Pack.step
+
+    def counted(pack: Pack) -> bool:
+        starts.append({member.samples_seen for member in pack.members if not member.is_over})
+        return step(pack)
+
+    monkeypatch.setattr(Pack, "step", counted)
+    assert setting.search().run(never)
+    assert max(map(len, starts)) == 1
+    assert len(setting.finished) == len(set(setting.finished))
+
+
 def test_two_workers_share_the_trials_and_train_none_twice(setting: Setting) -> None:
     errors: list[BaseException] = []
 
@@ -287,6 +388,20 @@ def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, mo
     assert max(widths) == 4 and set(widths[1:]) == {1, 2} and not setting.study().reasons()
 
 
+def test_device_that_is_lost_ends_the_search_and_fails_no_trial(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asserts(pack: Pack) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pack, "step", asserts)
+        with pytest.raises(DeviceLostError, match="device-side assert"):
+            setting.search().run(never)
+    assert setting.study().results() == {}
+    assert setting.search().run(never)
+
+
 def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Setting) -> None:
     setting.rates = {0: -1.0, 4: 1e38}
     assert setting.search().run(never)
@@ -328,12 +443,6 @@ def test_segments_that_others_took_leave_their_rows_and_the_search_goes_on(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting.space = ONE_SIZE
-
-    def one_round(packs: Any, *args: Any, **kwargs: Any) -> dict[int, Exception]:
-        for pack in packs:
-            pack.step()
-            pack.drain()
-        return {}
 
     monkeypatch.setattr(places, "advance", one_round)
     study = setting.study()

@@ -118,6 +118,23 @@ def test_segments_that_are_free_are_those_that_a_claim_would_be_given(address: s
     assert first.free(SEGMENTS) == second.free(SEGMENTS) == []
 
 
+def test_workers_count_while_their_leases_last_and_until_they_leave(address: str) -> None:
+    clock = Clock()
+    first, second = worker(address, "first", clock), worker(address, "second", clock)
+    first.renew()
+    assert (first.num_workers(), second.num_workers()) == (1, 2)  # who asks counts too
+    second.claim(SEGMENTS[:1])
+    assert (first.num_workers(), second.num_workers()) == (2, 2)
+    clock.now += 5  # half of a lease: it is prolonged
+    first.renew()
+    clock.now += 8
+    assert second.num_workers() == 2 and first.num_workers() == 1
+    first.leave()
+    assert second.num_workers() == 1
+    first.renew()
+    assert second.num_workers() == 2
+
+
 def test_segment_that_is_not_held_is_neither_finished_nor_given_back(address: str) -> None:
     holder, other = worker(address, "holder"), worker(address, "other")
     holder.claim(SEGMENTS[:1])

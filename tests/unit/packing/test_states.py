@@ -10,7 +10,7 @@ import torch
 
 from crossbow_py.errors import UserError
 from crossbow_py.packing.hyperband import Segment
-from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.states import TrialStates, Underway
 from crossbow_py.packing.trial import Checkpoint
 
 
@@ -54,6 +54,20 @@ def test_states_forgotten_are_those_of_the_trial_before_the_rung(tmp_path: Path)
     states.forget(0)
     states.forget(0)
     assert not (tmp_path / "00000").exists() and weight(states, Segment(1, 0)) == [0.5, 0.5]
+
+
+def test_state_within_a_segment_is_kept_until_the_segment_is_over(tmp_path: Path) -> None:
+    states, segment = TrialStates(tmp_path), Segment(4, 1)
+    assert states.load_underway(segment) is None and not states.is_underway(segment)
+    states.save_underway(segment, Underway(checkpoint(0.5), loss_sum=3.5, num_losses=20, seconds=1.25))
+    found = states.load_underway(segment)
+    assert found is not None and (found.loss_sum, found.num_losses, found.seconds) == (3.5, 20, 1.25)
+    assert found.checkpoint.num_rounds == 20
+    assert torch.equal(found.checkpoint.row["weights"]["w"], torch.tensor([[0.5, 0.5]]))
+    assert states.is_underway(segment) and not states.has(segment) and states.load(segment) is None
+    states.save(segment, checkpoint(0.75))
+    states.forget(4, before_rung=1)
+    assert [path.name for path in tmp_path.glob("*/*")] == ["rung_1.pt"] and states.has(segment)
 
 
 def test_state_saved_by_two_at_the_same_moment_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
