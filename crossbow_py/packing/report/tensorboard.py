@@ -23,8 +23,8 @@ from torch.utils.tensorboard import SummaryWriter
 from crossbow_py.packing.hyperband import TrialState, bracket_of
 from crossbow_py.packing.parameter import Parameter
 from crossbow_py.packing.report.standing import last_epochs, leader, num_results
+from crossbow_py.packing.rules import epoch_samples
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.stopping import StopConditions
 from crossbow_py.telemetry.records import replacing
 
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
@@ -130,7 +130,7 @@ def trial_tag(info: SearchInfo) -> str:
 
 def samples_of_all(info: SearchInfo, trials: Iterable[TrialRecord]) -> int:
     """Samples that all trials together have seen at their last values; a segment in which one failed adds none."""
-    return sum(_samples(info, last_epochs(trial)) for trial in trials if trial.values)
+    return sum(epoch_samples(last_epochs(trial), info.num_train_samples) for trial in trials if trial.values)
 
 
 def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, list[tuple[int, Summary]]]:
@@ -145,7 +145,8 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
     for rung, epochs in enumerate(bracket_of(info.brackets, trial.trial).epochs):
         value = trial.values.get(epochs)
         if value is not None and math.isfinite(value):
-            found[_file_name(1 + rung, f"rung_{rung}")] = [(_samples(info, epochs), _scalar(trial_tag(info), value))]
+            samples = epoch_samples(epochs, info.num_train_samples)
+            found[_file_name(1 + rung, f"rung_{rung}")] = [(samples, _scalar(trial_tag(info), value))]
     if trial.state in _ENDED:
         found[_file_name(_LAST, "end")] = [(0, _end_summary(trial.state, now))]
     return found
@@ -154,10 +155,6 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
 def flat_params(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
     """Numbers, truth values and text stay; null becomes text."""
     return {key: "null" if value is None else value for key, value in params.items()}
-
-
-def _samples(info: SearchInfo, epochs: float) -> int:
-    return StopConditions(max_epochs=epochs).planned_samples(info.num_train_samples) or 0
 
 
 def _hparam(parameter: Parameter) -> summary_v2.HParam:
