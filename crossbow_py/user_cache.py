@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class Remembered:
         text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+            temporary = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")  # a home may be several hosts'
             temporary.write_text(text)
             temporary.replace(self.path)
 
