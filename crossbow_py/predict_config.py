@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from crossbow_py.config import check_path
 from crossbow_py.engine.precision import PrecisionName
 from crossbow_py.errors import UserError
+from crossbow_py.packing.predictors import PredictorName
 from crossbow_py.settings import check, setting
 
 
@@ -25,8 +26,10 @@ class PredictConfig:
     models: tuple[str, ...] | str = setting(
         (), "in brackets, folders of runs (all models of each) or .safetensors files in them: models=[RUN,RUN]"
     )
-    executor: Literal["auto", "serial", "threads", "fused"] = setting(
-        "auto", "how models run: serial, threads (a model a core), fused (one graph), auto (the fastest, measured)"
+    executor: PredictorName = setting(
+        "auto",
+        "how models run: auto (the fastest, measured), serial, fused (one graph); on CPU threads (a model a core), and "
+        "fused_threads (a graph a core)",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where models run")
     precision: PrecisionName = setting("fp32", "number format of models: fp32, bf16, or auto (bf16 where it is fast)")

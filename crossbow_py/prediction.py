@@ -20,6 +20,7 @@ from crossbow_py.engine.precision import PrecisionName
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import evaluation_batch_size
 from crossbow_py.packing.ensemble import Ensemble
+from crossbow_py.packing.predictors import PredictorName
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.supply import first_workers
 from crossbow_py.trained_models import TrainedModel, common_data, find_models
@@ -121,7 +122,7 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
 def load_ensemble(
     paths: Sequence[str],
     *,
-    executor: Literal["auto", "serial", "threads", "fused"] = "auto",
+    executor: PredictorName = "auto",
     device: Literal["auto", "cpu", "cuda"] = "auto",
     precision: PrecisionName = "fp32",
 ) -> Ensemble:

@@ -20,7 +20,7 @@ from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.errors import UserError
 from crossbow_py.packed_evaluation import load_state
 from crossbow_py.packing.architecture import same_architecture
-from crossbow_py.packing.predictors import PREDICTORS, FusedPredictor, Predictor
+from crossbow_py.packing.predictors import PREDICTORS, FusedPredictor, Predictor, PredictorName, candidates
 from crossbow_py.packing.timing import fastest
 
 Shape = tuple[torch.Size, torch.dtype]
@@ -32,8 +32,8 @@ class Ensemble:
     Args:
         models: classifiers, of the same input and the same classes; their weights are copied.
         executor: how they run: `serial` one after another, `threads` on all cores of a CPU, `fused` as one graph of all
-            (on CUDA one CUDA graph for every shape of batches); `auto` takes the fastest for a shape, measured at its
-            first batch.
+            (on CUDA one CUDA graph for every shape of batches), `fused_threads` as a graph for each core of a CPU;
+            `auto` takes the fastest for a shape, measured at its first batch.
         device, precision: where, and in which format. `fp32` is what the models give alone, to rounding.
         channels_last: memory order of images and filters.
 
@@ -49,7 +49,7 @@ class Ensemble:
         self,
         models: Sequence[nn.Module],
         *,
-        executor: Literal["auto", "serial", "threads", "fused"] = "auto",
+        executor: PredictorName = "auto",
         device: Literal["auto", "cpu", "cuda"] = "auto",
         precision: PrecisionName = "fp32",
         channels_last: bool = True,
@@ -150,23 +150,24 @@ class Ensemble:
 
     def _settle(self, inputs: Tensor) -> str:
         """The executor for batches like these."""
-        if self._executor == FusedPredictor.NAME:
-            refusal = self._not_fused(inputs)
-            if refusal is not None:
-                raise UserError(f"executor=fused cannot run these models: {refusal}; set executor=auto.")
         if self._executor != "auto":
+            refusal = self._not_fused(self._executor, inputs) if PREDICTORS[self._executor].FUSES else None
+            if refusal is not None:
+                raise UserError(f"executor={self._executor} cannot run these models: {refusal}; set executor=auto.")
             return self._executor
-        names = [name for name, kind in PREDICTORS.items() if kind.DEVICE in (None, self.device.type)]
-        refusal = self._not_fused(inputs)
+        names = candidates(self.device)
+        refusal = self._not_fused(FusedPredictor.NAME, inputs)
         if refusal is not None:
-            names.remove(FusedPredictor.NAME)
-            self.notes += [f"The models run without executor=fused: {refusal}."]
+            left_out = [name for name in names if PREDICTORS[name].FUSES]
+            names = [name for name in names if name not in left_out]
+            self.notes += [f"The models run without executor={' and '.join(left_out)}: {refusal}."]
         runs = {name: self._predictor(name) for name in names}
         return fastest({name: lambda own=own: self._finished(own, inputs) for name, own in runs.items()})  # type: ignore[misc]
 
-    def _not_fused(self, inputs: Tensor) -> str | None:
+    def _not_fused(self, name: str, inputs: Tensor) -> str | None:
+        """Why an executor that fuses cannot run the models; None when it can."""
         try:
-            self._predictor(FusedPredictor.NAME).probabilities(inputs)
+            self._predictor(name).probabilities(inputs)
         except FusionError as error:
             return str(error)
         return None

@@ -1,21 +1,26 @@
-"""Ways to run several models on one batch: one after another, a model a thread, or all of them in one graph."""
+"""Ways to run several models on one batch: one after another or in one graph, all of them or groups on threads."""
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.packing.recording import Run, recorded
 from crossbow_py.packing.timing import fastest
+
+PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads"]
 
 
 class Predictor(ABC):
@@ -28,6 +33,7 @@ class Predictor(ABC):
 
     NAME: ClassVar[str]
     DEVICE: ClassVar[str | None] = None  # the only kind of device it runs on
+    FUSES: ClassVar[bool] = False  # models into one graph, which not all can be
 
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         self.banks, self.writes_inputs = banks, writes_inputs
@@ -71,23 +77,16 @@ class ThreadsPredictor(SerialPredictor):
 
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(banks, writes_inputs)
-        self._pool = ThreadPoolExecutor(
-            min(len(self._modules), torch.get_num_threads()), "crossbow prediction", partial(torch.set_num_threads, 1)
-        )
+        self._threads = _CoreThreads(len(self._modules))
 
     def probabilities(self, inputs: Tensor) -> Tensor:
         """See Predictor."""
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the caller's is also that of MKL in every thread
-        try:
-            outputs = list(self._pool.map(partial(self._run, inputs=inputs), self._modules))
-        finally:
-            torch.set_num_threads(num_threads)
+        outputs = self._threads.run([partial(self._run, module, inputs) for module in self._modules])
         return _softmax(torch.stack(outputs), self.banks[0])
 
     def close(self) -> None:
         """Join the threads."""
-        self._pool.shutdown()
+        self._threads.close()
 
 
 class FusedPredictor(Predictor):
@@ -97,6 +96,7 @@ class FusedPredictor(Predictor):
     """
 
     NAME = "fused"
+    FUSES = True
 
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(banks, writes_inputs)
@@ -124,9 +124,81 @@ class FusedPredictor(Predictor):
         return _softmax(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.banks[0])
 
 
+class FusedThreadsPredictor(FusedPredictor):
+    """Every bank in as many groups as there are cores, or models: a graph a group, which threads take in turn.
+
+    One intra-op thread each, so that none waits for another after every operator.
+
+    Raises FusionError as `FusedPredictor` does.
+    """
+
+    NAME = "fused_threads"
+    DEVICE = "cpu"
+
+    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(banks, writes_inputs)
+        cores = torch.get_num_threads()
+        self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners, cores)]
+        self._threads = _CoreThreads(len(self._groups))
+
+    def _prepared(self, inputs: Tensor) -> Run:
+        graphs = [
+            FusedGraph(bank.template, inputs, bank, learners=group, training=False) for bank, group in self._groups
+        ]
+        return partial(self._side_by_side, [recorded(partial(self._all, [graph]), inputs) for graph in graphs])
+
+    def _side_by_side(self, runs: Sequence[Run], inputs: Tensor) -> Tensor:
+        return torch.cat(self._threads.run([partial(_without_gradients, run, inputs) for run in runs]))
+
+    def close(self) -> None:
+        """Join the threads."""
+        self._threads.close()
+
+
 PREDICTORS: dict[str, type[Predictor]] = {
-    kind.NAME: kind for kind in (SerialPredictor, ThreadsPredictor, FusedPredictor)
+    kind.NAME: kind for kind in (SerialPredictor, ThreadsPredictor, FusedPredictor, FusedThreadsPredictor)
 }
+
+
+def candidates(device: torch.device) -> list[str]:
+    """What `executor=auto` chooses from on a device."""
+    return [name for name, kind in PREDICTORS.items() if kind.DEVICE in (None, device.type)]
+
+
+class _CoreThreads:
+    """As many threads as there are cores, and no more than bodies, one intra-op thread each."""
+
+    def __init__(self, num_bodies: int) -> None:
+        self._pool = ThreadPoolExecutor(
+            min(num_bodies, torch.get_num_threads()), "crossbow prediction", partial(torch.set_num_threads, 1)
+        )
+
+    def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+        """What the bodies return, in order; threads take them in turn."""
+        with _intra_op_threads(1):  # the caller's are also those of MKL in every thread
+            return list(self._pool.map(operator.call, bodies))
+
+    def close(self) -> None:
+        """Join the threads."""
+        self._pool.shutdown()
+
+
+@contextlib.contextmanager
+def _intra_op_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == number:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()  # which holds for one thread
+def _without_gradients(run: Run, inputs: Tensor) -> Tensor:
+    return run(inputs)
 
 
 def _on_fastest_threads(run: Run, inputs: Tensor) -> Run:
@@ -139,14 +211,8 @@ def _on_fastest_threads(run: Run, inputs: Tensor) -> Run:
 
 
 def _with_threads(run: Run, number: int, inputs: Tensor) -> Tensor:
-    before = torch.get_num_threads()
-    if before == number:
+    with _intra_op_threads(number):
         return run(inputs)
-    torch.set_num_threads(number)
-    try:
-        return run(inputs)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _softmax(outputs: Tensor, bank: ReplicaBank) -> Tensor:

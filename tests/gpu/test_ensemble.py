@@ -12,6 +12,7 @@ from crossbow_py import Ensemble
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packed_evaluation import evaluate_bank
 from tests.support import features, norm_model
@@ -45,6 +46,12 @@ def test_ensemble_of_two_architectures_on_cuda_equals_plain_pytorch_at_every_cal
             members, mean = ensemble.members(batch.to(CUDA)), ensemble.predict(batch.to(CUDA))
             assert (members.cpu() - expected).abs().max() <= 1e-5
             assert (mean.cpu() - expected.mean(0)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("executor", ["threads", "fused_threads"])
+def test_executors_of_cpu_threads_are_refused_on_cuda(executor):
+    with pytest.raises(UserError, match=f"executor={executor} runs on cpu only, and device is cuda"):
+        Ensemble([dense(0)], executor=executor, device="cuda")
 
 
 def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer():

@@ -67,7 +67,7 @@ def by_hand(file: str, hidden: int) -> Tensor:
         return module(images).softmax(1)
 
 
-@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
 def test_five_independent_learners_equal_plain_pytorch_and_are_better_together(
     executor: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +143,7 @@ def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
         (["models=[five]", "num_learners=2"], "unknown key num_learners"),
         (["models=[five]", "model=mlp"], "unknown key model; did you mean 'models'?"),
         (["models=[five]", "+experiment=digits"], "unknown key experiment"),
-        (["models=[five]", "executor=streams"], "executor must be one of auto, serial, threads, fused"),
+        (["models=[five]", "executor=streams"], "executor must be one of auto, serial, threads, fused, fused_threads"),
         (["models=[five]", "latency_s=-1"], "latency_s must be at least 0"),
         (["models=[five]", "output_dir=five/config.yaml"], "output_dir five/config.yaml cannot be written"),
     ],

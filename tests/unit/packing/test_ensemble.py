@@ -12,9 +12,10 @@ from torch import nn
 
 from crossbow_py import Ensemble
 from crossbow_py.errors import UserError
+from crossbow_py.packing import ensemble as ensembles
 from crossbow_py.packing import predictors
 from crossbow_py.packing.architecture import same_architecture
-from crossbow_py.packing.predictors import PREDICTORS
+from crossbow_py.packing.predictors import PREDICTORS, candidates
 from tests import networks
 from tests.support import norm_model
 
@@ -130,19 +131,91 @@ def test_models_that_cannot_be_fused_run_by_auto_with_a_note_and_are_refused_by_
     models, batch = [Branching(4, 3) for _ in range(2)], torch.randn(2, 4)
     with Ensemble(models, device="cpu") as ensemble:
         assert_as_by_hand(ensemble, models, batch)
-        assert len(ensemble.notes) == 1 and "torch.export cannot capture it" in ensemble.notes[0]
-    with pytest.raises(UserError, match=r"executor=fused cannot run these models: .*; set executor=auto\."):
-        Ensemble(models, executor="fused", device="cpu").predict(batch)
+        (note,) = ensemble.notes
+        assert "without executor=fused and fused_threads: torch.export cannot capture it" in note
+        assert set(ensemble.chosen.values()) <= {"serial", "threads"}
+    for executor in ("fused", "fused_threads"):
+        with (
+            Ensemble(models, executor=executor, device="cpu") as ensemble,
+            pytest.raises(UserError, match=rf"executor={executor} cannot run these models: .*; set executor=auto\."),
+        ):
+            ensemble.predict(batch)
 
 
-def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again():
-    before, models = threading.active_count(), seeded(mlp, 3)
-    ensemble, num_threads = Ensemble(models, executor="threads", device="cpu"), torch.get_num_threads()
+@pytest.fixture
+def three_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(before)
+
+
+def prediction_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("crossbow prediction")]
+
+
+@pytest.mark.parametrize("executor", ["threads", "fused_threads"])
+def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again(executor, three_cores):
+    models = seeded(mlp, 4)
+    ensemble = Ensemble(models, executor=executor, device="cpu")
     for _ in range(2):
         assert_as_by_hand(ensemble, models, torch.randn(2, 12))
+        assert prediction_threads()
         ensemble.close()
-        assert threading.active_count() == before
-    assert torch.get_num_threads() == num_threads
+        assert not prediction_threads()
+
+
+@pytest.mark.parametrize("num_models", [1, 2, 4, 7])
+def test_fused_threads_equal_plain_pytorch_with_fewer_and_with_more_models_than_cores(num_models, three_cores):
+    models = seeded(convolutional, num_models)
+    with Ensemble(models, executor="fused_threads", device="cpu") as ensemble:
+        for size in (5, 1):
+            assert_as_by_hand(ensemble, models, torch.randn(size, 3, 6, 6))
+        assert len(prediction_threads()) <= min(num_models, 3)
+
+
+@pytest.mark.parametrize("executor", ["auto", "fused_threads"])
+def test_fused_threads_of_several_architectures_keep_the_order_of_the_models(executor, three_cores):
+    small, wide, other = seeded(mlp, 5), seeded(lambda: mlp(16), 2), seeded(lambda: mlp(activation=nn.Tanh), 1)
+    models = [other[0], small[0], wide[0], *small[1:], wide[1]]
+    with Ensemble(models, executor=executor, device="cpu") as ensemble:
+        assert_as_by_hand(ensemble, models, torch.randn(6, 12))
+        groups = [(group.start, group.stop) for _, group in ensemble._predictor("fused_threads")._groups]
+    assert groups == [(0, 1), (0, 2), (2, 4), (4, 5), (0, 1), (1, 2)]
+
+
+def test_fused_threads_runs_a_graph_a_core_side_by_side_with_one_intra_op_thread_each(monkeypatch, three_cores):
+    all_run, seen = threading.Barrier(3), []
+
+    def watched(run, inputs):
+        def meet(batch):
+            all_run.wait(30)  # breaks unless the groups run at the same time
+            found = run(batch)
+            seen.append((threading.get_ident(), torch.get_num_threads(), len(found)))
+            return found
+
+        return meet
+
+    monkeypatch.setattr(predictors, "recorded", watched)
+    batch = torch.randn(2, 12)
+    with Ensemble(seeded(mlp, 7), executor="fused_threads", device="cpu") as ensemble:
+        ensemble.predict(batch)
+        seen.clear()
+        ensemble.predict(batch)
+    assert sorted(rows for _, _, rows in seen) == [2, 2, 3]
+    assert {number for _, number, _ in seen} == {1}
+    assert len({ident for ident, _, _ in seen} - {threading.get_ident()}) == 3
+
+
+def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
+    cuda = torch.device("cuda")
+    assert candidates(cuda) == ["serial", "fused"]
+    assert candidates(torch.device("cpu")) == ["serial", "threads", "fused", "fused_threads"]
+    for executor in ("threads", "fused_threads"):
+        refusal = rf"executor={executor} runs on cpu only, and device is cuda; set executor=auto\."
+        with pytest.raises(UserError, match=refusal):
+            ensembles._check([nn.Linear(4, 3)], executor, cuda)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +223,7 @@ def test_closing_ends_the_threads_and_the_ensemble_may_be_used_again():
     [
         ([], {}, "an ensemble must have at least one model, got none"),
         ([nn.Linear(4, 3), "model"], {}, "must be nn.Modules, got str"),
-        ([nn.Linear(4, 3)], {"executor": "fast"}, "executor must be auto, serial, threads, fused, got 'fast'"),
+        ([nn.Linear(4, 3)], {"executor": "fast"}, "must be auto, serial, threads, fused, fused_threads, got 'fast'"),
         ([nn.Linear(4, 3), nn.Linear(4, 2)], {}, r"the same classes, got models of \[2, 3\] classes"),
         ([nn.Linear(4, 3), nn.Linear(5, 3)], {}, "does not go through a model of the ensemble"),
         ([nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))], {}, r"scores of classes \[B, classes\], got a tensor \[6\]"),
