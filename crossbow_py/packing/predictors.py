@@ -103,6 +103,7 @@ class FusedPredictor(Predictor):
         self._branches = Branches(banks[0].device)
         self._run: dict[tuple[torch.Size, torch.dtype], Run] = {}
 
+    @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
     def probabilities(self, inputs: Tensor) -> Tensor:
         """See Predictor. The first call for a shape exports the models, and on CUDA blocks the host."""
         key = inputs.shape, inputs.dtype

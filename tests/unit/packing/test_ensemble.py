@@ -208,6 +208,12 @@ def test_fused_threads_runs_a_graph_a_core_side_by_side_with_one_intra_op_thread
     assert len({ident for ident, _, _ in seen} - {threading.get_ident()}) == 3
 
 
+@pytest.mark.parametrize("executor", PREDICTORS)
+def test_answers_want_no_gradients_though_the_inputs_do(executor):
+    with Ensemble(seeded(mlp, 2), executor=executor, device="cpu") as ensemble:
+        assert not ensemble.predict(torch.randn(2, 12, requires_grad=True)).requires_grad
+
+
 def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
     cuda = torch.device("cuda")
     assert candidates(cuda) == ["serial", "fused"]
