@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -112,6 +113,36 @@ class FusedPass:
             return each.view(targets.shape).sum(1) / (targets != _IGNORED).sum(1)
         pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
         return torch.stack([self._tasks.loss(output, target).reshape(()) for output, target in pairs])
+
+
+class PassNotes:
+    """What passes over one model have to tell the user, each sentence once, whichever of them had it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[str] = []
+        self._said: set[str] = set()
+        self._looped: set[str] = set()
+        self._names_loops = True
+
+    def read(self, fused: FusedPass) -> None:
+        """Take over the notes of a pass that has run. Called by what runs it, before it runs again."""
+        with self._lock:
+            self._new += fused.notes
+            fused.notes.clear()
+            self._looped |= set(fused.graph.looped)
+
+    def take(self) -> list[str]:
+        """What is new; the first time, when every pass has been read, also which operators have no rule."""
+        with self._lock:
+            found = [sentence for sentence in dict.fromkeys(self._new) if sentence not in self._said]
+            self._new.clear()
+            self._said |= set(found)
+            if self._names_loops and self._looped:
+                names = ", ".join(sorted(self._looped))
+                found.append(f"Operators run learner by learner, for want of a rule that fuses them: {names}.")
+            self._names_loops = False
+        return found
 
 
 def _are_classes(outputs: Tensor, targets: Tensor) -> bool:

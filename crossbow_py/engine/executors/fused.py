@@ -17,7 +17,7 @@ from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
-from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.memory import is_out_of_memory, keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
@@ -63,7 +63,7 @@ class FusedExecutor(Executor):
             self.notes.append(_HOST_UPDATES)
         elif bank.order == "blocks":
             device = device or CudaStreams(bank.device)
-        self._noted = False
+        self._pass_notes = PassNotes()
         self._rows = StackedRows(bank) if bank.order == "blocks" else None
         self._device = device
         # With NCCL the host does not wait for a sum.
@@ -148,16 +148,12 @@ class FusedExecutor(Executor):
             self._wait_for_z()
         with self.span("update", ALL_LEARNERS, outcome.plan.index):
             self._update(gradients, outcome)
-        self._note_loops()
+        self._note_pass()
 
-    def _note_loops(self) -> None:
-        """Say once which operators the first round found without a rule, and what the pass has to say."""
-        self.notes += self._pass.notes
-        self._pass.notes.clear()
-        if self.looped and not self._noted:
-            names = ", ".join(sorted(set(self.looped)))
-            self.notes.append(f"Operators run learner by learner, for want of a rule that fuses them: {names}.")
-        self._noted = True
+    def _note_pass(self) -> None:
+        """Say once what the pass has to say."""
+        self._pass_notes.read(self._pass)
+        self.notes += self._pass_notes.take()
 
     def _update(self, gradients: Sequence[Tensor | None], outcome: RoundOutcome) -> None:
         """Corrections of all learners and the step of z: in one pass where there is native code for it."""
@@ -219,7 +215,7 @@ class FusedExecutor(Executor):
         """On CPU the round was over when it was issued, but for averaging."""
         if self._on_device is not None:
             self._on_device.read(outcome)
-            self._note_loops()
+            self._note_pass()
         if self._averaging is not None:
             self._averaging.check()
 

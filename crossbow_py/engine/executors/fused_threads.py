@@ -14,7 +14,7 @@ import torch
 
 from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.executors.threads import ThreadsExecutor
-from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Scheduler
 from crossbow_py.engine.tasks import CorrectionTask, LearningTask, Task
@@ -33,6 +33,7 @@ class FusedThreadsExecutor(ThreadsExecutor):
     def __init__(self, tasks: RoundTasks) -> None:
         self._groups = groups_of(tasks.bank.num_learners, torch.get_num_threads())
         self._passes = [FusedPass(tasks, learners=group) for group in self._groups]
+        self._pass_notes = PassNotes()
         super().__init__(tasks)
 
     def _new_scheduler(self) -> Scheduler:
@@ -51,6 +52,7 @@ class FusedThreadsExecutor(ThreadsExecutor):
         for learner in fused.learners if bank.has_dropout else ():
             self.tasks.seed_dropout(learner, plan)
         learned = fused.learn(fused.batch(plan), fused.shares(plan))
+        self._pass_notes.read(fused)
         bank.store_stacked_gradients(learned.gradients, fused.learners)
         losses = learned.losses.tolist()
         counts = [None] * len(losses) if learned.num_correct is None else learned.num_correct.tolist()
@@ -61,3 +63,8 @@ class FusedThreadsExecutor(ThreadsExecutor):
     def _correct(self, group: range, outcome: RoundOutcome) -> None:
         for learner in group:
             self.tasks.correct(learner, outcome)
+
+    def _wait(self, outcome: RoundOutcome) -> None:
+        """See Executor: now every group has learned."""
+        super()._wait(outcome)
+        self.notes += self._pass_notes.take()

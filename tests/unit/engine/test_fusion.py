@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.fused_pass import PassNotes
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
@@ -236,14 +238,48 @@ def test_fused_round_that_fails_says_which_and_why():
     runner.close()
 
 
-def test_looped_operators_are_named_once_in_a_note():
+@pytest.fixture
+def two_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("executor", ["fused", "fused_threads"])
+def test_looped_operators_are_named_once_in_a_note(executor, two_cores):
     network = networks.LstmClassifier
-    tasks = make_tasks(maker(network), data=networks.inputs_for(network), order="blocks")
-    runner = EXECUTORS["fused"](tasks)
-    for n in range(3):
+    tasks = make_tasks(maker(network), num_learners=3, data=networks.inputs_for(network), order="blocks")
+    runner, said = EXECUTORS[executor](tasks), []
+    for n in range(4):
         runner.submit(plan(tasks, n))
+        said += runner.notes
+        runner.notes.clear()  # as who tells them does
+    runner.drain()
     runner.close()
-    assert runner.notes == ["Operators run learner by learner, for want of a rule that fuses them: lstm."]
+    said += runner.notes
+    assert said == ["Operators run learner by learner, for want of a rule that fuses them: lstm."]
+
+
+def test_notes_of_groups_are_told_once_and_not_once_a_group(two_cores):
+    tasks = make_tasks(num_learners=3, order="blocks")
+    runner = EXECUTORS["fused_threads"](tasks)
+    assert len(runner._passes) == 2
+    for n in range(4):
+        for fused in runner._passes:
+            fused.notes += ["Something is slow."] if n < 2 else []
+        runner.submit(plan(tasks, n))
+        runner.drain()
+    runner.close()
+    assert runner.notes == ["Something is slow."]
+
+
+def test_operators_that_only_some_groups_loop_over_are_named_together():
+    notes = PassNotes()
+    for looped in (["sort", "lstm", "lstm"], [], ["gru", "lstm"]):
+        notes.read(SimpleNamespace(notes=[], graph=SimpleNamespace(looped=looped)))
+    assert notes.take() == ["Operators run learner by learner, for want of a rule that fuses them: gru, lstm, sort."]
+    assert notes.take() == []
 
 
 def test_rows_of_banks_in_either_order_serve_fused_rounds():
