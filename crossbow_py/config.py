@@ -32,6 +32,7 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.optimizers import OPTIMIZERS
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
+from crossbow_py.packing.space import laid_over
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES
 from crossbow_py.settings import from_mapping, setting, suggestion, to_mapping
@@ -195,7 +196,13 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     for override in parsed:
         _check_experiment(override, known)
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
-    plain = _compose_plain([text for override in parsed for text in _settled(override)], kind.CONF)
+    # A space may have both `optimizer` and `optimizer.momentum`, which for Hydra are one node.
+    of_space = [each for each in parsed if each.key_or_group.startswith("space.") and not each.is_delete()]
+    settled = [text for override in parsed if override not in of_space for text in _settled(override)]
+    plain = _compose_plain(settled, kind.CONF)
+    for override in of_space:
+        key = override.key_or_group.removeprefix("space.")
+        plain["space"] = laid_over(plain.get("space", {}), key, override.value())
     return from_mapping(kind, _with_groups(plain, kind))
 
 

@@ -129,6 +129,21 @@ class Space:
         return required
 
 
+def laid_over(plain: Any, key: str, entry: Any) -> Any:
+    """A space, as parsed YAML, with an entry laid over what is there of `key`: a parameter, a field of one, or a group.
+
+    Whatever is no mapping stays what it is, for `Space.from_mapping` to refuse. Raises UserError as that does.
+    """
+    if not isinstance(plain, Mapping):
+        return plain
+    for name in reversed(key.split(".")):
+        entry = {name: entry}
+    laid = _flattened(plain)
+    for own, value in _flattened(entry).items():
+        laid[own] = _merged(laid.get(own), value)
+    return laid
+
+
 def _flattened(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """One level of dotted keys. A mapping is a parameter when it has a field of one, and else holds parameters."""
     flat: dict[str, Any] = {}
@@ -141,9 +156,12 @@ def _flattened(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found = {key: entry if isinstance(entry, Mapping | list | tuple) else [entry]}
         for own, value in found.items():
-            both = isinstance(value, Mapping) and isinstance(flat.get(own), Mapping)
-            flat[own] = {**flat[own], **value} if both else value
+            flat[own] = _merged(flat.get(own), value)
     return flat
+
+
+def _merged(earlier: Any, later: Any) -> Any:
+    return {**earlier, **later} if isinstance(earlier, Mapping) and isinstance(later, Mapping) else later
 
 
 def _check_conditions(parameter: Parameter, known: Mapping[str, Parameter]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
+from crossbow_py.packing.space import Space
 from crossbow_py.search_config import SearchConfig, train_command, trial_config
 
 DIGITS = ["+experiment=search_digits"]
@@ -63,6 +64,29 @@ def test_command_of_a_trial_composes_to_exactly_its_configuration(overrides: lis
     for number, params in enumerate(config.parsed_space.corners()[:3]):
         trial = trial_config(config, params, seed=number + 5)
         assert composed(train_command(trial)) == trial
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_space_on_the_command_line_has_groups_beside_what_is_in_them_in_any_order(is_last: bool) -> None:
+    group = "space.optimizer=[sgd,adamw]"
+    parts = ["space.optimizer.learning_rate={low:0.01,high:0.1}", "space.optimizer.momentum={low:0.5,high:0.9}"]
+    words = [*parts, group] if is_last else [group, *parts]
+    config = search("data=digits", "model=mlp", *words, "space.optimizer.momentum.when={optimizer:sgd}",
+                    "space.optimizer.learning_rate.high=0.05")  # fmt: skip
+    expected = Space.from_mapping(
+        {
+            "optimizer": ["sgd", "adamw"],
+            "optimizer.learning_rate": {"low": 0.01, "high": 0.05},
+            "optimizer.momentum": {"low": 0.5, "high": 0.9, "when": {"optimizer": "sgd"}},
+        }
+    )
+    assert set(config.parsed_space.parameters) == set(expected.parameters)
+
+
+def test_space_of_an_experiment_is_narrowed_by_fields_of_its_parameters() -> None:
+    config = search(*DIGITS, "space.optimizer.learning_rate.high=0.1", "space.optimizer.momentum=0.9")
+    assert config.space["optimizer.learning_rate"] == {**search(*DIGITS).space["optimizer.learning_rate"], "high": 0.1}
+    assert config.space["optimizer.momentum"] == [0.9]
 
 
 def test_command_keeps_text_that_looks_like_something_else() -> None:
