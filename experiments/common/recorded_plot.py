@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common.pictures import save_picture
 from experiments.common.recorded_runs import RecordedRuns
-from experiments.common.results import EXPERIMENTS, read_results
 
 _MANY = 100_000
 _UNITS = {1_000: "thousand", 1_000_000: "million"}
@@ -21,14 +20,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 def save_curve(recorded: RecordedRuns) -> int:
     """Draw all results of a folder to curve.png in it; returns the exit code."""
-    results = read_results(recorded.folder)
-    if not results:
-        print(f"error: there are no results yet; run experiments/{recorded.folder}/run.py first.", file=sys.stderr)
-        return 2
-    picture = EXPERIMENTS / recorded.folder / "curve.png"
-    draw(recorded, results).savefig(picture, dpi=130, metadata={"Software": None})
-    print(f"drawn to {picture.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture(recorded.folder, "curve.png", lambda results: draw(recorded, results))
 
 
 def draw(recorded: RecordedRuns, results: Results) -> Figure:

@@ -16,24 +16,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.common.pictures import save_picture
 from experiments.hyperband.report import NAMES
 
-EXPERIMENT = "hyperband"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "hyperband.png"
 _WHOLE = "all of it, not split"
 _COLORS = {"training": "#0072B2", "measuring": "#E69F00", "rest": "#999999", _WHOLE: "#56B4E9"}
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    results = read_results(EXPERIMENT)
-    if not results:
-        print("error: there are no results yet; run experiments/hyperband/run.py first.", file=sys.stderr)
-        return 2
-    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture("hyperband", "results/hyperband.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:

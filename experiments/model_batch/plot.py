@@ -14,15 +14,14 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.packs.plot import rate_lines, ratio_lines, save_pictures
+from experiments.common.packs.plot import rate_lines, ratio_lines
 from experiments.common.packs.report import bases_of
-
-EXPERIMENT = "model_batch"
+from experiments.common.pictures import save_pictures
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
+    return save_pictures("model_batch", draw)
 
 
 def draw(result: Mapping[str, Any]) -> Figure:

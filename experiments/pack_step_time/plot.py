@@ -15,17 +15,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.packs.plot import ratio_lines, save_pictures
-from experiments.common.packs.report import Row, grouped
-from experiments.common.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.common.packs.plot import ratio_lines
+from experiments.common.packs.report import Row, bases_of, grouped
+from experiments.common.packs.side import ONE_AT_A_TIME, TUNED
+from experiments.common.pictures import save_pictures
 from experiments.pack_step_time.parts import LARGER_MODELS
-
-EXPERIMENT = "pack_step_time"
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
+    return save_pictures("pack_step_time", draw)
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
@@ -38,12 +37,12 @@ def draw(result: Mapping[str, Any]) -> Figure:
 
 
 def draw_families(rows: Sequence[Row]) -> Figure:
-    """A column a family: gains over the default loop above, over one tuned model below."""
-    groups = grouped(_packs(rows), "model")
-    figure = Figure(figsize=(4.2 * len(groups), 7), layout="constrained")
-    panels = figure.subplots(2, len(groups), squeeze=False)
+    """A column a family: gains over the default loop above, below over one tuned model and, on CUDA, a captured one."""
+    groups, bases = grouped(_packs(rows), "model"), bases_of(rows)
+    figure = Figure(figsize=(4.2 * len(groups), 3.5 * len(bases)), layout="constrained")
+    panels = figure.subplots(len(bases), len(groups), squeeze=False)
     for column, ((model,), own) in enumerate(groups.items()):
-        for axes, base in zip(panels[:, column], (DEFAULT, TUNED), strict=True):
+        for axes, base in zip(panels[:, column], bases, strict=True):
             ratio_lines(axes, own, "num_models", base)
             axes.set(title=model, xlabel="models in the pack")
     return figure

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from experiments.common.packs.report import Row, grouped
 from experiments.common.packs.side import CAPTURED, DEFAULT, DEFAULT_ENSEMBLE, SERIAL, TUNED
-from experiments.common.results import EXPERIMENTS, read_results
 
 COLORS = {
     DEFAULT: "#999999", TUNED: "#000000", CAPTURED: "#D55E00", SERIAL: "#CC79A7",
-    DEFAULT_ENSEMBLE: "#E69F00", "threads": "#009E73", "fused": "#0072B2", "streams": "#009E73",
+    DEFAULT_ENSEMBLE: "#E69F00", "threads": "#009E73", "fused": "#0072B2", "fused_threads": "#56B4E9",
+    "streams": "#009E73",
 }  # fmt: skip
 
 
@@ -56,16 +53,3 @@ def _finish(axes: Axes, rows: Sequence[Row], x: str) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-
-
-def save_pictures(experiment: str, draw: Callable[[Mapping[str, Any]], Figure]) -> int:
-    """A picture beside every results file of an experiment; returns the exit code."""
-    results = read_results(experiment)
-    if not results:
-        print(f"error: there are no results yet; run experiments/{experiment}/run.py first.", file=sys.stderr)
-        return 2
-    for name, result in results.items():
-        picture = EXPERIMENTS / experiment / "results" / f"{name}.png"
-        draw(result).savefig(picture, dpi=130, metadata={"Software": None})
-        print(f"drawn to {picture.relative_to(EXPERIMENTS.parent)}")
-    return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.common import recorded_plot, recorded_report, recorded_runs
+from experiments.common import pictures, recorded_plot, recorded_report, recorded_runs
 from experiments.common.recorded_runs import RecordedRuns
 from tests.unit.experiments.samples import accuracy_result, cells
 
@@ -90,6 +90,6 @@ def test_plot_of_few_samples_counts_thousands_and_shows_chance() -> None:
 def test_plot_without_results_says_what_to_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_plot, "read_results", lambda folder: {})
+    monkeypatch.setattr(pictures, "read_results", lambda folder: {})
     assert recorded_plot.save_curve(RUNS) == 2
     assert "run experiments/any/run.py first" in capsys.readouterr().err

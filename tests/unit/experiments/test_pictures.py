@@ -1,0 +1,39 @@
+"""Pictures of results: where they are drawn to, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from experiments.common import pictures, results
+from experiments.common.pictures import save_picture, save_pictures
+from experiments.common.results import write_result
+
+
+@pytest.fixture
+def two_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an experiment that has them."""
+    for module in (pictures, results):
+        monkeypatch.setattr(module, "EXPERIMENTS", tmp_path / "experiments")
+    folder = tmp_path / "experiments" / "any"
+    for name in ("a", "b"):
+        write_result(folder / "results" / f"{name}.json", {"name": name})
+    return folder
+
+
+def test_picture_of_all_results_is_drawn_once(two_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn: list[list[str]] = []
+    assert save_picture("any", "all.png", lambda found: drawn.append(list(found)) or Figure()) == 0
+    assert drawn == [["a", "b"]]
+    assert (two_results / "all.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == "drawn to experiments/any/all.png\n"
+
+
+def test_picture_is_drawn_beside_every_result(two_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn: list[str] = []
+    assert save_pictures("any", lambda result: drawn.append(result["name"]) or Figure()) == 0
+    assert drawn == ["a", "b"]
+    assert {path.name for path in (two_results / "results").glob("*.png")} == {"a.png", "b.png"}
+    assert capsys.readouterr().out.splitlines() == [f"drawn to experiments/any/results/{name}.png" for name in "ab"]
