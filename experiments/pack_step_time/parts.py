@@ -9,7 +9,7 @@ from itertools import pairwise
 from experiments.common.packs.comparison import PackCell
 from experiments.common.packs.models import FIVE_LAYERS_WIDTHS, MLP_UNITS
 from experiments.common.packs.running import executors_on, one_at_a_time
-from experiments.common.packs.side import DEFAULT, TUNED, packed, single
+from experiments.common.packs.side import CAPTURED, DEFAULT, TUNED, packed, single
 from experiments.common.packs.workloads import PackWorkload
 
 LIMIT_MODELS = 4
@@ -88,7 +88,8 @@ def _singles(workload: PackWorkload, device: str) -> Panel:
 
 
 def _bases(workload: PackWorkload) -> Panel:
-    return [PackCell(single(side), workload) for side in (DEFAULT, TUNED)]
+    sides = (DEFAULT, TUNED, CAPTURED) if workload.device == "cuda" else (DEFAULT, TUNED)
+    return [PackCell(single(side), workload) for side in sides]
 
 
 def _packs(workload: PackWorkload, num_models: int, device: str) -> Panel:

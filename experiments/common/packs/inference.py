@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from itertools import cycle
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from crossbow_py.packing.ensemble import Ensemble
+from crossbow_py.packing.predictors import PredictorName
 from experiments.common.machine import usable_cores
-from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide
+from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide
 from experiments.common.packs.workloads import PackWorkload
 from experiments.throughput.captured import Step, captured, train_for_ever
 from experiments.throughput.gate import Gate, Ready
@@ -32,7 +33,7 @@ def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) 
             step, detail = _tuned(workload, effort)
         else:
             step, detail = ensemble_step(side, workload, stack), ""
-        gate.ready(Ready(1 if side.side == "threads" else torch.get_num_threads(), detail))
+        gate.ready(Ready(1 if side.side in ONE_THREAD else torch.get_num_threads(), detail))
         train_for_ever(step, side.num_learners * workload.batch_size, gate)
 
 
@@ -79,7 +80,7 @@ def _resident_step(workload: PackWorkload) -> Step:
 def ensemble_step(side: PackSide, workload: PackWorkload, stack: ExitStack) -> Step:
     """A batch through an ensemble of the side's models, which the stack closes: the class by the mean probabilities."""
     device = torch.device(workload.device)
-    executor = cast(Literal["threads", "fused"], side.side)
+    executor = cast(PredictorName, side.side)
     models = [workload.make_model() for _ in range(side.num_learners)]
     ensemble = stack.enter_context(
         Ensemble(models, executor=executor, device="cuda" if workload.device == "cuda" else "cpu")

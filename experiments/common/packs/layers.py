@@ -87,12 +87,20 @@ def _feed(workload: PackWorkload) -> Feed:
 
 
 def fused(side: PackSide, workload: PackWorkload) -> Step:
-    """One pass of all models over the fused graph."""
+    """One pass of all models over the fused graph; on CUDA one graph, on one resident batch as the side it is for."""
     parts = new_pack(side, workload).run.parts
     tasks = RoundTasks(
         parts.bank, update=parts.update, feed=parts.train_feed, loss=parts.loss, seed=_SEED, collective=parts.collective
     )
     all_models, index = FusedPass(tasks, kernels=workload.device == "cuda"), 0
+    if workload.device == "cuda":
+        first = parts.plan(0, 0, 1.0)
+        batch, shared = all_models.batch(first), all_models.shares(first)
+
+        def learn() -> None:
+            all_models.learn(batch, shared)
+
+        return captured(learn, workload.device)
 
     def step() -> None:
         nonlocal index

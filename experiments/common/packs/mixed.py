@@ -1,6 +1,6 @@
 """Mixed packs: models of two families side by side, each half a pack with its own bank, executor and thread.
 
-The two share the cores and nothing else; a pack by `fused` has half of the cores for itself.
+The two share the cores and nothing else; a pack by `fused` or `fused_threads` has half of the cores for itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from crossbow_py import Trainer
 from experiments.common.machine import usable_cores
-from experiments.common.packs.side import PackSide
+from experiments.common.packs.side import ONE_THREAD, PackSide
 from experiments.common.packs.training import ENDLESS_EPOCHS, new_pack
 from experiments.common.packs.workloads import PackWorkload
 from experiments.throughput.gate import FinishedError, Gate, Ready
@@ -62,7 +62,7 @@ def train_mixed(side: PackSide, workload: PackWorkload, gate: Gate) -> None:
     threads = 1 if side.side == "threads" else max(1, usable_cores() // 2)
     torch.set_num_threads(threads)
     packs = [new_pack(half, each) for each in (workload, workload.partner)]
-    gate.ready(Ready(threads))
+    gate.ready(Ready(1 if side.side in ONE_THREAD else threads))
     shared, failures = SharedGate(gate), list[BaseException]()
 
     def train(number: int, pack: Trainer) -> None:

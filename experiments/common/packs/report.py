@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.common.markdown import markdown_table
-from experiments.common.packs.side import BASES, DEFAULT_ENSEMBLE, ONE_AT_A_TIME
+from experiments.common.packs.side import BASES, DEFAULT, ONE_AT_A_TIME, TUNED
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
@@ -34,7 +34,7 @@ def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]
 
 def bases_of(rows: Sequence[Row]) -> list[str]:
     """The sides that others are compared with."""
-    return [base for base in BASES if base != DEFAULT_ENSEMBLE or row_of(rows, base) is not None]
+    return [base for base in BASES if base in (DEFAULT, TUNED) or row_of(rows, base) is not None]
 
 
 def summary_header(rows: Sequence[Row]) -> list[str]:

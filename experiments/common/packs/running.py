@@ -47,12 +47,12 @@ def one_at_a_time(device: str) -> tuple[str, ...]:
 
 def executors_on(device: str) -> tuple[str, ...]:
     """The executors of packs that a device has."""
-    return ("streams", "fused") if device == "cuda" else ("threads", "fused")
+    return ("streams", "fused") if device == "cuda" else ("threads", "fused", "fused_threads")
 
 
 def predictors_on(device: str) -> tuple[str, ...]:
     """The executors of ensembles that a device has, but `serial`."""
-    return ("fused",) if device == "cuda" else ("threads", "fused")
+    return ("fused",) if device == "cuda" else ("threads", "fused", "fused_threads")
 
 
 def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Namespace, device: str) -> dict[str, Any]:

@@ -12,8 +12,10 @@ DEFAULT, TUNED, CAPTURED, SERIAL = "default_loop", "tuned_single", "captured", "
 DEFAULT_ENSEMBLE = "default_ensemble"
 # One model at a time; but for the last, images/s are those of any number of models, one after another.
 ONE_AT_A_TIME = (DEFAULT, TUNED, CAPTURED, SERIAL, DEFAULT_ENSEMBLE)
-# What others are compared with.
-BASES = (DEFAULT, TUNED, DEFAULT_ENSEMBLE)
+# What others are compared with, where a panel has them.
+BASES = (DEFAULT, TUNED, CAPTURED, DEFAULT_ENSEMBLE)
+# Executors of packs with one intra-op thread a model, or a group of them.
+ONE_THREAD = ("threads", "fused_threads")
 
 Work = Literal["training", "inference", "layers"]
 

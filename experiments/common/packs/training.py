@@ -6,7 +6,7 @@ import torch
 
 from crossbow_py import SGD, Independent, Trainer
 from experiments.common.machine import usable_cores
-from experiments.common.packs.side import PackSide
+from experiments.common.packs.side import ONE_THREAD, PackSide
 from experiments.common.packs.workloads import PackWorkload
 from experiments.throughput.captured import captured, train_for_ever
 from experiments.throughput.gate import Gate, Ready
@@ -38,10 +38,11 @@ def new_pack(side: PackSide, workload: PackWorkload) -> Trainer:
 
 def train_pack(side: PackSide, workload: PackWorkload, gate: Gate) -> None:
     """One long `Trainer.fit` of the side's models."""
+    # `fused_threads` has as many groups as there are threads, and gives each one of them.
     torch.set_num_threads(1 if side.side == "threads" else usable_cores())
     pack = new_pack(side, workload)
     pack.run.tuning = PacedLearners(gate, workload.batch_size)
-    gate.ready(Ready(torch.get_num_threads()))
+    gate.ready(Ready(1 if side.side in ONE_THREAD else torch.get_num_threads()))
     pack.fit(max_epochs=ENDLESS_EPOCHS)
 
 

@@ -14,7 +14,7 @@ from experiments.throughput.workloads import Effort
 # Images/s that sides pretend to have, and of the members of a mixed one.
 RATES = {
     "default_loop": 100.0, "tuned_single": 200.0, "serial": 150.0, "default_ensemble": 125.0, "threads": 300.0,
-    "fused": 500.0,
+    "fused": 500.0, "fused_threads": 400.0, "captured": 250.0, "streams": 300.0,
 }  # fmt: skip
 MEMBERS = {0: 150.0, 1: 50.0}
 

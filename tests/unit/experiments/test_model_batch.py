@@ -34,9 +34,11 @@ def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("figure", "device", "expected"), [
-    ("training", "cpu", ["default_loop 1", "tuned_single 1", "serial 1", "threads 16", "fused 16"]),
+    ("training", "cpu", ["default_loop 1", "tuned_single 1", "serial 1", "threads 16", "fused 16", "fused_threads 16"]),
     ("training", "cuda", ["default_loop 1", "tuned_single 1", "captured 1", "streams 16", "fused 16"]),
-    ("inference", "cpu", ["default_loop 1", "tuned_single 1", "default_ensemble 16", "threads 16", "fused 16"]),
+    ("inference", "cpu", [
+        "default_loop 1", "tuned_single 1", "default_ensemble 16", "threads 16", "fused 16", "fused_threads 16",
+    ]),
     ("inference", "cuda", ["default_loop 1", "tuned_single 1", "default_ensemble 16", "fused 16"]),
     ("layers", "cpu", ["default_loop 64", "tuned_single 64", "fused 64"]),
 ])  # fmt: skip
@@ -49,7 +51,7 @@ def test_sides_of_a_figure_are_one_model_at_a_time_and_packs(figure: str, device
 @pytest.mark.usefixtures("pretended")
 def test_result_has_a_panel_a_batch_size_and_a_headline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = measured(tmp_path, "mlp_training", "--batch-sizes", "8", "2", "8", "--num-models", "3", "--model", "lenet")
-    assert [(row["batch_size"], row["side"]) for row in result["rows"][::5]] == [
+    assert [(row["batch_size"], row["side"]) for row in result["rows"][::6]] == [
         (8, "default_loop"),
         (2, "default_loop"),
     ]
@@ -73,17 +75,29 @@ def test_picture_shows_rates_of_all_sides_and_ratios_to_those_of_one_model(tmp_p
     assert summary.split("|")[9].strip() == "4.00 (4.00–4.00)"  # over 125 images/s
     rates, *over = plot.draw(result).axes
     lines = {line.get_label(): list(line.get_ydata()) for line in rates.lines}
-    pretended = {"default_loop": 100, "tuned_single": 200, "default_ensemble": 125, "threads": 300, "fused": 500}
+    pretended = {"default_loop": 100, "tuned_single": 200, "default_ensemble": 125, "threads": 300, "fused": 500,
+                 "fused_threads": 400}  # fmt: skip
     assert lines == {side: [rate] * 2 for side, rate in pretended.items()}
     for axes, base in zip(over, ("default_loop", "tuned_single", "default_ensemble"), strict=True):
         drawn = {one.get_label(): list(one.lines[0].get_ydata()) for one in axes.containers}
         assert drawn == {side: [rate / pretended[base]] * 2 for side, rate in pretended.items() if side != base}
 
 
+def test_result_of_before_an_executor_was_there_is_drawn_and_told_without_it(
+    pretended: type[PretendedProcess], tmp_path: Path
+) -> None:
+    result = measured(tmp_path, "inference", "--quick")
+    older = {**result, "rows": [row for row in result["rows"] if row["side"] != "fused_threads"]}
+    for found, names in ((result, {"fused_threads", "fused"}), (older, {"fused"})):
+        drawn = {line.get_label() for line in plot.draw(found).axes[0].lines}
+        assert {name for name in drawn if name.startswith("fused")} == names
+        assert ("fused_threads" in report.result_text(found)) == ("fused_threads" in names)
+
+
 def test_result_without_packs_is_told_without_gains(
     pretended: type[PretendedProcess], tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(pretended, "absent", ("threads", "fused"))
+    monkeypatch.setattr(pretended, "absent", ("threads", "fused", "fused_threads"))
     result = measured(tmp_path, "inference", "--quick")
     assert report.headline(result) == "figure 4: inference by five-layer networks: 2 models (five_layers)."
     assert "Left out: side fused K=2 fp32 inference: not here" in report.result_text(result)

@@ -60,7 +60,7 @@ def test_mixed_panel_has_both_families_alone_with_half_of_the_models(tmp_path: P
     plan = Plan(families=("mlp", "lenet"), num_models=(2, 16))
     (panel,) = PARTS["mixed"](plan, prepare_packs(plan.families, "cpu", tmp_path), "cpu")
     together = [cell for cell in panel if cell.side.mixed]
-    assert [(cell.workload.model, cell.workload.partner.model) for cell in together] == [("mlp", "lenet")] * 2  # type: ignore[union-attr]
+    assert [(cell.workload.model, cell.workload.partner.model) for cell in together] == [("mlp", "lenet")] * 3  # type: ignore[union-attr]
     assert {cell.side.num_learners for cell in together} == {4}
     assert {cell.side.num_learners for cell in panel if cell.side.side == "fused"} == {2, 4}
 
@@ -77,13 +77,22 @@ def test_families_have_a_row_for_every_size_of_a_pack(tmp_path: Path, capsys: py
     titles = [axes.get_title() for axes in figure.axes]
     assert sorted(titles) == sorted(["mlp", "lenet", "gru"] * 2)
     assert {tuple(one.lines[0].get_ydata()) for axes in figure.axes for one in axes.containers} == {
-        (3.0, 3.0), (5.0, 5.0), (1.5, 1.5), (2.5, 2.5),
+        (3.0, 3.0), (5.0, 5.0), (4.0, 4.0), (1.5, 1.5), (2.5, 2.5), (2.0, 2.0),
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["families", "limits"])
+def test_packs_on_cuda_are_compared_with_one_captured_model_too(part: str, tmp_path: Path) -> None:
+    plan = Plan(families=("mlp",), num_models=(2,))
+    for panel in PARTS[part](plan, prepare_packs(models_of(part, plan), "cuda", tmp_path), "cuda"):
+        sides = [cell.side.side for cell in panel]
+        assert sides == ["default_loop", "tuned_single", "captured", "streams", "fused"]
 
 
 def test_packs_that_lose_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RATES, "fused", 150.0)
     monkeypatch.setitem(RATES, "threads", 100.0)
+    monkeypatch.setitem(RATES, "fused_threads", 120.0)
     result = measured(tmp_path, "families", "--quick", "--device", "cpu")
     assert report.headline(result).endswith(
         "Packing does not pay over one tuned model at a time for 2 mlp with batches of 4."
@@ -93,13 +102,17 @@ def test_packs_that_lose_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_mixed_rows_are_compared_with_either_family_alone(tmp_path: Path) -> None:
     result = measured(tmp_path, "mixed", *SMALL)
     # Side by side 150 and 50 images/s; alone 100 by the default loop, 200 tuned, 300 and 500 as packs.
-    assert cells(report.mixed_table(result["mixed"]))[:2] == [
+    assert cells(report.mixed_table(result["mixed"]))[:3] == [
         ["mlp and lenet", side, "2", "150 and 50", "2.00 (2.00–2.00)", "1.00 (1.00–1.00)", gain, "5", "0"]
-        for side, gain in (("threads", "0.67 (0.67–0.67)"), ("fused", "0.40 (0.40–0.40)"))
+        for side, gain in (
+            ("threads", "0.67 (0.67–0.67)"),
+            ("fused", "0.40 (0.40–0.40)"),
+            ("fused_threads", "0.50 (0.50–0.50)"),
+        )
     ]
-    assert "in 0 of 4 cases, at best 0.67 (0.67–0.67) times (mlp and lenet by threads, n=5)" in report.headline(result)
+    assert "in 0 of 6 cases, at best 0.67 (0.67–0.67) times (mlp and lenet by threads, n=5)" in report.headline(result)
     (axes,) = plot.draw(result).axes
-    assert [round(bar.get_height(), 2) for bar in axes.patches] == [0.67, 0.4, 0.67, 0.4]
+    assert [round(bar.get_height(), 2) for bar in axes.patches] == [0.67, 0.4, 0.5] * 2
     assert "÷ two packs in turn" in report.result_text(result)
 
 

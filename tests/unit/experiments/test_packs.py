@@ -18,7 +18,9 @@ from experiments.common.packs import comparison, inference, layers, mixed, train
 from experiments.common.packs.comparison import Method, measure_panel, mixed_rows, rows_of
 from experiments.common.packs.mixed import SharedGate, train_mixed
 from experiments.common.packs.models import BUILDS, RowReader, data_of
-from experiments.common.packs.report import best_pack, cells_table, left_out, summary_row
+from experiments.common.packs.plot import COLORS
+from experiments.common.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
+from experiments.common.packs.running import executors_on, one_at_a_time, predictors_on
 from experiments.common.packs.side import PackSide, packed, single
 from experiments.common.packs.sides import run_pack_side
 from experiments.common.packs.training import new_pack
@@ -51,11 +53,12 @@ def mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackWorkloa
 @pytest.mark.parametrize(("side", "images"), [
     (single("default_loop"), BATCH), (single("tuned_single"), BATCH), (single("serial"), BATCH),
     (single("captured"), BATCH), (packed("threads", 3), 3 * BATCH), (packed("fused", 3), 3 * BATCH),
+    (packed("fused_threads", 3), 3 * BATCH),
     (PackSide("default_loop", 3, work="layers"), 3 * BATCH), (PackSide("tuned_single", 3, work="layers"), 3 * BATCH),
     (PackSide("fused", 3, work="layers"), 3 * BATCH), (single("default_loop", "inference"), BATCH),
     (single("tuned_single", "inference"), BATCH), (packed("default_ensemble", 3, "inference"), 3 * BATCH),
     (packed("fused", 3, "inference"), 3 * BATCH),
-    (packed("threads", 3, "inference"), 3 * BATCH),
+    (packed("threads", 3, "inference"), 3 * BATCH), (packed("fused_threads", 3, "inference"), 3 * BATCH),
 ], ids=lambda value: value.label if isinstance(value, PackSide) else "")  # fmt: skip
 def test_side_counts_an_image_for_every_model_that_took_it(side: PackSide, images: int, mlp: PackWorkload) -> None:
     gate = CountingGate(5 * images)
@@ -133,7 +136,7 @@ class MemberGate:
             raise FinishedError
 
 
-@pytest.mark.parametrize("executor", ["threads", "fused"])
+@pytest.mark.parametrize("executor", ["threads", "fused", "fused_threads"])
 def test_mixed_packs_count_the_images_of_either_family_and_end_together(executor: str, mlp: PackWorkload) -> None:
     both = replace(mlp, partner=replace(mlp, model="mlp_256"))
     gate, before = MemberGate(6), threading.active_count()
@@ -204,6 +207,40 @@ def test_rows_hold_medians_and_ratios_within_repetitions(mlp: PackWorkload) -> N
     assert pack["over"]["tuned_single"] == {"median": 1.75, "minimum": 1.5, "maximum": 2.0}
     assert default["over"]["default_loop"] is None
     assert one["images_per_s_windows"] == [200.0, None, 200.0]
+
+
+@pytest.mark.parametrize("executor", ["fused_threads", "threads"])
+def test_executor_with_a_thread_a_group_says_so_and_has_all_cores_to_share_out(
+    executor: str, mlp: PackWorkload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores: list[int] = []
+    monkeypatch.setattr(training, "usable_cores", lambda: 3)
+    new = training.new_pack
+    monkeypatch.setattr(training, "new_pack", lambda *own: cores.append(torch.get_num_threads()) or new(*own))
+    gate = CountingGate(4 * BATCH)
+    with pytest.raises(FinishedError):
+        run_pack_side(packed(executor, 4), mlp, gate, NO_EFFORT)  # type: ignore[arg-type]
+    assert (cores, gate.prepared.threads) == ([3 if executor == "fused_threads" else 1], 1)
+
+
+def test_rows_of_cuda_are_compared_with_one_captured_model_too(mlp: PackWorkload) -> None:
+    rows = rows_of([
+        cell(single("default_loop"), mlp, 100), cell(single("tuned_single"), mlp, 200),
+        cell(single("captured"), mlp, 250), cell(packed("fused", 4), mlp, 1000),
+    ])  # fmt: skip
+    assert summary_header(rows) == [
+        "default_loop", "tuned_single", "captured", "best pack", "images/s", "÷ default_loop", "÷ tuned_single",
+        "÷ captured", "n",
+    ]  # fmt: skip
+    assert summary_row(rows)[:4] == ["100", "200", "250", "fused K=4"]
+    assert summary_row(rows)[5:8] == [f"{ratio:.2f} ({ratio:.2f}–{ratio:.2f})" for ratio in (10, 5, 4)]
+    assert "captured" not in summary_header(rows[:2])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_side_of_a_device_has_a_colour_of_its_own(device: str) -> None:
+    names = {*one_at_a_time(device), *executors_on(device), *predictors_on(device), "default_ensemble"}
+    assert len({COLORS[name] for name in names}) == len(names)
 
 
 def test_mixed_row_adds_up_what_either_family_gains(mlp: PackWorkload) -> None:
