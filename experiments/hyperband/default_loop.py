@@ -1,4 +1,7 @@
-"""The same Hyperband with PyTorch's tutorial loop: one trial after another, on all of torch's threads."""
+"""The same Hyperband with PyTorch's tutorial loop: one trial after another, on all of torch's threads or on CUDA.
+
+Models train where the images lie, operator by operator.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Images:
-    """Normalised float images [N, C, H, W] and classes [N], in memory: the loop has no loading to wait for."""
+    """Normalised float images [N, C, H, W] and classes [N], on the device: the loop has no loading to wait for."""
 
     train: Pair
     validation: Pair
@@ -49,7 +52,7 @@ def search(
     while waiting := ready(brackets, results, maximize=True):
         segment = waiting[0]
         if segment.trial not in trials:
-            trials[segment.trial] = _new(trial_of(segment.trial))
+            trials[segment.trial] = _new(trial_of(segment.trial), images.train[0].device)
         trial, before = trials[segment.trial], trials[segment.trial].samples_seen
         end = epoch_samples(to_epochs(brackets, segment), len(images.train[1]))
         healthy = _train(trial, end, planned, images.train, order_seed)
@@ -58,8 +61,8 @@ def search(
     return {**_best(brackets, results, trials, images), "samples": samples}
 
 
-def _new(settings: TrialSettings) -> _Trial:
-    model, own = copy.deepcopy(settings.new_model()), settings.optimizer
+def _new(settings: TrialSettings, device: torch.device) -> _Trial:
+    model, own = copy.deepcopy(settings.new_model()).to(device), settings.optimizer
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     assert isinstance(own, SGD), "the spaces of this experiment have SGD alone"
@@ -80,7 +83,8 @@ def _train(trial: _Trial, end: int, planned: int, data: Pair, order_seed: int) -
             epoch = int(places[0]) // count
             order = epoch_order(order_seed, epoch, count)
         later = epoch_order(order_seed, epoch + 1, count) if int(places[-1]) // count != epoch else order
-        ids = torch.tensor([(order if p // count == epoch else later)[p % count] for p in places.tolist()])
+        picked = [(order if p // count == epoch else later)[p % count] for p in places.tolist()]
+        ids = torch.tensor(picked, device=data[0].device)
         rate = settings.schedule.factor(trial.samples_seen, count, planned) * _rate(settings)
         for group in trial.optimizer.param_groups:
             group["lr"] = rate

@@ -39,8 +39,9 @@ class _Messages(SearchListener):
         self.said.append(message)
 
 
-def measure_hyperband(overrides: Sequence[str], repetitions: int) -> dict[str, Any]:
-    """Every side `repetitions` times, in one order and then the other."""
+def measure_hyperband(overrides: Sequence[str], repetitions: int, device: str) -> dict[str, Any]:
+    """Every side `repetitions` times, in one order and then the other, on cpu or cuda."""
+    overrides = [*overrides, f"device={device}"]
     taken: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     packing = _warm_up(overrides)
     for repetition in range(repetitions):
@@ -51,14 +52,13 @@ def measure_hyperband(overrides: Sequence[str], repetitions: int) -> dict[str, A
             taken[side].append({**outcome, "foreign_share": None if share is None else round(share, 3)})
             print(f"repetition {repetition + 1}: {side} {outcome['seconds']:.1f} s, others {share}", flush=True)
     return {
-        "overrides": list(overrides),
+        "overrides": overrides,
+        "device": device,
         "repetitions": repetitions,
         "packing": packing,
         "runs": taken,
         "seconds": {side: spread([run["seconds"] for run in taken[side]]) for side in SIDES},
-        "ratios": {
-            f"{side}_over_packed": _ratio(taken[side], taken["packed"]) for side in SIDES if side != "packed"
-        },
+        "ratios": {f"{side}_over_packed": _ratio(taken[side], taken["packed"]) for side in SIDES if side != "packed"},
         "best": {side: median(run["test_accuracy"] for run in taken[side]) for side in SIDES},
     }
 
@@ -85,7 +85,7 @@ def _said_at_first(overrides: Sequence[str], side: str, folder: Path) -> list[st
 
 
 def _search_run(overrides: Sequence[str], side: str, folder: Path, listener: SearchListener) -> SearchRun:
-    words = [*overrides, f"packing={_POLICIES[side]}", f"output_dir={folder / 'search'}", "device=cpu"]
+    words = [*overrides, f"packing={_POLICIES[side]}", f"output_dir={folder / 'search'}"]
     config = compose(words, SearchConfig)
     return SearchRun(config, open_search_folder(config), [listener])
 
@@ -110,9 +110,7 @@ def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
         "evaluation_s": round(summary.evaluation_time_s, 2),
         "overhead_s": round(seconds - summary.train_time_s - summary.evaluation_time_s - summary.tuning_time_s, 2),
         "values": [
-            [trial.trial, place, value]
-            for trial in summary.trials
-            for place, value in enumerate(trial.values.values())
+            [trial.trial, place, value] for trial in summary.trials for place, value in enumerate(trial.values.values())
         ],
     }
 
@@ -120,7 +118,7 @@ def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
 def _run_default_loop(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """Trials and their seeds are those of the search; the folder holds their sampling and nothing else."""
     with closing(_search_run(overrides, "one_at_a_time", folder, SearchListener())) as run:
-        images = _images(run.source)
+        images = _images(run.source, run.choices.device)
         begun = time.perf_counter()
         found = search(
             run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images, run.order_seed
@@ -128,12 +126,12 @@ def _run_default_loop(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
         return {"seconds": round(time.perf_counter() - begun, 2), **found}
 
 
-def _images(source: DataSource) -> Images:
+def _images(source: DataSource, device: torch.device) -> Images:
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (source.mean, source.std))
 
     def prepared(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
         pair = as_pair(data)
         assert pair is not None, "the data set is in memory"
-        return (pair[0].float() / 255 - mean) / std, pair[1]
+        return ((pair[0].float() / 255 - mean) / std).to(device), pair[1].to(device)
 
     return Images(prepared(source.train), prepared(source.validation), prepared(source.test))

@@ -1,6 +1,6 @@
 """Hyperband with packs against Hyperband one trial at a time: wall time and best accuracy, same trials and budget.
 
-    python experiments/hyperband/run.py [--repetitions 3] [--json PATH] [KEY=VALUE ...]
+    python experiments/hyperband/run.py [--device cpu|cuda] [--repetitions 3] [--json PATH] [KEY=VALUE ...]
 
 README.md says what the sides are.
 """
@@ -14,29 +14,50 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
+from crossbow_py.data.mnist import Mnist
+from crossbow_py.engine.precision import choose_device
+from crossbow_py.errors import UserError
 from experiments.common.arguments import count
 from experiments.common.machine import machine, machine_line
 from experiments.common.results import write_result
 from experiments.hyperband.measure import measure_hyperband
 from experiments.hyperband.report import result_text
 
-DEFAULTS = ("+experiment=search_lenet", "max_epochs=1", "min_epochs=0.1111111111")
+DEFAULTS = ("+experiment=search_lenet", "max_epochs=1", "min_epochs=0.1111111111", "precision=fp32")
+# As many images of MNIST's shape.
+SYNTHETIC = ("data=synthetic", "data.shape=[1,28,28]", "data.num_train=60000", "data.num_test=10000")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the table and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--repetitions", type=count, default=3, help="searches by each side (default %(default)s)")
     add("--json", type=Path, metavar="PATH", help="write the results there")
     add("overrides", nargs="*", metavar="KEY=VALUE", help=f"of the search (default {' '.join(DEFAULTS)})")
     options = parser.parse_args(argv)
-    result = {"machine": machine(), **measure_hyperband(options.overrides or DEFAULTS, options.repetitions)}
+    try:
+        device = choose_device(options.device).type
+    except UserError as error:
+        parser.error(str(error))
+    measured = measure_hyperband(options.overrides or default_search(), options.repetitions, device)
+    result = {"machine": machine(), **measured}
     print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
     if options.json:
         write_result(options.json, result)
         print(f"written to {options.json}")
     return 0
+
+
+def default_search() -> tuple[str, ...]:
+    """LeNet on MNIST when that is here and whole, else on synthetic images."""
+    try:
+        Mnist(download=False).load(progress=False)
+    except UserError as error:
+        print(f"synthetic images instead of MNIST: {error}", flush=True)
+        return (*DEFAULTS, *SYNTHETIC)
+    return DEFAULTS
 
 
 if __name__ == "__main__":

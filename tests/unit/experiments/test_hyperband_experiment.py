@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from crossbow_py.config import compose
+from crossbow_py.search_config import SearchConfig
+from experiments.common import pictures
 from experiments.hyperband import measure, plot, report, run
 from experiments.hyperband.measure import SIDES, measure_hyperband
 
@@ -48,7 +52,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_sides_take_turns_in_one_order_and_then_the_other(pretended: list[str]) -> None:
-    found = measure_hyperband(["+experiment=search_lenet"], 2)
+    found = measure_hyperband(["+experiment=search_lenet"], 2, "cuda")
+    assert (found["overrides"], found["device"]) == (["+experiment=search_lenet", "device=cuda"], "cuda")
     assert pretended == [*SIDES, *reversed(SIDES)]
     # 300 / 100 and 270 / 100; 150 / 100 and 162 / 100
     expected = {"default_loop_over_packed": (2.85, 2.7, 3.0), "one_at_a_time_over_packed": (1.56, 1.5, 1.62)}
@@ -73,6 +78,39 @@ def test_headline_says_which_goal_is_reached_and_which_is_missed() -> None:
     assert best.startswith("Test accuracy of the best trial: 0.9800 by")
 
 
+def test_goal_on_cuda_is_one_of_its_own_and_the_other_ratio_is_said_without() -> None:
+    on_cuda = {**made_up(), "device": "cuda"}
+    default, tuned, _ = report.headline(on_cuda).split(". ", 2)
+    assert default.endswith("5.0 is the goal, and is missed")
+    assert tuned == "Packs end the search 1.56 (1.50–1.62) times as fast as one tuned trial at a time (n=2)"
+    rows = report.sides_table(on_cuda).splitlines()[2:]
+    assert [row.split("|")[5].strip() for row in rows] == ["≥ 5.0", "", ""]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_search_without_arguments_is_on_mnist_or_on_images_of_its_shape(
+    found: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
+    if found:
+        monkeypatch.setattr(run.Mnist, "load", lambda *_, **__: None)
+    config = compose(list(run.default_search()), SearchConfig)
+    assert (config.data.NAME, config.precision, config.experiment) == (
+        "mnist" if found else "synthetic", "fp32", "search_lenet",
+    )  # fmt: skip
+    assert ("synthetic images instead of MNIST" in capsys.readouterr().out) == (not found)
+
+
+def test_device_that_is_not_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        run.main(["--device", "cuda"])
+    assert ended.value.code == 2
+    assert "no CUDA device is visible" in capsys.readouterr().err
+
+
 def test_text_of_a_result_says_what_was_said_of_packs_once_and_what_else_took_time() -> None:
     text = report.result_text(made_up())
     assert text.count("Packs of 9.") == 1
@@ -95,7 +133,7 @@ def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:
 def test_plot_without_results_says_what_to_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plot, "read_results", lambda _: {})
+    monkeypatch.setattr(pictures, "read_results", lambda _: {})
     assert plot.main() == 2
     assert "run experiments/hyperband/run.py first" in capsys.readouterr().err
 
@@ -104,7 +142,7 @@ def test_plot_without_results_says_what_to_run(
 def test_short_search_by_every_side_trains_the_same_trials_on_as_many_samples(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     search = ["+experiment=search_digits", "model.hidden=[8]", "num_trials=3", "max_epochs=3", "max_pack_size=2"]
-    assert run.main(["--repetitions", "1", "--json", str(path), *search]) == 0
+    assert run.main(["--device", "cpu", "--repetitions", "1", "--json", str(path), *search]) == 0
     result = json.loads(path.read_text())
     # An epoch is 1351 samples, 85 batches of 16: three trials train one, and one of them goes on to 4053, 254 batches.
     for runs in result["runs"].values():
