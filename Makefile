@@ -1,12 +1,14 @@
 # `make train` and `make test` do everything on a machine that has only Python >= 3.11 and make.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all gpu unit lint types imports clean
+.PHONY: help setup train test test-all gpu gpu-engine gpu-packs unit lint types imports clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.crossbow-installed
 PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+HAS_CUDA := import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")
+PACK_TESTS := tests/gpu/test_packs.py tests/gpu/test_ensemble.py
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 help:  ## show this list
@@ -41,13 +43,26 @@ test-all: setup  ## the whole suite
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m gpu --quiet
 
-gpu: setup  ## the GPU tests, and all that is to be measured on a GPU, in 8 minutes
-	@$(BIN)/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")'
-	$(BIN)/python -m pytest -m gpu
+gpu:  ## the GPU tests, and all that is to be measured on a GPU, in 14 minutes
+	$(MAKE) gpu-engine
+	$(MAKE) gpu-packs
+
+gpu-engine: setup  ## that of training one model, in 8 minutes
+	@$(BIN)/python -c '$(HAS_CUDA)'
+	$(BIN)/python -m pytest -m gpu $(addprefix --ignore=,$(PACK_TESTS))
 	$(BIN)/python experiments/throughput/suite.py --device cuda --minutes 4.5 --json experiments/throughput/results/suite_cuda.json
 	$(BIN)/python experiments/throughput/run.py --device cuda --precision bf16 --sides serial fused --num-learners 8 --seconds 0.5 --repetitions 5 --json experiments/throughput/results/resnet32_b16_cuda.json
 	$(BIN)/python experiments/update_bandwidth/run.py --device cuda --seconds 5 --json experiments/update_bandwidth/results/vgg16_k4_cuda.json
 	$(BIN)/python experiments/memory/run.py --device cuda --models resnet32 --num-learners 1 4 16 --json experiments/memory/results/memory_cuda.json
+	$(BIN)/python experiments/tables.py
+
+gpu-packs: setup  ## that of packs, ensembles and searches, in 6 minutes
+	@$(BIN)/python -c '$(HAS_CUDA)'
+	$(BIN)/python -m pytest -m gpu $(PACK_TESTS)
+	$(BIN)/python experiments/model_batch/run.py training --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/training_cuda.json
+	$(BIN)/python experiments/model_batch/run.py inference --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/inference_cuda.json
+	$(BIN)/python experiments/pack_step_time/run.py families --device cuda --families resnet20 --num-models 8 --seconds 0.3 --json experiments/pack_step_time/results/families_cuda.json
+	$(BIN)/python experiments/hyperband/run.py --device cuda --repetitions 1 --json experiments/hyperband/results/lenet_cuda.json
 	$(BIN)/python experiments/tables.py
 
 unit: setup  ## the unit tests alone
