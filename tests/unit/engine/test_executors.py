@@ -38,15 +38,55 @@ def test_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_lear
     assert results["threads"][0] == pytest.approx(results["serial"][0], rel=1e-8)
 
 
+@pytest.fixture
+def two_cores():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
 @pytest.mark.parametrize("num_learners", [1, 2, 5])
-def test_fused_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_learners):
+def test_fused_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_learners, two_cores):
     serial, grouped = (
         make_tasks(norm_with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order=order)
         for order in ("rows", "blocks")
     )
     losses = [run_rounds(serial, "serial", 20, 0.05), run_rounds(grouped, "fused_threads", 20, 0.05)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-8)
+    assert_learners_equal(grouped.bank, serial.bank)
+
+
+def norm_with_frozen_layer():
+    model = norm_model()
+    model.append(nn.Linear(model[-1].out_features, 3).requires_grad_(False))
+    return model
+
+
+def test_fused_threads_corrects_a_group_between_the_forward_and_the_backward_pass_of_another(monkeypatch, two_cores):
+    serial, grouped = (
+        make_tasks(norm_with_frozen_layer, num_learners=2, data=IMAGES, order=order) for order in ("rows", "blocks")
+    )
+    expected = run_rounds(serial, "serial", 1)
+    runner, corrected = EXECUTORS["fused_threads"](grouped), threading.Event()
+    losses_of, correct = runner._passes[0]._losses, grouped.correct
+
+    def losses_once_the_other_is_corrected(outputs, targets):
+        assert corrected.wait(10)
+        return losses_of(outputs, targets)
+
+    def say_corrected(learner, outcome):
+        correct(learner, outcome)
+        if learner == 1:
+            corrected.set()
+
+    monkeypatch.setattr(runner._passes[0], "_losses", losses_once_the_other_is_corrected)
+    monkeypatch.setattr(grouped, "correct", say_corrected)
+    runner.submit(plan(grouped, 0))
+    (outcome,) = runner.drain()
+    runner.close()
+    assert outcome.losses == pytest.approx(expected, rel=1e-8)
     assert_learners_equal(grouped.bank, serial.bank)
 
 
