@@ -1,0 +1,39 @@
+"""The shipped search of digits, whole: 27 trials in synchronous rungs, packed as wide as measuring finds it pays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crossbow_py import search
+from tests.searches import report, segments, values
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured of packs is remembered for this test alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_shipped_search_keeps_the_top_third_of_every_rung_and_finds_a_good_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert search.main(["+experiment=search_digits", "output_dir=search"]) == 0
+    said, found, measured = capsys.readouterr(), report(), values()
+    assert found["status"] == "finished" and said.err == ""
+    assert "Trials of mlp with batches of 16 run" in said.out
+    assert len(measured) == sum("1" in own for own in measured.values()) == 27
+    for epochs, after, kept in (("1", "3", 9), ("3", "9", 3), ("9", "27", 1)):
+        reached = {trial: own[epochs] for trial, own in measured.items() if epochs in own}
+        ranked = sorted(reached, key=lambda trial: (-reached[trial], trial))
+        assert {trial for trial, own in measured.items() if after in own} == set(ranked[:kept])
+    assert len(segments()) == len(set(segments())) == 27 + 9 + 3 + 1
+    assert sorted(trial["state"] for trial in found["trials"]) == ["complete", *["pruned"] * 26]
+    best = found["best"]
+    assert best["value"] == measured[best["trial"]]["27"] >= 0.98
+    assert 0.95 <= best["test_accuracy"] <= 1  # measured once, on other images
+    assert Path(best["model_path"]).exists() and best["command"] in said.out
