@@ -15,6 +15,7 @@ import torch
 from crossbow_py.config import compose
 from crossbow_py.data.base import DataSource
 from crossbow_py.data.datasets import as_pair
+from crossbow_py.engine.precision import FP32
 from crossbow_py.packing.search_events import SearchListener
 from crossbow_py.search_build import SearchRun
 from crossbow_py.search_config import SearchConfig
@@ -106,6 +107,7 @@ def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
         "value": summary.best.value,
         "test_accuracy": summary.best.test_accuracy,
         "samples": summary.samples,
+        "precision": summary.info.precision,
         "train_s": round(summary.train_time_s, 2),
         "evaluation_s": round(summary.evaluation_time_s, 2),
         "overhead_s": round(seconds - summary.train_time_s - summary.evaluation_time_s - summary.tuning_time_s, 2),
@@ -123,7 +125,7 @@ def _run_default_loop(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
         found = search(
             run.rules.brackets, lambda trial: run.trial_settings(trial, run.study.params(trial)), images, run.order_seed
         )
-        return {"seconds": round(time.perf_counter() - begun, 2), **found}
+        return {"seconds": round(time.perf_counter() - begun, 2), "precision": FP32.name, **found}
 
 
 def _images(source: DataSource, device: torch.device) -> Images:

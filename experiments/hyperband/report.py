@@ -29,6 +29,7 @@ def sides_table(result: Result) -> str:
         rows.append(
             [
                 name,
+                _precision(result, side),
                 f"{seconds['median']:.0f} ({seconds['minimum']:.0f}–{seconds['maximum']:.0f})",
                 f"{samples / seconds['median']:,.0f}",
                 "" if ratio is None else _spread(ratio),
@@ -37,7 +38,7 @@ def sides_table(result: Result) -> str:
                 str(len(runs)),
             ]
         )
-    header = ["", "seconds", "images/s", "÷ packs", "wanted", "test accuracy of the best", "n"]
+    header = ["", "precision", "seconds", "images/s", "÷ packs", "wanted", "test accuracy of the best", "n"]
     return markdown_table(header, rows)
 
 
@@ -46,7 +47,9 @@ def headline(result: Result) -> str:
     sentences, goals = [], wanted(result)
     for side in list(NAMES)[:-1]:
         ratio = result["ratios"][f"{side}_over_packed"]
-        said = f"Packs end the search {_spread(ratio)} times as fast as {NAMES[side]} (n={len(result['runs'][side])})"
+        own, theirs = (_precision(result, each) for each in ("packed", side))
+        said = f"Packs in {own} end the search {_spread(ratio)} times as fast as {NAMES[side]} in {theirs}"
+        said += f" (n={len(result['runs'][side])})"
         if side in goals:
             verdict = "and is reached" if ratio["median"] >= goals[side] else "and is missed"
             said += f"; at least {goals[side]} is the goal, {verdict}"
@@ -73,6 +76,12 @@ def result_text(result: Result) -> str:
     """All there is to say about a result."""
     packing = " ".join(dict.fromkeys(result["packing"]))
     return f"`{' '.join(result['overrides'])}`\n\n{packing}\n\n{sides_table(result)}\n\n{overhead_text(result)}"
+
+
+def _precision(result: Result, side: str) -> str:
+    """Of its first run, as of all."""
+    precision: str = result["runs"][side][0].get("precision", "fp32")  # earlier results were all in that
+    return precision
 
 
 def _spread(ratio: Mapping[str, float]) -> str:

@@ -23,7 +23,7 @@ from experiments.common.results import write_result
 from experiments.hyperband.measure import measure_hyperband
 from experiments.hyperband.report import result_text
 
-DEFAULTS = ("+experiment=search_lenet", "max_epochs=1", "min_epochs=0.1111111111", "precision=fp32")
+DEFAULTS = ("+experiment=search_lenet", "max_epochs=1", "min_epochs=0.1111111111")
 # As many images of MNIST's shape.
 SYNTHETIC = ("data=synthetic", "data.shape=[1,28,28]", "data.num_train=60000", "data.num_test=10000")
 

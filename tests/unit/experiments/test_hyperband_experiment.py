@@ -23,7 +23,7 @@ def made_up(seconds: dict[str, tuple[float, float]] = SECONDS) -> dict[str, Any]
     """Two runs a side; of those of the default loop nobody knows what took the time."""
     runs: dict[str, list[dict[str, Any]]] = {}
     for side, taken in seconds.items():
-        common = {"test_accuracy": 0.98, "samples": 50_000}
+        common = {"test_accuracy": 0.98, "samples": 50_000, **({"precision": "bf16"} if side == "packed" else {})}
         split = {} if side == "default_loop" else {"evaluation_s": 10.0, "overhead_s": 5.0}
         runs[side] = [{"seconds": own, **common, **split, **({"train_s": own - 15} if split else {})} for own in taken]
     return {
@@ -65,9 +65,9 @@ def test_sides_take_turns_in_one_order_and_then_the_other(pretended: list[str]) 
 def test_table_has_a_row_a_side_and_says_what_was_wanted() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.sides_table(made_up()).splitlines()[2:]]
     assert rows == [
-        [report.NAMES["default_loop"], "285 (270–300)", "175", "2.85 (2.70–3.00)", "≥ 2.7", "0.9800", "2"],
-        [report.NAMES["one_at_a_time"], "156 (150–162)", "321", "1.56 (1.50–1.62)", "≥ 1.6", "0.9800", "2"],
-        [report.NAMES["packed"], "100 (100–100)", "500", "", "", "0.9800", "2"],
+        [report.NAMES["default_loop"], "fp32", "285 (270–300)", "175", "2.85 (2.70–3.00)", "≥ 2.7", "0.9800", "2"],
+        [report.NAMES["one_at_a_time"], "fp32", "156 (150–162)", "321", "1.56 (1.50–1.62)", "≥ 1.6", "0.9800", "2"],
+        [report.NAMES["packed"], "bf16", "100 (100–100)", "500", "", "", "0.9800", "2"],
     ]
 
 
@@ -82,9 +82,11 @@ def test_goal_on_cuda_is_one_of_its_own_and_the_other_ratio_is_said_without() ->
     on_cuda = {**made_up(), "device": "cuda"}
     default, tuned, _ = report.headline(on_cuda).split(". ", 2)
     assert default.endswith("5.0 is the goal, and is missed")
-    assert tuned == "Packs end the search 1.56 (1.50–1.62) times as fast as one tuned trial at a time (n=2)"
+    assert tuned == (
+        "Packs in bf16 end the search 1.56 (1.50–1.62) times as fast as one tuned trial at a time in fp32 (n=2)"
+    )
     rows = report.sides_table(on_cuda).splitlines()[2:]
-    assert [row.split("|")[5].strip() for row in rows] == ["≥ 5.0", "", ""]
+    assert [row.split("|")[6].strip() for row in rows] == ["≥ 5.0", "", ""]
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -96,7 +98,7 @@ def test_search_without_arguments_is_on_mnist_or_on_images_of_its_shape(
         monkeypatch.setattr(run.Mnist, "load", lambda *_, **__: None)
     config = compose(list(run.default_search()), SearchConfig)
     assert (config.data.NAME, config.precision, config.experiment) == (
-        "mnist" if found else "synthetic", "fp32", "search_lenet",
+        "mnist" if found else "synthetic", "auto", "search_lenet",
     )  # fmt: skip
     assert ("synthetic images instead of MNIST" in capsys.readouterr().out) == (not found)
 
