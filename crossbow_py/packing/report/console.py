@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossbow_py.packing.report.lines import final_lines, header_lines, progress_line, value_line
-from crossbow_py.packing.report.standing import leader, planned_epochs, running_epochs, trained_epochs
+from crossbow_py.packing.report.standing import last_epochs, leader, planned_epochs, running_epochs, trained_epochs
 from crossbow_py.packing.report.table import live_table
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.telemetry.screen import Screen
@@ -77,7 +77,7 @@ class SearchConsole(SearchListener):
         by_number = {trial.trial: trial for trial in trials}
         for number, epochs in new:
             if by_number[number].worker == self._info.worker:
-                is_best = best is not None and best.trial == number
+                is_best = best is not None and (best.trial, last_epochs(best)) == (number, epochs)
                 self._say(value_line(self._info, by_number[number], epochs, is_best=is_best), to_live=False)
 
     def on_message(self, message: str) -> None:

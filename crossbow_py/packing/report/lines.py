@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.packing.hyperband import TrialState
 from crossbow_py.packing.report.standing import as_text, last_epochs, leader, short_names
 from crossbow_py.packing.search_events import (
     SEARCH_FILE,
@@ -37,21 +38,21 @@ def header_lines(info: SearchInfo) -> list[str]:
     if info.output_dir:
         lines.append(f"writing to {info.output_dir}")
     if info.num_finished_segments:
-        segments = sum(sum(bracket.sizes) for bracket in info.brackets)
-        lines.append(f"going on: {info.num_finished_segments} of {segments} segments are over")
+        rungs = sum(sum(bracket.sizes) for bracket in info.brackets)
+        lines.append(f"going on: {info.num_finished_segments} of {rungs} rungs are done")
     return lines
 
 
 def value_line(info: SearchInfo, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
-    """A trial at a rung; `is_best` when no trial that got as far has a better value."""
-    best = " (leads)" if is_best else ""
+    """A trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
+    best = " (best so far at this rung)" if is_best else ""
     parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_metric(info)} {trial.values[epochs]:.4f}{best}"]
     return " · ".join([*parts, *_parameters(trial.params or {})])
 
 
 def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
     """Where the search stands, on one line."""
-    parts = [f"{progress.num_finished} of {progress.num_segments} segments"]
+    parts = [f"{progress.num_finished} of {progress.num_segments} rungs"]
     if progress.best_trial is not None and progress.best_value is not None:
         parts.append(f"best {progress.best_value:.4f} by trial {progress.best_trial}")
     if remaining_s is not None:
@@ -79,9 +80,17 @@ def _leader_lines(summary: SearchSummary) -> list[str]:
     """Of a search that did not come to choose its best."""
     best = leader(summary.trials, maximize=summary.info.maximize)
     if best is None:
-        return [f"  best           none, as no trial has a value; {SEARCH_FILE} says why trials failed"]
+        return [f"  best           none: {_why_none(summary)}"]
     at = last_epochs(best)
     return [f"  best so far    trial {best.trial}: {_metric(summary.info)} {best.values[at]:.4f} after {_epochs(at)}"]
+
+
+def _why_none(summary: SearchSummary) -> str:
+    failed = sum(trial.state is TrialState.FAILED for trial in summary.trials)
+    if not failed:
+        return "nothing was measured yet"
+    others = "" if failed == len(summary.trials) else ", and no other was measured yet"
+    return f"{failed} of {len(summary.trials)} trials failed{others}; {SEARCH_FILE} says why"
 
 
 def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:

@@ -36,10 +36,13 @@ def test_plain_search_has_a_line_for_each_new_value_and_each_message(searched: A
     console.on_trials((searched.trial(0), searched.trial(1, values={1.0: 0.75, 2.0: 0.8})))
     console.close()
     assert stream.getvalue().splitlines()[header:] == [
-        "trial 0 at 1 epoch: validation accuracy 0.5000 (leads) · optimizer sgd · learning_rate 0.001 · momentum 0",
+        "trial 0 at 1 epoch: validation accuracy 0.5000 (best so far at this rung) · optimizer sgd · "
+        "learning_rate 0.001 · momentum 0",
         "Trial 3 failed: no such layer.",
-        "trial 1 at 1 epoch: validation accuracy 0.7500 (leads) · optimizer sgd · learning_rate 0.01 · momentum 0.9",
-        "trial 1 at 2 epochs: validation accuracy 0.8000 (leads) · optimizer sgd · learning_rate 0.01 · momentum 0.9",
+        "trial 1 at 1 epoch: validation accuracy 0.7500 (best so far at this rung) · optimizer sgd · "
+        "learning_rate 0.01 · momentum 0.9",
+        "trial 1 at 2 epochs: validation accuracy 0.8000 (best so far at this rung) · optimizer sgd · "
+        "learning_rate 0.01 · momentum 0.9",
     ]
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
@@ -60,7 +63,7 @@ def test_plain_search_that_goes_on_does_not_repeat_what_was_before(searched: Any
     console.on_trials((searched.trial(0), searched.waiting(2)))
     console.on_trials((searched.trial(0), searched.trial(2, values={1.0: 0.625})))
     said = stream.getvalue()
-    assert "going on: 1 of 7 segments are over" in said
+    assert "going on: 1 of 7 rungs are done" in said
     assert "trial 0 at" not in said
     assert "trial 2 at 1 epoch" in said
 
@@ -137,10 +140,10 @@ def test_header_says_what_is_searched_how_and_where(searched: Any) -> None:
 
 def test_progress_line_with_and_without_a_best(searched: Any) -> None:
     assert progress_line(searched.progress(), 10.0) == (
-        "3 of 7 segments · best 0.7500 by trial 1 · about 0:10 left · 1:01 so far · 250 images/s"
+        "3 of 7 rungs · best 0.7500 by trial 1 · about 0:10 left · 1:01 so far · 250 images/s"
     )
     assert progress_line(searched.progress(best_trial=None, best_value=None), None) == (
-        "3 of 7 segments · 1:01 so far · 250 images/s"
+        "3 of 7 rungs · 1:01 so far · 250 images/s"
     )
 
 
@@ -172,7 +175,8 @@ def test_final_lines_name_the_best_its_command_and_where_the_time_went(searched:
     ("numbers", "said"),
     [
         ((0, 1), "best so far    trial 1: validation accuracy 0.8750 after 4 epochs"),
-        ((3,), "best           none, as no trial has a value"),
+        ((), "best           none: nothing was measured yet"),
+        ((3,), "best           none: 1 of 1 trials failed; search.json says why"),
     ],
 )
 def test_final_lines_of_a_search_that_was_stopped_say_who_leads_and_how_to_go_on(
@@ -182,3 +186,24 @@ def test_final_lines_of_a_search_that_was_stopped_say_who_leads_and_how_to_go_on
     text = "\n".join(final_lines(searched.summary(best=None, status="interrupted", trials=trials)))
     assert said in text
     assert "to go on       the same command" in text
+
+
+def test_final_lines_without_a_value_count_those_that_failed_among_those_that_wait(searched: Any) -> None:
+    waiting = (searched.waiting(0), searched.waiting(1))
+    said = [
+        final_lines(searched.summary(best=None, status="interrupted", trials=trials))[2]
+        for trials in (waiting, (*waiting, searched.trial(3)))
+    ]
+    assert said == [
+        "  best           none: nothing was measured yet",
+        "  best           none: 1 of 3 trials failed, and no other was measured yet; search.json says why",
+    ]
+
+
+def test_plain_search_marks_the_best_at_its_last_rung_only(searched: Any) -> None:
+    console, stream = _plain([0.0])
+    console.on_start(searched.info())
+    console.on_trials((searched.trial(1),))
+    console.close()
+    marked = [line.split(":")[0] for line in stream.getvalue().splitlines() if "best so far at this rung" in line]
+    assert marked == ["trial 1 at 4 epochs"]
