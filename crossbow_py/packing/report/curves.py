@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ from crossbow_py.packing.search_events import SearchInfo, TrialRecord
 
 _LOG_FROM = 6.0  # ratio of the last rung to the first from which epochs are spread by their logarithm
 _BRACKET_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
+_FEW_RUNGS, _FEW_SIZE, _MANY_SIZE = 6, 10, 8  # points, of their labels
 _PRUNED, _BEST = "0.7", "crimson"
 
 
@@ -27,8 +28,7 @@ def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     axes = figure.add_subplot()
     for trial in order[::-1]:
         _draw_trial(axes, trial, bracket_colour(info, trial), is_best=trial is order[0])
-    measured = Counter(epochs for trial in order for epochs in trial.values)
-    _draw_rungs(axes, {epochs: measured[epochs] for bracket in info.brackets for epochs in bracket.epochs})
+    _draw_rungs(axes, rung_labels(info, order))
     margin = 0.04 * (high - low)
     values = [value for trial in order for value in trial.values.values()]
     metric = info.metric.replace("_", " ")
@@ -38,6 +38,18 @@ def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     axes.set_title(f"{info.experiment}: how {len(order)} trials learned")
     figure.legend(handles=_legend(info, order), loc="outside lower center", ncols=3, frameon=False)
     return figure
+
+
+def rung_labels(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[float, str]:
+    """By epochs at which trials are measured: how many were, of each bracket that is measured there."""
+    measured = Counter((epochs, trial.bracket) for trial in trials for epochs in trial.values)
+    labels: dict[float, list[str]] = defaultdict(list)
+    for bracket in info.brackets:
+        for epochs in bracket.epochs:
+            count = measured[epochs, bracket.index]
+            alone = f"{count} trial{'' if count == 1 else 's'}"
+            labels[epochs].append(f"{count} in bracket {bracket.index}" if len(info.brackets) > 1 else alone)
+    return {epochs: "\n".join([f"{epochs:.3g}", *labels[epochs]]) for epochs in sorted(labels)}
 
 
 def bracket_colour(info: SearchInfo, trial: TrialRecord) -> str:
@@ -58,9 +70,9 @@ def _draw_trial(axes: Axes, trial: TrialRecord, colour: str, *, is_best: bool) -
         axes.plot(epochs[-1:], values[-1:], color="black", marker="x", markersize=8, zorder=5)
 
 
-def _draw_rungs(axes: Axes, measured: Mapping[float, int]) -> None:
-    """Mark the epochs at which trials are measured, and say how many were; no other epochs are labelled."""
-    rungs = sorted(measured)
+def _draw_rungs(axes: Axes, labels: Mapping[float, str]) -> None:
+    """Mark the epochs at which trials are measured, ascending, with their labels; no other epochs are labelled."""
+    rungs = list(labels)
     if rungs[-1] / rungs[0] >= _LOG_FROM:
         axes.set_xscale("log")
         margin = (rungs[-1] / rungs[0]) ** 0.04
@@ -69,8 +81,8 @@ def _draw_rungs(axes: Axes, measured: Mapping[float, int]) -> None:
         margin = 0.04 * (rungs[-1] - rungs[0]) or 0.5 * rungs[-1]
         axes.set_xlim(rungs[0] - margin, rungs[-1] + margin)
     axes.xaxis.set_major_locator(FixedLocator(rungs))
-    texts = [f"{epochs:.3g}\n{measured[epochs]} trial{'' if measured[epochs] == 1 else 's'}" for epochs in rungs]
-    axes.xaxis.set_major_formatter(FixedFormatter(texts))
+    axes.xaxis.set_major_formatter(FixedFormatter(list(labels.values())))
+    axes.tick_params(axis="x", labelsize=_FEW_SIZE if len(rungs) <= _FEW_RUNGS else _MANY_SIZE)
     many = " (at the dotted lines trials are compared, and the best of them go on)" if len(rungs) > 1 else ""
     axes.set_xlabel(f"epochs trained{many}")
     axes.xaxis.set_minor_locator(NullLocator())
@@ -80,7 +92,8 @@ def _draw_rungs(axes: Axes, measured: Mapping[float, int]) -> None:
 
 def _legend(info: SearchInfo, order: Sequence[TrialRecord]) -> list[Line2D]:
     best = order[0]
-    label = f"best: trial {best.trial}, {best.values[last_epochs(best)]:.4g}"
+    of = f" (bracket {best.bracket})" if info.num_brackets > 1 else ""
+    label = f"best: trial {best.trial}, {best.values[last_epochs(best)]:.4g}{of}"
     handles = [Line2D([], [], color=_BEST, linewidth=3.5, marker="o", markersize=7, label=label)]
     complete = {trial.bracket: trial for trial in order[1:] if trial.state is TrialState.COMPLETE}
     for bracket, trial in sorted(complete.items()):

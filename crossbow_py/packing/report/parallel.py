@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,10 +26,18 @@ _NEAR = 0.07  # of an axis: labels nearer than that would touch
 _INCHES_PER_AXIS, _MOST_INCHES = 1.75, 40.0
 _MOST_CHOICES, _MOST_CHARACTERS = 12, 14
 _COLOURS = colormaps["viridis"]
+_BRIGHTEST = 0.92  # of the colours: more yellow is hard to see on white
+_BAR_WIDTH = 0.06  # of what is between two axes
+_BEST_WIDTH, _CASING_WIDTH, _COMPLETE_WIDTH, _PRUNED_WIDTH = 3.0, 4.8, 2.0, 1.0  # points
+_PRUNED_ALPHA = 0.6
+_NEUTRAL = "0.35"  # in the legend, where a kind of line has no colour of its own
 
 
 def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
-    """The figure; one trial at least has a value. The better the value, the higher and the brighter."""
+    """The figure; one trial at least has a value. The better the value, the higher and the brighter.
+
+    The last axis is the scale of both.
+    """
     order = ranked(trials, maximize=info.maximize)
     low, high = value_range(trials, maximize=info.maximize) or (0.0, 1.0)
     parameters = info.space.parameters
@@ -48,8 +57,8 @@ def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
     cut = lowest < low if info.maximize else greatest > high
     ticks = value_ticks(low, high, maximize=info.maximize, cut=cut)
     _draw_axis(axes, len(parameters), info.metric, ticks, is_last=True)
-    _label_nothing(axes, parameters, trials)
-    axes.set(xlim=(-0.4, len(parameters) + 0.4), ylim=(NOTHING - 0.06, 1.13))
+    has_labels = _label_nothing(axes, parameters, trials)
+    axes.set(xlim=(-0.4, len(parameters) + 0.45), ylim=(NOTHING - 0.06 if has_labels else -_JITTER, 1.13))
     axes.set_axis_off()
     axes.set_title(f"{info.experiment}: each line is a trial, from its parameters to its value", pad=12)
     figure.legend(handles=_legend(trials, order[0]), loc="outside lower center", ncols=2, frameon=False)
@@ -121,54 +130,65 @@ def _draw_trial(
     if share is None:
         axes.plot(heights, color="0.6", linestyle=":", linewidth=1.0, zorder=1)
         return
-    colour = _COLOURS(0.92 * share)  # the brightest yellow is hard to see on white
+    colour = _COLOURS(_BRIGHTEST * share)
     if is_best:
-        (line,) = axes.plot(heights, color=colour, linewidth=4.5, zorder=4, path_effects=_casing())
+        (line,) = axes.plot(heights, color=colour, linewidth=_BEST_WIDTH, zorder=4, path_effects=_casing())
         line.set_solid_joinstyle("round")
         line.set_solid_capstyle("round")
     elif trial.state is TrialState.COMPLETE:
-        axes.plot(heights, color=colour, linewidth=2.0, zorder=3)
+        axes.plot(heights, color=colour, linewidth=_COMPLETE_WIDTH, zorder=3)
     else:
-        axes.plot(heights, color=colour, linewidth=1.0, alpha=0.4, zorder=2)
+        axes.plot(heights, color=colour, linewidth=_PRUNED_WIDTH, alpha=_PRUNED_ALPHA, zorder=2)
 
 
 def _casing() -> list[AbstractPathEffect]:
-    return [Stroke(linewidth=7, foreground="black"), Normal()]
+    return [Stroke(linewidth=_CASING_WIDTH, foreground="black"), Normal()]
 
 
-def _draw_axis(
-    axes: Axes, place: int, name: str, ticks: Sequence[tuple[float, str]], *, is_last: bool = False
-) -> None:
-    """The last axis has its labels outside."""
+def _draw_axis(axes: Axes, place: int, name: str, ticks: Sequence[tuple[float, str]], *, is_last: bool = False) -> None:
+    """The last axis has the colours of values beside it, and its labels outside."""
     side, align = (1, "left") if is_last else (-1, "right")
+    begin = place + _BAR_WIDTH if is_last else place
+    if is_last:
+        colours = _COLOURS(np.linspace(0, _BRIGHTEST, 256))[:, None]
+        axes.imshow(colours, extent=(place, begin, 0, 1), origin="lower", aspect="auto", zorder=5)
     axes.plot([place, place], [0, 1], color="black", linewidth=1.0, zorder=5)
     axes.text(place, 1.05, name.replace("_", "\n"), ha="center", va="bottom", fontweight="bold", fontsize=10)
-    behind = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # no line crosses a label
     for height, text in ticks:
-        axes.plot([place, place + side * 0.02], [height, height], color="black", linewidth=1.0, zorder=5)
-        axes.text(place + side * 0.05, height, text, ha=align, va="center", fontsize=8, bbox=behind, zorder=6)
+        axes.plot([begin, begin + side * 0.02], [height, height], color="black", linewidth=1.0, zorder=5)
+        axes.text(begin + side * 0.05, height, text, ha=align, va="center", fontsize=8, bbox=behind, zorder=6)
 
 
-def _label_nothing(axes: Axes, parameters: Sequence[Parameter], trials: Sequence[TrialRecord]) -> None:
-    """Name the places below the axes that lines go to."""
+def _label_nothing(axes: Axes, parameters: Sequence[Parameter], trials: Sequence[TrialRecord]) -> bool:
+    """Name the places below the axes that lines go to; whether there are some."""
     sampled = [trial.params for trial in trials if trial.params is not None]
     labels = ["not set" if any(p.key not in params for params in sampled) else "" for p in parameters]
-    failed = any(trial.params is not None and not trial.values for trial in trials)
-    for place, text in enumerate([*labels, "no value" if failed else ""]):
+    labels.append("no value" if any(_is_without_value(trial) for trial in trials) else "")
+    for place, text in enumerate(labels):
         if text:
             axes.text(place, NOTHING - 0.025, text, ha="center", va="top", fontsize=8, style="italic")
+    return any(labels)
+
+
+def _is_without_value(trial: TrialRecord) -> bool:
+    """Whether its line goes nowhere: it was sampled, and failed or was not measured yet."""
+    return trial.params is not None and (trial.value is None or not trial.values)
 
 
 def _legend(trials: Sequence[TrialRecord], best: TrialRecord) -> list[Line2D]:
     """What the kinds of lines are, of those that are there."""
     label = f"best: trial {best.trial}, {best.value:.4g}"
-    handles = [Line2D([], [], color=_COLOURS(0.92), linewidth=4.5, path_effects=_casing(), label=label)]
-    states = {trial.state for trial in trials if trial.values and trial.trial != best.trial}
+    handles = [Line2D([], [], color=_COLOURS(_BRIGHTEST), linewidth=_BEST_WIDTH, path_effects=_casing(), label=label)]
+    others = [trial for trial in trials if trial.trial != best.trial and not _is_without_value(trial)]
+    states = {trial.state for trial in others if trial.values}
     if TrialState.COMPLETE in states:
-        handles.append(Line2D([], [], color=_COLOURS(0.6), linewidth=2.0, label="trained to the end"))
+        label = "thick, coloured by value: trained to the end"
+        handles.append(Line2D([], [], color=_NEUTRAL, linewidth=_COMPLETE_WIDTH, label=label))
     if states - {TrialState.COMPLETE}:
-        handles.append(Line2D([], [], color=_COLOURS(0.3), alpha=0.5, label="stopped early: value where it stopped"))
-    if any(trial.params is not None and not trial.values for trial in trials):
+        label = "thin, coloured by value: stopped early, value where it stopped"
+        handles.append(Line2D([], [], color=_NEUTRAL, linewidth=_PRUNED_WIDTH, alpha=_PRUNED_ALPHA, label=label))
+    if any(_is_without_value(trial) for trial in trials):
         handles.append(Line2D([], [], color="0.6", linestyle=":", label="failed, or not measured yet"))
     return handles
 

@@ -30,7 +30,7 @@ class SearchPictures(SearchListener):
         if not ranked(summary.trials, maximize=summary.info.maximize):
             return
         if importlib.util.find_spec("matplotlib") is None:
-            self._say("No pictures: matplotlib is not there; pip install 'crossbow_py[plots]'.")
+            self._say("No pictures: matplotlib is not there; pip install matplotlib.")
             return
         from crossbow_py.packing.report.curves import draw_curves  # noqa: PLC0415  matplotlib is an extra
         from crossbow_py.packing.report.parallel import draw_parallel  # noqa: PLC0415

@@ -14,9 +14,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from crossbow_py.packing.hyperband import make_brackets
+from crossbow_py.packing.hyperband import TrialState, make_brackets
 from crossbow_py.packing.parameter import Parameter
-from crossbow_py.packing.report.curves import bracket_colour, draw_curves
+from crossbow_py.packing.report.curves import bracket_colour, draw_curves, rung_labels
 from crossbow_py.packing.report.parallel import NOTHING, draw_parallel, parameter_ticks, places, value_ticks
 from crossbow_py.packing.report.pictures import SearchPictures
 
@@ -41,7 +41,7 @@ def test_pictures_without_matplotlib_are_left_out_and_that_is_said(
     said: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     SearchPictures(tmp_path, said.append).on_end(searched.summary())
-    assert said == ["No pictures: matplotlib is not there; pip install 'crossbow_py[plots]'."]
+    assert said == ["No pictures: matplotlib is not there; pip install matplotlib."]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,9 +95,11 @@ def test_ticks_of_values_have_the_best_on_top_and_say_where_they_were_cut() -> N
 def test_parallel_coordinates_name_axes_best_and_kinds_of_lines(searched: Any) -> None:
     figure = draw_parallel(searched.info(), searched.trials())
     for text in ("optimizer", "learning\nrate", "momentum", "validation\naccuracy", "best: trial 1, 0.875", "not set",
-                 "stopped early: value where it stopped", "failed, or not measured yet", "no value"):  # fmt: skip
+                 "thin, coloured by value: stopped early, value where it stopped", "failed, or not measured yet",
+                 "no value"):  # fmt: skip
         assert text in _texts(figure)
-    assert "trained to the end" not in _texts(figure)  # the best is the only one, and has its own line
+    # the best is the only one, and has its own line
+    assert not any("trained to the end" in text for text in _texts(figure))
 
 
 def test_parallel_coordinates_draw_the_best_above_all_others_and_pruned_ones_faint(searched: Any) -> None:
@@ -107,7 +109,7 @@ def test_parallel_coordinates_draw_the_best_above_all_others_and_pruned_ones_fai
     best = max(trials, key=lambda line: line.get_linewidth())
     assert best.get_zorder() == max(line.get_zorder() for line in trials)
     assert float(best.get_ydata()[-1]) == 1.0
-    assert [line.get_alpha() for line in trials].count(0.4) == 2
+    assert [line.get_alpha() for line in trials].count(0.6) == 2
 
 
 def _overlaps(figure: Figure) -> list[tuple[str, str]]:
@@ -154,3 +156,35 @@ def test_curves_of_distant_rungs_have_epochs_by_logarithm(searched: Any) -> None
 def test_curves_of_several_brackets_have_a_colour_each(searched: Any) -> None:
     info = searched.info(num_brackets=2)
     assert bracket_colour(info, searched.trial(1)) != bracket_colour(info, searched.trial(1, bracket=1))
+
+
+def test_rungs_of_several_brackets_are_labelled_with_the_trials_of_each(searched: Any) -> None:
+    brackets = make_brackets("hyperband", num_trials=None, min_epochs=1, max_epochs=4, eta=2)
+    assert [bracket.epochs for bracket in brackets] == [(1, 2, 4), (2, 4), (4,)]
+    info = searched.info(brackets=brackets, num_brackets=3)
+    trials = [searched.trial(1), searched.trial(0), searched.trial(2, bracket=1, values={2.0: 0.5})]
+    assert rung_labels(info, trials) == {
+        1: "1\n2 in bracket 0",
+        2: "2\n1 in bracket 0\n1 in bracket 1",
+        4: "4\n1 in bracket 0\n0 in bracket 1\n0 in bracket 2",
+    }
+
+
+def test_parallel_coordinates_have_the_scale_of_colours_beside_the_values(searched: Any) -> None:
+    axes = draw_parallel(searched.info(), searched.trials()).axes[0]
+    (scale,) = axes.images
+    left, _, bottom, top = scale.get_extent()
+    assert (left, bottom, top) == (3, 0, 1)
+    lines = [line for line in axes.lines if len(line.get_xdata()) == 4]
+    best = max(lines, key=lambda line: line.get_linewidth())
+    assert scale.get_array()[-1, 0].tolist() == pytest.approx(list(best.get_color()))  # the best lies on top
+
+
+def test_parallel_coordinates_leave_room_below_only_for_lines_that_go_there(searched: Any) -> None:
+    measured = searched.trials()[:2]  # both with all parameters
+    assert draw_parallel(searched.info(), measured).axes[0].get_ylim()[0] > NOTHING / 2
+    assert draw_parallel(searched.info(), searched.trials()).axes[0].get_ylim()[0] < NOTHING
+    failed_later = searched.trial(0, state=TrialState.FAILED, value=None)
+    figure = draw_parallel(searched.info(), (searched.trial(1), failed_later))
+    assert figure.axes[0].get_ylim()[0] < NOTHING
+    assert "no value" in _texts(figure)
