@@ -103,7 +103,10 @@ class SearchConfig(TrainConfig):
         if self.sampler == "grid":
             points = len(self.parsed_space.grid())
             if num_trials is not None and num_trials > points:
-                raise UserError(f"num_trials={num_trials} is more than the {points} points of the grid; lower it.")
+                raise UserError(
+                    f"num_trials={num_trials} is more than the {points} points of the grid; set "
+                    "num_trials=null for all of them, or lower it."
+                )
             num_trials = num_trials or points
         return make_brackets(
             self.method, num_trials=num_trials, min_epochs=self.min_epochs, max_epochs=self.max_epochs or 0,
@@ -117,11 +120,38 @@ def _check_space(config: SearchConfig) -> None:
     for parameter in space.parameters:
         _check_key(parameter.key)
     for params in space.corners():
+        _check_options(config, params)
         trial_config(config, params, seed=0)
 
 
+def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
+    """Refuse a key that the option taken of a searched group lacks, and another option of the search has."""
+    for key in params:
+        group, _, name = key.partition(".")
+        if not name or params.get(group) not in group_options(group):
+            continue
+        choices = next(each for each in config.parsed_space.parameters if each.key == group).ends()
+        having = [choice for choice in choices if name.split(".")[0] in _option_fields(group, choice)]
+        if having and params[group] not in having:
+            wanted = _written(having[0] if len(having) == 1 else having)
+            raise UserError(
+                f"space: {key} is searched with {group}={params[group]} too, which has no such key; "
+                f"give it when: {{{group}: {wanted}}}."
+            )
+
+
+def _option_fields(group: str, option: Any) -> set[str]:
+    """The keys beneath a group when an option of it is taken; none for an unknown option."""
+    if option not in group_options(group):
+        return set()
+    name = read_option(group, option).get("name", option)
+    return {field.name for field in dataclasses.fields(REGISTRIES[group][name])}
+
+
 def _check_key(key: str) -> None:
-    group = key.split(".", maxsplit=1)[0]
+    group, _, field = key.partition(".")
+    if field and group in _SEARCHED:
+        raise UserError(_nothing_beneath(key, group))
     if key.endswith(".name") and group in _SEARCHED_GROUPS:
         raise UserError(f"space: {key} comes with its own settings; search {group}, with names of its options.")
     if key in _SEARCHED or group in _SEARCHED_GROUPS:
@@ -163,12 +193,19 @@ def _base(config: SearchConfig) -> dict[str, Any]:
 
 def _set(plain: dict[str, Any], key: str, value: Any) -> None:
     *path, last = key.split(".")
-    for name in path:
+    for depth, name in enumerate(path):
         found = plain.get(name)
         if not isinstance(found, dict):
-            raise UserError(f"space has {key!r}, and a run has nothing beneath {name!r}; --help shows the keys.")
+            raise UserError(_nothing_beneath(key, ".".join(path[: depth + 1])))
         plain = found
     plain[last] = value
+
+
+def _nothing_beneath(key: str, known: str) -> str:
+    return (
+        f"space has {key!r}, and a run has nothing beneath {known!r}; a range is written "
+        f"{known}: {{low: ..., high: ...}}, and --help shows the keys."
+    )
 
 
 def train_command(config: TrainConfig) -> str:

@@ -81,12 +81,22 @@ def to_mapping(settings: Any) -> dict[str, Any]:
 
 
 def suggestion(word: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean 'x'?` or, when nothing is near, the list of what is known. Ends the sentence."""
+    """`; did you mean 'x'?` or, when nothing is near, the list of what is known. Ends the sentence.
+
+    Near is what is spelled alike, or the one name whose initials the word is: lr for learning_rate.
+    """
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1)
+    if not near:
+        abbreviated = [name for name in names if "_" in name and _initials(name) == word]
+        near = abbreviated if len(abbreviated) == 1 else []
     if near:
         return f"; did you mean {near[0]!r}?"
     return f"; known: {', '.join(names)}." if names else "; there is none here, leave it out."
+
+
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in name.split("_"))
 
 
 def _join(path: str, key: str) -> str:

@@ -10,6 +10,8 @@ from crossbow_py.errors import UserError
 from crossbow_py.packing.parameter import FIELDS, MAX_POINTS, Parameter, Suggester, Value, contains, parse_parameter
 from crossbow_py.settings import suggestion
 
+_EXAMPLE = "for example optimizer.learning_rate: {low: 0.001, high: 0.1, log: true}"
+
 
 @dataclass(frozen=True)
 class Space:
@@ -32,7 +34,7 @@ class Space:
             UserError: names the key, the rule, what was received and what to do.
         """
         if not isinstance(plain, Mapping) or not plain:
-            raise UserError(f"space must be a mapping with at least one key to search, got {plain!r}.")
+            raise UserError(f"space must be a mapping with at least one key to search, got {plain!r}; {_EXAMPLE}.")
         plain = _flattened(plain)
         parameters = [parse_parameter(key, entry) for key, entry in plain.items()]
         for parameter in parameters:

@@ -155,6 +155,13 @@ def test_trial_of_a_searched_group_has_the_options_own_values_and_what_is_search
         ("data", ["mnist"], ["data is the same"]),
         ("averaging.averaging_momentum", [0.1], ["averaging.averaging_momentum is the same"]),
         ("batch_size.x", [1], ["batch_size"]),
+        ("batch_size", {"min": 8, "max": 16}, ["nothing beneath 'batch_size'", "batch_size: {low: ..., high: ...}"]),
+        (
+            "optimizer.learning_rate",
+            {"min": 0, "max": 1},
+            ["nothing beneath 'optimizer.learning_rate'", "optimizer.learning_rate: {low: ..., high: ...}"],
+        ),
+        ("optimizer.lr", [0.1], ["unknown key optimizer.lr; did you mean 'learning_rate'?"]),
         ("batch_size", {"low": 0, "high": 8}, ["batch_size must be at least 1, got 0"]),
         ("batch_size", {"low": 1.5, "high": 8}, ["batch_size must be a whole number"]),
         ("optimizer.learning_rate", {"low": -1, "high": 1, "log": False}, ["optimizer.learning_rate must be", "-1"]),
@@ -172,6 +179,34 @@ def test_space_that_does_not_fit_a_run_is_refused(digits: SearchConfig, key: str
         dataclasses.replace(digits, space={**digits.space, key: entry})
     for word in words:
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (
+            {"optimizer": ["sgd", "adamw"], "optimizer.momentum": {"low": 0.5, "high": 0.9}},
+            "space: optimizer.momentum is searched with optimizer=adamw too, which has no such key; "
+            "give it when: {optimizer: sgd}.",
+        ),
+        (
+            {"optimizer": ["adamw", "digits", "sgd"], "optimizer.momentum": [0.5, 0.9]},
+            "space: optimizer.momentum is searched with optimizer=adamw too, which has no such key; "
+            "give it when: {optimizer: [digits,sgd]}.",
+        ),
+        (
+            {"optimizer": ["sgd", "adamw"], "optimizer.momentun": [0.5, 0.9]},
+            "unknown key optimizer.momentun; did you mean 'momentum'?",
+        ),
+        ({"model": ["mlp", "lenett"], "model.hidden": [[16]]}, "space: unknown model 'lenett'; did you mean 'lenet'?"),
+    ],
+)
+def test_key_that_only_some_searched_options_have_is_refused_with_its_condition(
+    digits: SearchConfig, space: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        dataclasses.replace(digits, space=space)
+    assert str(refused.value) == message
 
 
 @pytest.mark.parametrize(
@@ -221,7 +256,7 @@ def test_search_without_a_space_or_without_a_number_of_trials_is_refused() -> No
         search(*DIGITS, "nun_trials=3")
     with pytest.raises(UserError, match="num_trials must be set where method is none"):
         search(*DIGITS, "method=none", "num_trials=null")
-    with pytest.raises(UserError, match=r"num_trials=5 is more than the 4 points of the grid"):
+    with pytest.raises(UserError, match=r"num_trials=5 is more than the 4 points of the grid; set num_trials=null"):
         search("data=digits", "space.batch_size=[8,16]", "space.seed=[1,2]", "sampler=grid", "num_trials=5")
     with pytest.raises(UserError, match="max_epochs must be set in a search, got null"):
         search(*DIGITS, "max_epochs=null", "max_time_s=9")

@@ -102,3 +102,11 @@ def test_unknown_key_is_refused_with_a_suggestion(key, message):
 
 def test_suggestion_takes_the_nearest_name():
     assert suggestion("resnet23", ["resnet32", "lenet", "mlp"]) == "; did you mean 'resnet32'?"
+
+
+def test_suggestion_knows_the_initials_of_one_name_and_lists_all_names_where_two_have_them():
+    names = ["learning_rate", "weight_decay", "momentum"]
+    assert suggestion("lr", names) == "; did you mean 'learning_rate'?"
+    assert suggestion("lr", [*names, "loss_ratio"]) == "; known: learning_rate, loss_ratio, momentum, weight_decay."
+    assert suggestion("q", ["momentum"]) == "; known: momentum."
+    assert suggestion("m", ["momentum"]) == "; known: momentum."
