@@ -93,8 +93,8 @@ def _guarded(action: Callable[[], int]) -> int:
         if _is_to_say(error):
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
         return EXIT_INTERRUPTED
     except Exception:
         traceback.print_exc()

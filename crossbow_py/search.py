@@ -24,15 +24,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def search(config: SearchConfig) -> int:
     """One worker of a search; returns its exit code. Raises SearchError when every trial has failed."""
     if importlib.util.find_spec("optuna") is None:
-        raise UserError("a search needs Optuna, which is not installed; run pip install 'crossbow_py[search]'.")
+        raise UserError("a search needs Optuna, which is not installed; run pip install optuna.")
     from crossbow_py.packing.report.listeners import search_listeners  # noqa: PLC0415  as Optuna is optional
     from crossbow_py.search_build import SearchRun  # noqa: PLC0415
 
     folder = open_search_folder(config)
-    with kept_unless_refused(folder), ExitStack() as stack, StopSignal(enabled=True) as signals:
-        listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
-        one = stack.enter_context(closing(SearchRun(config, folder, listeners)))
-        summary = one.run(lambda: signals.status)
+    try:
+        with kept_unless_refused(folder), ExitStack() as stack, StopSignal(enabled=True) as signals:
+            listeners = [stack.enter_context(closing(each)) for each in search_listeners(folder.path)]
+            one = stack.enter_context(closing(SearchRun(config, folder, listeners)))
+            summary = one.run(lambda: signals.status)
+    except KeyboardInterrupt as interrupt:  # a second Ctrl-C: nothing else is said
+        again = "the same command" if config.resume else "the same command with resume=auto"
+        interrupt.add_note(f"{again} goes on in {folder.path}, where every finished rung is kept")
+        raise
     if summary.status == "finished" and summary.best is None:
         raise SearchError(_why_none(summary))
     return _EXIT_CODES.get(summary.status, 0)

@@ -179,6 +179,26 @@ def test_signal_keeps_what_is_finished_and_the_same_command_goes_on(
 
 
 @pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(("resume", "how"), [("auto", ""), ("null", " with resume=auto")])
+def test_second_ctrl_c_ends_at_once_and_says_where_the_search_goes_on(
+    resume: str, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def twice(_: SearchFile, trials: tuple[TrialRecord, ...]) -> None:
+        if any(trial.values for trial in trials):
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SearchFile, "on_trials", twice)
+        assert search_digits(f"resume={resume}") == EXIT_INTERRUPTED
+    said = capsys.readouterr().err
+    assert f"interrupted; the same command{how} goes on in search, where every finished rung is kept\n" in said
+    assert segments() == [(0, 0)]
+    assert search_digits() == 0
+    assert len(segments()) == 4
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_trial_whose_files_are_gone_is_trained_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search_digits("output_dir=whole") == 0
 
