@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import statistics
 import time
@@ -27,6 +28,7 @@ from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, UserError
+from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.user_cache import Remembered
 
 _BUDGET_S = 8.0
@@ -34,6 +36,8 @@ _WINDOW_S = 0.25
 _WINDOWS = 3
 _SLOW_S = 1.0
 _FAR_BEHIND = 0.7  # of the best so far: more learners will not make up for it
+_BUSY = 0.2  # of the cores, taken by other programs: what is measured then is no choice to keep
+_WORTH = 0.1  # of the time of what is to be trained: more is not spent on measuring how
 
 
 @dataclass(frozen=True)
@@ -56,42 +60,77 @@ def still_round(index: int, num_learners: int, batch_size: int, rule: AveragingR
 
 
 @dataclass(frozen=True)
+class Effort:
+    """What measuring may cost.
+
+    Attributes:
+        budget_s: at most, but for the first candidate.
+        num_samples: to be trained on in all, where that is known: a tenth of the time they take is not exceeded either.
+        spent_s: seconds that went into measuring for them before.
+        stopped: whether there is nothing to be trained any more.
+    """
+
+    budget_s: float = _BUDGET_S
+    num_samples: int | None = None
+    spent_s: float = 0.0
+    stopped: Callable[[], bool] = lambda: False
+
+    def seconds(self, fastest: float) -> float:
+        """That may be spent, when the best throughput so far is `fastest` images/s."""
+        if self.stopped():
+            return 0.0
+        worth_s = math.inf if self.num_samples is None else _WORTH * self.num_samples / fastest - self.spent_s
+        return min(self.budget_s, worth_s)
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """What was found: the executor, images/s of every candidate `(executor, learners)`, sentences for the user."""
+    """What was found.
+
+    Attributes:
+        executor: the fastest.
+        images_per_s: of every candidate, (executor, learners).
+        notes: sentences for the user.
+        is_lasting: whether it is worth keeping: executors were compared, as many as there will ever be time for, on a
+            machine that was quiet.
+    """
 
     executor: str
     images_per_s: dict[tuple[str, int], float]
     notes: tuple[str, ...]
+    is_lasting: bool = True
 
     @property
     def sentence(self) -> str:
         """For the user."""
         each = ", ".join(f"{name} {rate:,.0f} with {k}" for (name, k), rate in self.images_per_s.items())
-        if len({name for name, _ in self.images_per_s}) == 1 and self.notes:
+        if len({name for name, _ in self.images_per_s}) == 1 and any("too long" in note for note in self.notes):
             return f"Executor {self.executor} is taken, the only one there was time to measure (images/s: {each})."
-        return f"Executor {self.executor} was the fastest here (images/s: {each}); remembered for the next run."
+        kept = "; remembered for the next run" if self.is_lasting else ""
+        return f"Executor {self.executor} was the fastest here (images/s: {each}){kept}."
 
 
 def calibrate(
-    candidates: Sequence[Candidate], batch_size: int, device: torch.device, budget_s: float = _BUDGET_S
+    candidates: Sequence[Candidate], batch_size: int, device: torch.device, effort: Effort = Effort()
 ) -> Calibration:
-    """Measure the candidates one after another, those of one executor with rising numbers of learners.
+    """Measure the candidates one after another, in the order given: of the first of an executor depends what follows.
 
-    A candidate that would take longer than what is left of `budget_s` is left out.
+    A candidate that would take longer than what is left of `effort` is left out.
 
     Raises UserError when none of them can run.
     """
-    begun = time.perf_counter()
+    begun, before = time.perf_counter(), LoadSnapshot.take()
     rates: dict[tuple[str, int], float] = {}
     refusals: dict[str, str] = {}
+    late: dict[str, str] = {}
     cores = torch.get_num_threads() if device.type == "cpu" else 1
     with torch.random.fork_rng(), kept_host_state():  # a run must not hang on whether its executor was remembered
         for candidate in candidates:
-            name, left_s = candidate.executor, budget_s - (time.perf_counter() - begun)
+            name = candidate.executor
             if name in refusals or _lost(name, rates, cores):
                 continue
-            if rates and _predicted_s(candidate, rates, batch_size) > left_s:
-                refusals[name] = f"measuring it with {candidate.num_learners} learners takes too long"
+            if rates and _predicted_s(candidate, rates, batch_size) > _left_s(effort, rates, begun):
+                late[name] = f"measuring it with {candidate.num_learners} learners takes too long"
                 continue
             try:
                 rates[name, candidate.num_learners] = _images_per_s(candidate, batch_size, device)
@@ -104,21 +143,31 @@ def calibrate(
     measured = {name for name, _ in rates}
     notes = [
         f"Executor {name} is left out: {reason.rstrip('.')}."
-        for name, reason in refusals.items()
+        for name, reason in {**late, **refusals}.items()
         if name not in measured
     ]
-    return Calibration(best[0], rates, tuple(notes))
+    others = foreign_share(before, LoadSnapshot.take()) or 0.0
+    is_busy = device.type == "cpu" and others > _BUSY
+    if is_busy:
+        notes.append(f"Other programs took {others:.0%} of the cores meanwhile: it is measured again the next time.")
+    is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
+    is_lasting = not is_busy and not is_short and (len(measured) > 1 or not notes)
+    return Calibration(best[0], rates, tuple(notes), is_lasting)
+
+
+def _left_s(effort: Effort, rates: dict[tuple[str, int], float], begun: float) -> float:
+    return effort.seconds(max(rates.values())) - (time.perf_counter() - begun)
+
+
+def _predicted_s(candidate: Candidate, rates: dict[tuple[str, int], float], batch_size: int) -> float:
+    """Of a round to warm up and one to measure, at the best throughput so far."""
+    return 2 * batch_size * candidate.num_learners / max(rates.values())
 
 
 def _lost(executor: str, rates: dict[tuple[str, int], float], cores: int) -> bool:
     """Whether it is far behind, with learners enough for every core: a learner a core leaves the others idle."""
     own = [rate for (name, count), rate in rates.items() if name == executor and count >= cores]
     return bool(own) and max(own) < _FAR_BEHIND * max(rates.values())
-
-
-def _predicted_s(candidate: Candidate, rates: dict[tuple[str, int], float], batch_size: int) -> float:
-    """Of a round to warm up and one to measure, at the best throughput so far."""
-    return 2 * batch_size * candidate.num_learners / max(rates.values())
 
 
 def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -> float:

@@ -70,8 +70,7 @@ def settle_executor(
         settings.batch_size,
         choices.device,
     )
-    compared = len({name for name, _ in found.images_per_s}) > 1 or not found.notes
-    if compared:
+    if found.is_lasting:
         known.remember(key, found.executor)
     return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
 

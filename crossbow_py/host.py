@@ -51,8 +51,15 @@ def read_host(paths: HostPaths = HostPaths(), affinity: int | None = None) -> Ho
     return Host(max(1, min(cores, int(quota))), max(0, memory), _free_bytes(paths.shared))
 
 
+def usable_core_ids() -> set[int]:
+    """Numbers of the cores this process may run on, as /proc/stat and taskset count them."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
 def _affinity() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_core_ids())
 
 
 def _available(paths: HostPaths) -> int:

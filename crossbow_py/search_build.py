@@ -28,7 +28,7 @@ from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.report.search_file import recorded_summary
 from crossbow_py.packing.roster import Roster, SearchData
-from crossbow_py.packing.rules import SearchRules, epoch_samples
+from crossbow_py.packing.rules import SearchRules, epoch_samples, num_samples
 from crossbow_py.packing.search import Search, SearchHooks
 from crossbow_py.packing.search_events import (
     SEARCH_FILE,
@@ -88,9 +88,11 @@ class SearchRun:
         )  # fmt: skip
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
         space = config.parsed_space
+        data = self._search_data()
         self.roster = Roster(
-            self.trial_settings, space, self._search_data(), self.settings, self.choices, LOSS, most, self._say
-        )
+            self.trial_settings, space, data, self.settings, self.choices, LOSS, most, self._say,
+            num_samples=num_samples(self.rules.brackets, data.num_samples),
+        )  # fmt: skip
         self._check_corners()
         # Last, so that a mistake that is found out before leaves nothing in a storage.
         self._address = config.storage or f"journal:{folder.path / JOURNAL_FILE}"
@@ -139,7 +141,7 @@ class SearchRun:
             schedule=own.schedule,
             label_smoothing=own.label_smoothing,
             augmentation=Augmentation(own.data.crop_padding, own.data.flip),
-            name=own.model.NAME,
+            name=_name(own.model, params),
         )
 
     def _check_corners(self) -> None:
@@ -335,6 +337,14 @@ class SearchRun:
             num_finished_segments=len(self.study.results()),
             output_dir=str(self.folder.path),
         )
+
+
+def _name(model: Any, params: Mapping[str, Any]) -> str:
+    """How people call a trial's model: with what is searched of it."""
+    name = model.target if isinstance(model, CustomModel) else model.NAME
+    own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
+    given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
+    return f"{name}({given})" if given else name
 
 
 def _run_settings(config: SearchConfig) -> RunSettings:

@@ -20,6 +20,7 @@ from crossbow_py.telemetry.records import CONFIG_FILE, read_json, write_atomical
 
 JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"
+_WHERE = ("storage", "study")
 _MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
 
@@ -48,7 +49,7 @@ def open_search_folder(config: SearchConfig) -> SearchFolder:
         return _named(Path(config.resume or "").expanduser(), ours, config, asked="resume")
     if config.output_dir:
         return _named(Path(config.output_dir).expanduser(), ours, config, asked="output_dir")
-    found = _newest_unfinished(config.experiment, ours) if config.resume == "auto" else None
+    found = _newest_to_go_on(config, ours) if config.resume == "auto" else None
     if found is not None:
         return SearchFolder(found, True)
     return SearchFolder(_begun(new_folder(config.experiment), config), False, is_made=True)
@@ -97,12 +98,14 @@ def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str
     return SearchFolder(path, True)
 
 
-def _newest_unfinished(experiment: str, ours: Mapping[str, Any]) -> Path | None:
-    found = [path for path in (RUNS / experiment).glob("*") if (path / CONFIG_FILE).is_file()]
-    for path in sorted(found, key=lambda each: (each / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
-        if read_json(path / SEARCH_FILE).get("status") == "finished":
-            continue
-        if not differences(without(read_yaml(path / CONFIG_FILE), _MAY_CHANGE), ours):
+def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | None:
+    folders = [path for path in (RUNS / config.experiment).glob("*") if (path / CONFIG_FILE).is_file()]
+    for path in sorted(folders, key=lambda each: (each / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
+        found = read_yaml(path / CONFIG_FILE)
+        is_over = read_json(path / SEARCH_FILE).get("status") == "finished"
+        # A finished search begins anew in another folder; in a storage of its own it would be finished there too.
+        is_kept = config.storage is not None and all(found.get(key) == getattr(config, key) for key in _WHERE)
+        if (is_kept or not is_over) and not differences(without(found, _MAY_CHANGE), ours):
             return path
     return None
 

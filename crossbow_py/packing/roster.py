@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -9,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from crossbow_py.calibration import Effort
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError
 from crossbow_py.packing.policies import Waiting
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.packing.width import Width, measured_width
+from crossbow_py.packing.width import BUDGET_S, Width, measured_width
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.targets import one_line
@@ -72,6 +74,10 @@ class Roster:
         loss: of all trials.
         most: trials side by side at most.
         announce: is told before what takes long, and what was found.
+        num_samples: that the whole search trains on: a tenth of the time of that may go into measuring packs.
+
+    Attributes:
+        stopped: whether the search is to end, so that nothing is to be measured any more.
     """
 
     def __init__(
@@ -84,10 +90,13 @@ class Roster:
         loss: Loss,
         most: int,
         announce: Callable[[str], None],
+        num_samples: int | None = None,
     ) -> None:
         self._make_trial, self._space, self.data = make_trial, space, data
         self._settings, self._choices, self._loss = settings, choices, loss
-        self._most, self._announce = most, announce
+        self._most, self._announce, self._num_samples = most, announce, num_samples
+        self.stopped: Callable[[], bool] = lambda: False
+        self._measuring_s, self._fastest = 0.0, 0.0
         self._described: dict[int, Described | str] = {}
         self._kinds: dict[str, Kind] = {}
 
@@ -134,12 +143,21 @@ class Roster:
             self._announce(note)
         few = self.data.validation.first_samples(2)
         probe_evaluation(template, self._choices.precision, few, self._loss, "validation")
+        begun = time.perf_counter()
         width, notes = measured_width(
-            self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce
-        )
+            self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce,
+            self._effort(),
+        )  # fmt: skip
+        self._measuring_s += time.perf_counter() - begun
+        self._fastest = max(self._fastest, *width.rates.values())
         for note in (*notes, width.sentence):
             self._announce(note)
         return Kind(template, width)
+
+    def _effort(self) -> Effort:
+        """For the next kind: what those before left of that for all; by their throughput it may be nothing."""
+        effort = Effort(BUDGET_S, self._num_samples, self._measuring_s, self.stopped)
+        return replace(effort, budget_s=0.0) if self._fastest and effort.seconds(self._fastest) <= 0 else effort
 
     def template(self, key: str) -> nn.Module:
         """A model of a signature, on the device."""

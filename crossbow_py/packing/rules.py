@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from crossbow_py.packing.hyperband import Bracket
 from crossbow_py.packing.policies import Policy
@@ -39,3 +41,12 @@ def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
     planned = StopConditions(max_epochs=epochs).planned_samples(samples_per_epoch)
     assert planned is not None, "a number of epochs is a number of samples"
     return planned
+
+
+def num_samples(brackets: Sequence[Bracket], samples_per_epoch: int) -> int:
+    """That a whole search trains on when no trial fails."""
+    epochs = 0.0
+    for bracket in brackets:
+        steps = [after - before for before, after in pairwise((0.0, *bracket.epochs))]
+        epochs += sum(size * step for size, step in zip(bracket.sizes, steps, strict=True))
+    return round(epochs * samples_per_epoch)

@@ -92,6 +92,7 @@ class Search:
         self.spent = Spent()
         self.results: Results = {}
         self._admitted_at: tuple[int, tuple[Segment, ...]] = (-1, ())
+        self._num_failed = 0
         self._is_stale = False  # whether packs hold members that have no place
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -106,6 +107,7 @@ class Search:
             DataError: the data cannot be loaded.
             DeviceLostError: the device fails whatever it is asked for.
         """
+        self.roster.stopped = stopped
         try:
             while not stopped():
                 self._drop_lost(self.study.renew())
@@ -113,9 +115,11 @@ class Search:
                 self._conclude()
                 if is_over(self.rules.brackets, self.results, maximize=self.rules.maximize):
                     return True
+                num_failed = self._num_failed
                 self._admit()
                 if not self.places:
-                    self._wait()
+                    if num_failed == self._num_failed:
+                        self._wait()
                     continue
                 self._train(stopped)
                 self._settle()
@@ -136,6 +140,7 @@ class Search:
         self.study.close()
 
     def _wait(self) -> None:
+        """For others, who hold all that may train."""
         begun = self.hooks.clock()
         self.hooks.sleep(_POLL_S)
         self.spent.waiting_s += self.hooks.clock() - begun
@@ -149,6 +154,8 @@ class Search:
             return
         segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
         waiting, running = self._waiting(segments), self._running()
+        if self.roster.stopped():  # while packs were measured
+            return
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
         chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
         quota = fair_share(len(segments), self.study.num_workers()) - len(running)
@@ -346,6 +353,7 @@ class Search:
         self.hooks.finished(self, segment)
 
     def _fail(self, segment: Segment, reason: str) -> None:
+        self._num_failed += 1
         if self.study.fail(segment, reason):
             self.states.forget(segment.trial)
         self.hooks.message(f"Trial {segment.trial} failed: {reason.rstrip('.')}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from crossbow_py.averaging import Independent
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.calibration import Calibration, Candidate, calibrate, fingerprint
+from crossbow_py.calibration import Candidate, Effort, calibrate, fingerprint
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
 from crossbow_py.engine.fusion.graph import FusionError, exported
@@ -26,9 +27,11 @@ from crossbow_py.version import __version__
 
 _WORTH = 1.05  # times the throughput of one at a time: what a pack has to reach, or it is not worth its memory
 _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
-# In the order they are measured: an executor far behind the others in a middling pack is not measured in more.
-_FUSED_SIZES = (8, 16, 32, 4, 2)
-_BUDGET_S = 20.0
+# In the order they are measured: there may be time for the first alone, and an executor that is far behind the others
+# with it is not measured with more.
+_FUSED_SIZES = (16, 8, 32, 4, 2)
+BUDGET_S = 20.0
+_RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
 
 
@@ -83,11 +86,12 @@ def measured_width(
     loss: Loss,
     limit: int,
     announce: Callable[[str], None],
+    effort: Effort,
 ) -> tuple[Width, list[str]]:
     """The width for trials like `trial`, with at most `limit` side by side, and no more than memory holds.
 
-    Measured once for a model, batch size and machine, which takes some seconds, and remembered. Also returns sentences
-    for the user.
+    Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
+    no time for that. Also returns sentences for the user.
     """
     bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
     what = f"{trial.name} with batches of {trial.batch_size}"
@@ -99,7 +103,10 @@ def measured_width(
         # The key says what a model consists of, not what its forward does: that may have changed since.
         if not EXECUTORS[width.executor(width.size)].FUSES or _is_exportable(template, feed, choices):
             return width, notes
-    announce(f"Measuring how many trials of {what} pay side by side, once; it takes some seconds.")
+    is_exportable = any(EXECUTORS[name].FUSES for name, _ in asked) and _is_exportable(template, feed, choices)
+    if len(asked) == 1 or effort.budget_s <= 0:
+        return _unmeasured(asked, what, is_exportable), notes
+    announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
 
     def candidate(name: str, count: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:
@@ -112,13 +119,22 @@ def measured_width(
 
         return Candidate(name, count, build)
 
-    if any(EXECUTORS[name].FUSES for name, _ in asked):
-        _is_exportable(template, feed, choices)  # done here, it is no candidate's time
-    measured = [candidate(*each) for each in asked]
-    result: Calibration = calibrate(measured, feed.batch_size, choices.device, budget_s=_BUDGET_S)
+    result = calibrate([candidate(*each) for each in asked], feed.batch_size, choices.device, effort)
     rates = dict(result.images_per_s)
-    known.remember(key, json.dumps([[name, count, rate] for (name, count), rate in rates.items()]))
-    return choose_width(rates, what), notes
+    if not result.is_lasting and all(count == 1 for _, count in rates) and any(count > 1 for _, count in asked):
+        return _unmeasured(asked, what, is_exportable), notes
+    if result.is_lasting:
+        known.remember(key, json.dumps([[name, count, rate] for (name, count), rate in rates.items()]))
+    return choose_width(rates, what), [*notes, *(note for note in result.notes if "meanwhile" in note)]
+
+
+def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool) -> Width:
+    """What is likely to pay: a middling pack, fused where that can be."""
+    packs = [each for each in asked if each[1] > 1 and (is_exportable or not EXECUTORS[each[0]].FUSES)]
+    name, size = next((each for each in packs if EXECUTORS[each[0]].FUSES), [*packs, asked[0]][0])
+    how = f"in packs of {size}" if size > 1 else "one at a time"
+    why = "as was asked for" if len(asked) == 1 else "which is not measured, as there is little to train"
+    return Width(size, {(name, size): 0.0}, f"Trials of {what} run {how} by executor {name}, {why}.")
 
 
 def _is_exportable(template: nn.Module, feed: Feed, choices: Choices) -> bool:
@@ -130,16 +146,19 @@ def _is_exportable(template: nn.Module, feed: Feed, choices: Choices) -> bool:
 
 
 def _asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
-    """What is to be measured: one trial at a time first, and packs where they run side by side.
+    """What is to be measured, what tells most first: one trial at a time, and packs where they run side by side.
 
     Trials that are not fused gain nothing from there being more of them than cores.
     """
-    alone = [(name, 1) for name in names]
+    packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
     fused = list(dict.fromkeys(min(size, bound) for size in _FUSED_SIZES))
     apart = sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
-    packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
     sizes = {name: fused if EXECUTORS[name].FUSES else apart for name in packed}
-    return alone + [(name, size) for name in packed for size in sizes[name] if size > 1]
+    places = range(len(_FUSED_SIZES))
+    packs = [(name, own[place]) for place in places for name, own in sizes.items() if place < len(own)]
+    first = [(names[0], 1), *packs[: len(packed)]]
+    order = [*first, *((name, 1) for name in names[1:]), *packs[len(packed) :]]
+    return list(dict.fromkeys(order))
 
 
 def _still_round(index: int, count: int, batch_size: int) -> Round:
@@ -179,7 +198,7 @@ def _fingerprint(
     inputs = feed.first_samples(1).inputs
     return fingerprint(
         crossbow_py=__version__,
-        model=(trial.model_key, f"{template}"),
+        model=(trial.model_key, _RATE.sub("p=", f"{template}")),
         parameters=[tuple(parameter.shape) for parameter in template.parameters()],
         inputs=(tuple(inputs.shape[1:]), str(inputs.dtype), trial.batch_size),
         device=str(choices.device),

@@ -27,11 +27,12 @@ from matplotlib.figure import Figure
 
 from crossbow_py import SGD, Listener, Trainer
 from crossbow_py.data.datasets import as_pair
+from crossbow_py.host import usable_core_ids
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases
 from experiments.common.arguments import positive
-from experiments.common.machine import machine, usable_core_ids
+from experiments.common.machine import machine
 from experiments.common.results import results_folder, write_result
 from experiments.throughput.workloads import load_source
 

@@ -14,9 +14,9 @@ from crossbow_py.checkpoint_writer import CheckpointWriter, save
 from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.models import MODELS
 from experiments.checkpoint.training import BATCH_SIZE, Training
-from experiments.throughput.load import LoadSnapshot, foreign_share
 
 MAX_FOREIGN_SHARE = 0.15
 TARGET = 0.02

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from crossbow_py.host import usable_core_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -56,13 +57,6 @@ def machine_line(facts: Mapping[str, Any]) -> str:
 def usable_cores() -> int:
     """Cores this process may run on, which in a container can be fewer than the machine has."""
     return len(usable_core_ids())
-
-
-def usable_core_ids() -> set[int]:
-    """Their numbers, as /proc/stat and taskset count them."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
 
 
 def commit() -> str | None:

@@ -22,9 +22,9 @@ from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.images.source import ImageFolder
 from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.errors import UserError
+from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.supply import WorkerSupply
 from experiments.common.windows import Mark, Window, window_of
-from experiments.throughput.load import LoadSnapshot, foreign_share
 
 SIZE = 64
 _SAMPLES_AN_EPOCH = 20_000  # so many that no window meets the end of an epoch

@@ -16,13 +16,13 @@ from crossbow_py.config import compose
 from crossbow_py.data.base import DataSource
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.engine.precision import FP32
+from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.packing.search_events import SearchListener
 from crossbow_py.search_build import SearchRun
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import open_search_folder
 from experiments.common.windows import spread
 from experiments.hyperband.default_loop import Images, search
-from experiments.throughput.load import LoadSnapshot, foreign_share
 
 SIDES = ("default_loop", "one_at_a_time", "packed")
 _POLICIES = {"one_at_a_time": "none", "packed": "signature"}

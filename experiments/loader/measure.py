@@ -15,7 +15,8 @@ import torch
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.images.source import ImageFolder
 from crossbow_py.errors import UserError
-from experiments.common.machine import usable_core_ids
+from crossbow_py.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.host import usable_core_ids
 from experiments.loader.sides import (
     BATCH,
     CACHED,
@@ -27,7 +28,6 @@ from experiments.loader.sides import (
     pillow_side,
     worker_side,
 )
-from experiments.throughput.load import LoadSnapshot, foreign_share
 
 # Sides that make images faster make more of them, so that every repetition takes a while.
 _CACHED_EPOCHS, _WORKER_EPOCHS, _CACHED_WORKER_EPOCHS = 5, 5, 50

@@ -30,10 +30,10 @@ from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.executors import Executor
+from crossbow_py.foreign_load import LoadSnapshot
+from crossbow_py.host import usable_core_ids
 from crossbow_py.telemetry.timeline import Timeline
-from experiments.common.machine import usable_core_ids
 from experiments.common.rounds import build_model, input_shape, num_classes
-from experiments.throughput.load import LoadSnapshot
 
 NUM_RANKS = 2
 MAX_FOREIGN_SHARE = 0.15

@@ -14,7 +14,7 @@ import torch
 
 from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.precision import choose_precision
-from experiments.throughput.load import LoadSnapshot, foreign_share
+from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from experiments.update_bandwidth.copies import copies, copy_bytes
 from experiments.update_bandwidth.updates import Part, device_parts, host_parts, make_bank, num_values
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from crossbow_py import Trainer, calibration
-from crossbow_py.calibration import Candidate, RememberedChoices, calibrate, fingerprint
+from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibrate, fingerprint
 from crossbow_py.errors import CrossbowError, UserError
 from tests.trainers import Recorder, image_model, images, make_trainer
 
@@ -45,6 +45,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(calibration, "time", clock)
+    monkeypatch.setattr(calibration, "foreign_share", lambda before, after: 0.0)
     return clock
 
 
@@ -84,6 +85,34 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     # Serial took 4 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
     assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 4.0)
     assert found.notes == ("Executor fused is left out: measuring it with 4 learners takes too long.",)
+
+
+def test_calibration_takes_no_more_than_a_tenth_of_the_time_of_what_is_to_be_trained(clock):
+    quick = [candidate("fused", k, FakeExecutor(clock, 0.01 * k)) for k in (8, 4, 2)]
+    serial = candidate("serial", 1, FakeExecutor(clock, 0.01))
+    # 100 images/s, of 1000 images: a second, of which serial takes 0.76 and 0.1 went before; 2 · 8 images take 0.16.
+    found = calibrate([serial, *quick], 1, CPU, Effort(20.0, num_samples=1000, spent_s=0.1))
+    assert list(found.images_per_s) == [("serial", 1), ("fused", 4)]
+    assert not found.is_lasting
+    found = calibrate([serial, *quick], 1, CPU, Effort(20.0, num_samples=10_000))
+    assert len(found.images_per_s) == 4 and found.is_lasting
+
+
+def test_calibration_that_is_to_stop_measures_the_first_alone(clock):
+    sides = [candidate(name, 1, FakeExecutor(clock, 0.01)) for name in ("serial", "threads")]
+    found = calibrate(sides, 1, CPU, Effort(stopped=lambda: True))
+    assert list(found.images_per_s) == [("serial", 1)] and not found.is_lasting
+
+
+def test_calibration_beside_other_programs_is_said_and_does_not_last(clock, monkeypatch):
+    monkeypatch.setattr(calibration, "foreign_share", lambda before, after: 0.45)
+    sides = [candidate(name, 1, FakeExecutor(clock, 0.01)) for name in ("serial", "threads")]
+    found = calibrate(sides, 1, CPU)
+    assert not found.is_lasting and "remembered" not in found.sentence
+    assert found.notes == ("Other programs took 45% of the cores meanwhile: it is measured again the next time.",)
+    assert calibrate(sides, 1, torch.device("cuda")).is_lasting  # where the cores are not what is measured
+    monkeypatch.setattr(calibration, "foreign_share", lambda before, after: None)
+    assert calibrate(sides, 1, CPU).is_lasting  # nobody knows
 
 
 def test_calibration_spares_more_learners_of_an_executor_that_is_far_behind(clock):
@@ -129,6 +158,7 @@ def memory(tmp_path, monkeypatch, known_executor):
     monkeypatch.setattr(RememberedChoices, "recall", RECALL)
     monkeypatch.setattr(RememberedChoices, "remember", REMEMBER)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "foreign_share", lambda before, after: 0.0)
     return tmp_path / "crossbow_py" / "executors.json"
 
 

@@ -72,6 +72,17 @@ def test_folder_of_auto_is_new_when_all_are_finished_or_other_searches() -> None
     assert not folder.is_known
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_known"),
+    [({}, True), ({"storage": "journal:other.journal"}, False), ({"study": None}, False), ({"storage": None}, False)],
+)
+def test_finished_search_in_a_storage_of_its_own_is_gone_back_to(changes: dict[str, Any], is_known: bool) -> None:
+    kept: dict[str, Any] = {"storage": "journal:own.journal", "study": "mine"}
+    path = begun(status="finished", **kept)
+    found = open_search_folder(config(**{**kept, **changes}))
+    assert (found.is_known, found.path == path) == (is_known, is_known)
+
+
 def test_folder_of_auto_passes_over_one_whose_report_is_torn() -> None:
     path = begun()
     (path / "search.json").write_text('{"status": "fini')

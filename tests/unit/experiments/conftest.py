@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.throughput import load, one_model, sides, tuned, vmapped, workloads
+from crossbow_py import foreign_load as load
+from experiments.throughput import one_model, sides, tuned, vmapped, workloads
 from experiments.throughput.workloads import Workload
 from tests.unit.experiments.samples import BATCH
 

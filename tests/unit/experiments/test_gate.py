@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.foreign_load import LoadSnapshot, busy_ticks, foreign_share
 from experiments.throughput.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
-from experiments.throughput.load import LoadSnapshot, busy_ticks, foreign_share
 
 
 class Channel:

@@ -19,7 +19,7 @@ from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import DeviceLostError, LearnerError, UserError
-from crossbow_py.packing import places
+from crossbow_py.packing import places, roster
 from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, ready, standing
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.pack import Pack
@@ -127,7 +127,7 @@ class Setting:
 def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     """Packs of four, unmeasured."""
 
-    def width(settings: Any, choices: Any, trial: Any, template: Any, feed: Any, loss: Any, limit: int, _: Any) -> Any:
+    def width(settings: Any, choices: Any, trial: Any, template: Any, feed: Any, loss: Any, limit: int, *_: Any) -> Any:
         return Width(limit, {("serial", 1): 1.0}, "four by four"), []
 
     monkeypatch.setattr("crossbow_py.packing.roster.measured_width", width)
@@ -262,15 +262,14 @@ def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
 ) -> None:
     setting.space, setting.checkpoint_every_s = ONE_SIZE, 0.0
     monkeypatch.setattr(places, "advance", one_round)
-    turns = iter(range(100))
     search = setting.search()
     search.close = lambda: None  # type: ignore[method-assign]
-    assert not search.run(lambda: next(turns) >= 7)
+    assert not search.run(lambda: search.spent.samples >= 4 * 7 * 4)  # rows, rounds, samples
     search.packs.close()
     let_leases_end(search)
     later = setting.search()
     assert later.run(never)
-    assert search.spent.samples == 4 * 7 * 4  # rows, rounds, samples
+    assert search.spent.samples == 4 * 7 * 4
     assert later.spent.samples + search.spent.samples == search.num_samples * (9 * 1 + 3 * 2 + 1 * 6)
 
 
@@ -303,6 +302,35 @@ def test_promoted_trials_whose_files_are_elsewhere_are_left_to_others_while_ther
         search.results = search.study.results()
     assert {segment.trial for segment, _ in here._waiting(waiting_segments(here))[:3]} == promoted
     assert [segment.trial for segment, _ in elsewhere._waiting(waiting_segments(elsewhere))[:5]] == [9, 10, 11, 12, 13]
+
+
+def test_signal_while_packs_are_measured_ends_the_search_before_it_trains(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.width = 9
+    signals: list[str] = []
+    measured = roster.measured_width
+    asked: list[bool] = []
+
+    def signalled(*args: Any) -> Any:
+        signals.append("SIGTERM")
+        asked.append(args[-1].stopped())
+        return measured(*args)
+
+    monkeypatch.setattr(roster, "measured_width", signalled)
+    search = setting.search()
+    assert not search.run(lambda: bool(signals))
+    assert asked[0] and search.study.held == () and search.spent.samples == 0
+    assert search.packs.count == 0
+
+
+def test_worker_that_is_alone_waits_for_nobody_when_trials_fail(setting: Setting) -> None:
+    setting.space, setting.rates = ONE_SIZE, dict.fromkeys(range(9), -1.0)
+    slept: list[float] = []
+    search = setting.search()
+    search.hooks.sleep = slept.append
+    assert search.run(never)
+    assert len(setting.study().reasons()) == 9 and slept == []
 
 
 def waiting_segments(search: Search) -> list[Segment]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py import SGD, Constant
-from crossbow_py.calibration import Calibration, Candidate
+from crossbow_py.calibration import Calibration, Candidate, Effort
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import FP32
 from crossbow_py.packing import width as width_module
@@ -81,7 +83,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[tuple[st
     calls: list[list[tuple[str, int]]] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def calibrate(candidates: list[Candidate], batch_size: int, device: Any, budget_s: float) -> Calibration:
+    def calibrate(candidates: list[Candidate], batch_size: int, device: Any, effort: Effort) -> Calibration:
         calls.append([(each.executor, each.num_learners) for each in candidates])
         for each in candidates:
             executor, plan = each.build()  # the very parts
@@ -95,8 +97,14 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[tuple[st
     return calls
 
 
-def measure(limit: int, executor: str = "auto", told: list[str] | None = None) -> Any:
-    trial = TrialSettings(0, lambda: nn.Linear(4, 3), "linear", 4, SGD(), Constant(), name="linear")
+def measure(
+    limit: int,
+    executor: str = "auto",
+    told: list[str] | None = None,
+    model: Callable[[], nn.Module] = lambda: nn.Linear(4, 3),
+    effort: Effort | None = None,
+) -> Any:
+    trial = TrialSettings(0, model, "linear", 4, SGD(), Constant(), name="linear")
     choices = Choices(torch.device("cpu"), FP32, executor)
     feed = make_feed(blobs(40), 4)
     said = [] if told is None else told
@@ -109,6 +117,7 @@ def measure(limit: int, executor: str = "auto", told: list[str] | None = None) -
         nn.functional.cross_entropy,
         limit,
         said.append,
+        effort or Effort(),
     )
 
 
@@ -117,10 +126,10 @@ def test_measuring_tries_every_executor_alone_and_in_packs_up_to_the_limit(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     width, notes = measure(6)
-    fused = [(name, size) for name in ("fused", "fused_threads") for size in (6, 4, 2)]
-    threads = [("threads", 2), ("threads", 4), ("threads", 6)]
-    alone = [(name, 1) for name in ("serial", "threads", "fused", "fused_threads")]
-    assert asked == [[*alone, *threads, *fused]]
+    first = [("serial", 1), ("threads", 2), ("fused", 6), ("fused_threads", 6)]
+    alone = [("threads", 1), ("fused", 1), ("fused_threads", 1)]
+    rest = [("threads", 4), ("fused", 4), ("fused_threads", 4), ("threads", 6), ("fused", 2), ("fused_threads", 2)]
+    assert asked == [[*first, *alone, *rest]]
     assert width.size == 6 and notes == []
 
 
@@ -133,12 +142,59 @@ def test_measured_width_is_remembered_for_the_same_trials(asked: list[list[tuple
     assert len(asked) == 2
 
 
+def test_rate_of_dropout_is_nothing_that_packs_are_measured_anew_for(asked: list[list[tuple[str, int]]]) -> None:
+    for model in (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.25)),
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)),
+    ):
+        measure(4, model=model)
+    assert len(asked) == 1
+    measure(4, model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)))
+    assert len(asked) == 2
+
+
+def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked: list[list[tuple[str, int]]]) -> None:
+    class Branches(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs if inputs.sum() > 0 else -inputs)
+
+    none = Effort(0.0)
+    width, _ = measure(32, effort=none)
+    assert (width.size, width.executor(16)) == (16, "fused")
+    assert width.sentence.endswith("by executor fused, which is not measured, as there is little to train.")
+    width, _ = measure(32, effort=none, model=lambda: Branches(4, 3))
+    assert (width.size, width.executor(2)) == (torch.get_num_threads() if torch.get_num_threads() > 1 else 4, "threads")
+    width, _ = measure(1, "serial")
+    assert width.size == 1 and width.sentence.endswith("one at a time by executor serial, as was asked for.")
+    assert asked == []
+
+
+def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = Calibration("serial", {("serial", 1): 10.0}, (), is_lasting=False)
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: alone)
+    width, _ = measure(32)
+    assert width.size == 16 and "not measured" in width.sentence
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: dataclasses.replace(alone, is_lasting=True))
+    width, _ = measure(32)  # packs cannot run, or are far behind
+    assert width.size == 1
+
+
+def test_short_measuring_is_not_remembered(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
+    short = Calibration("fused", rates, ("Other programs were there meanwhile.",), is_lasting=False)
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or short)
+    width, notes = measure(4)
+    assert width.size == 4 and notes == ["Other programs were there meanwhile."]
+    measure(4)
+    assert len(asked) == 2
+
+
 def test_executor_that_was_asked_for_is_the_only_one(asked: list[list[tuple[str, int]]]) -> None:
     measure(2, "threads")
     measure(2, "serial")
     measure(2, "fused")
-    assert asked == [
-        [("threads", 1), ("threads", 2)],
-        [("serial", 1), ("serial", 2)],
-        [("fused", 1), ("fused", 2)],
-    ]
+    assert asked == [[(name, 1), (name, 2)] for name in ("threads", "serial", "fused")]

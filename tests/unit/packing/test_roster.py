@@ -1,0 +1,81 @@
+"""What measuring packs may cost: a share of what the search takes, for all kinds of trials together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, Constant
+from crossbow_py.calibration import Effort
+from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.engine.precision import FP32
+from crossbow_py.packing import roster as module
+from crossbow_py.packing.roster import Roster, SearchData
+from crossbow_py.packing.space import Space
+from crossbow_py.packing.trial import TrialSettings
+from crossbow_py.packing.width import BUDGET_S, Width
+from crossbow_py.run_settings import Choices, RunSettings
+from tests.trainers import blobs
+
+SPACE = Space.from_mapping({"model.width": [1, 2, 3]})
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
+    """What each kind may cost; measuring one takes 0.75 s and finds 100 images/s."""
+    asked: list[Effort] = []
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+
+    def measured(*args: Any) -> tuple[Width, list[str]]:
+        asked.append(args[-1])
+        clock.now += 0.75
+        return Width(1, {("serial", 1): 100.0}, "one at a time"), []
+
+    monkeypatch.setattr(module, "measured_width", measured)
+    return asked
+
+
+def new_roster(num_samples: int | None) -> Roster:
+    feed = make_feed(blobs(40), 1, 0)
+    assert isinstance(feed, ResidentFeed)
+    data = SearchData(feed.with_batch_size, 40, make_feed(blobs(30), 1), None, (3, True))
+
+    def trial(number: int, params: Any) -> TrialSettings:
+        width = params["model.width"]
+
+        def model() -> nn.Module:
+            return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
+
+        return TrialSettings(number, model, f"{width}", 4, SGD(), Constant())
+
+    choices = Choices(torch.device("cpu"), FP32, "auto")
+    loss, settings = nn.functional.cross_entropy, RunSettings(device="cpu")
+    return Roster(trial, SPACE, data, settings, choices, loss, 8, lambda _: None, num_samples)
+
+
+def describe_all(roster: Roster) -> None:
+    for trial, width in enumerate((1, 2, 3, 1)):
+        assert not isinstance(roster.of(trial, {"model.width": width}), str)
+
+
+def test_kinds_share_a_tenth_of_the_time_of_the_search(efforts: list[Effort]) -> None:
+    describe_all(new_roster(1000))  # a second
+    assert [(each.budget_s, each.spent_s) for each in efforts] == [(BUDGET_S, 0.0), (BUDGET_S, 0.75), (0.0, 1.5)]
+    assert {each.num_samples for each in efforts} == {1000}
+
+
+def test_kinds_of_a_long_search_are_all_measured(efforts: list[Effort]) -> None:
+    describe_all(new_roster(10_000_000))
+    assert [each.budget_s for each in efforts] == [BUDGET_S] * 3
