@@ -15,8 +15,6 @@ import torch
 from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.engine.fused_pass import FusedPass, PassNotes
-from crossbow_py.engine.fusion.graph import Parameters
-from crossbow_py.engine.fusion.values import Fused
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Scheduler
 from crossbow_py.engine.tasks import CorrectionTask, LearningTask, Task
@@ -35,8 +33,6 @@ class FusedThreadsExecutor(ThreadsExecutor):
     def __init__(self, tasks: RoundTasks) -> None:
         self._groups = groups_of(tasks.bank.num_learners, torch.get_num_threads())
         self._passes = [FusedPass(tasks, learners=group) for group in self._groups]
-        for fused in self._passes:
-            _give_own_versions(fused.graph.parameters)
         self._pass_notes = PassNotes()
         super().__init__(tasks)
 
@@ -72,15 +68,3 @@ class FusedThreadsExecutor(ThreadsExecutor):
         """See Executor: now every group has learned."""
         super()._wait(outcome)
         self.notes += self._pass_notes.take()
-
-
-def _give_own_versions(parameters: Parameters) -> None:
-    """Views of the bank's rows share one version; corrections of a group would look to autograd as if they wrote all.
-
-    Meanwhile another group may be between its forward and its backward pass, which would then be refused.
-    """
-    trained, others = parameters.trained, parameters.others.values()
-    trained.update({name: rows.data.requires_grad_() for name, rows in trained.items()})
-    for value in others:
-        if isinstance(value, Fused):
-            value.tensor = value.tensor.data

@@ -177,16 +177,23 @@ class FusedGraph:
         return Step(node, call, node.args, node.kwargs, write.others)
 
     def _bind(self) -> Parameters:
-        """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy."""
+        """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy.
+
+        But not autograd's count of writes, which views of the bank have in common: while another graph of the bank is
+        between its forward and its backward pass, updates of these rows would look like writes to its own.
+        """
         bank, own_rows = self._bank, (self._num_learners, self._learners.start)
-        master, shadow, buffers = (rows.stacked(*own_rows) for rows in (bank.weights, bank.shadow, bank.buffers))
+        master, shadow, buffers = (
+            {name: own.data for name, own in rows.stacked(*own_rows).items()}
+            for rows in (bank.weights, bank.shadow, bank.buffers)
+        )
         own = dict(bank.module(0).named_parameters())
         trained: dict[str, Tensor] = {}
         others: dict[str, Fused | PerLearner] = {}
         for name in bank.layout.names:
             rows = master[name] if own[name].dtype == bank.precision.master else shadow[name]
             if own[name].requires_grad:
-                trained[name] = rows.detach().requires_grad_(self._training)
+                trained[name] = rows.requires_grad_(self._training)
             else:
                 others[name] = Fused(rows, Layout.STACK)
         ordered = {name: trained[name] for name in bank.layout.names[: bank.num_trained]}
