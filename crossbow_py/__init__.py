@@ -1,5 +1,9 @@
 """Crossbow for PyTorch: many small-batch learners per device, kept together by synchronous model averaging."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from crossbow_py.averaging import SMA, AveragingRule, Independent
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.data.augmentation import Augmentation
@@ -13,6 +17,19 @@ from crossbow_py.telemetry.events import Listener
 from crossbow_py.trainer import Trainer
 from crossbow_py.training_loop import Result
 from crossbow_py.version import __version__
+
+if TYPE_CHECKING:
+    from crossbow_py.trained_models import load_models
+else:
+
+    def __getattr__(name: str) -> object:
+        """`load_models`, imported when it is asked for: it brings the command line's configuration, and Hydra."""
+        if name != "load_models":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from crossbow_py.trained_models import load_models  # noqa: PLC0415
+
+        return load_models
+
 
 __all__ = [
     "SGD",
@@ -40,4 +57,5 @@ __all__ = [
     "UserError",
     "__version__",
     "joined",
+    "load_models",
 ]

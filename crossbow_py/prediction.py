@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,9 @@ from torch import Tensor
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.sources import DataSource
-from crossbow_py.engine.precision import PrecisionName
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import evaluation_batch_size
 from crossbow_py.packing.ensemble import Ensemble
-from crossbow_py.packing.predictors import PredictorName
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.supply import first_workers
 from crossbow_py.trained_models import TrainedModel, common_data, find_models
@@ -117,25 +115,6 @@ def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Predicti
         config, tuple(models), source.name, probabilities, targets, str(ensemble.device), ensemble.precision.name,
         executor, ensemble.num_banks, size, rate, latencies, notes,
     )  # fmt: skip
-
-
-def load_ensemble(
-    paths: Sequence[str],
-    *,
-    executor: PredictorName = "auto",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    precision: PrecisionName = "fp32",
-) -> Ensemble:
-    """The ensemble of trained models, given folders of runs or .safetensors files in them.
-
-    Raises UserError for what is no model, and for models that were not trained on the same data.
-    """
-    models = find_models(paths)
-    if not models:
-        raise UserError("paths must name a trained model at least, got none; give the folder of a run.")
-    source = _loaded(common_data(models))
-    modules = [model.load(source.input_shape, source.num_classes or 0) for model in models]
-    return Ensemble(modules, executor=executor, device=device, precision=precision)
 
 
 def _loaded(data: Any) -> DataSource:

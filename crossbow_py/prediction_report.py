@@ -28,10 +28,12 @@ def as_text(found: Prediction) -> str:
         f"executor={found.executor} device={found.device} precision={found.precision} batch_size={found.batch_size}"
     )
     rows = [(model.name, f"{own:.4f}") for model, own in zip(found.models, found.accuracies, strict=True)]
+    together = [("ensemble", f"{found.accuracy:.4f}")] if k > 1 else []
+    by_all = ", each answered by all models" if k > 1 else ""
     blocks = [
         [head, *found.notes],
-        columns(("model", "accuracy"), [*rows, ("ensemble", f"{found.accuracy:.4f}")]),
-        [f"{found.images_per_s:,.0f} images/s, each answered by all models; loading is not counted."],
+        columns(("model", "accuracy"), [*rows, *together]),
+        [f"{found.images_per_s:,.0f} images/s{by_all}; loading is not counted."],
     ]
     if found.latencies:
         times = [
@@ -39,7 +41,8 @@ def as_text(found: Prediction) -> str:
             for size, own in found.latencies.items()
         ]
         table = columns(("batch", "p50", "p90", "p99", "executor"), times)
-        blocks.append(["Latency of one answer of the ensemble, in milliseconds:", *table])
+        of = " of the ensemble" if k > 1 else ""
+        blocks.append([f"Latency of one answer{of}, in milliseconds:", *table])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 

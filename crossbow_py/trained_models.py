@@ -1,9 +1,9 @@
-"""Models that runs have left behind: which there are, what they were trained on, and the modules."""
+"""Models that runs and searches have left behind: which there are, what they were trained on, and the modules."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.config import TrainConfig, config_from_mapping, read_yaml
-from crossbow_py.errors import CheckpointError, UserError
+from crossbow_py.errors import UserError
+from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.settings import to_mapping
-from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, read_summary
+from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, read_json, read_summary
 from crossbow_py.weights_file import load_weights
 
 MODEL_FILE = "model.safetensors"
@@ -33,45 +34,96 @@ class TrainedModel:
     def load(self, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
         """The module, in evaluation mode. Raises UserError when the file does not fit such inputs and classes."""
         module: nn.Module = self.config.model.build(input_shape, num_classes)
-        try:
-            load_weights(module, self.file, key="models")
-        except CheckpointError as error:
-            given = f"samples of shape {list(input_shape)} and {num_classes} classes"
-            raise UserError(f"{self.name} is no model for {given}: {error}") from error
+        given = f"this model for samples of shape {list(input_shape)} and {num_classes} classes"
+        remedy = "choose models that were trained on such data"
+        load_weights(module, self.file, key="models", model=given, remedy=remedy)
         return module.eval()
 
 
+def load_models(*paths: str | Path) -> list[nn.Module]:
+    """What `train` and `search` have left behind, as modules on the CPU and in evaluation mode.
+
+    They take inputs as in training: images scaled to [0, 1] and normalised by the mean and std of the data set, which
+    is read only where its settings do not say what its samples and classes are.
+
+    Args:
+        paths: folders of runs (all models of each), folders of searches (the best model), or .safetensors files in
+            them.
+
+    Raises:
+        UserError: there is no path, a path is no finished run or search and no model of one, a model is given twice,
+            or the models were not trained on the same data.
+    """
+    if not paths:
+        raise UserError("models must name a trained model at least, got none; give the folder of a run.")
+    models = find_models([str(path) for path in paths])
+    data = common_data(models)
+    known = data.declared()
+    if known is None or known.note is not None:  # which tells of what was assumed
+        known = data.load(progress=False)
+    return [model.load(known.input_shape, known.num_classes or 0) for model in models]
+
+
 def find_models(paths: Sequence[str]) -> list[TrainedModel]:
-    """The models of run folders, and single ones. Raises UserError for what is no finished run, and no model of one."""
-    return [model for path in paths for model in _models_at(path)]
+    """The models of run folders, and single ones.
+
+    Raises UserError for what is no finished run, and no model of one, and for a model that is given twice.
+    """
+    models = [model for path in paths for model in _models_at(path)]
+    known: dict[Path, TrainedModel] = {}
+    for model in models:
+        first = known.setdefault(model.file.resolve(), model)
+        if first is not model:
+            as_well = "" if first.name == model.name else f", also as {first.name}"
+            raise UserError(f"models: {model.name} is given twice{as_well}; give each model once, as each counts once.")
+    return models
 
 
 def _models_at(path: str) -> list[TrainedModel]:
     asked = Path(path).expanduser()
-    run = asked.parent if asked.suffix == ".safetensors" else asked
+    wrong = "does not exist" if not asked.exists() else "is no folder and no .safetensors file"
+    if not asked.is_dir() and not (asked.is_file() and asked.suffix == ".safetensors"):
+        raise UserError(f"models: {path} {wrong}; give the folder of a run, or a .safetensors file in one.")
+    run = asked if asked.is_dir() else asked.parent
     if asked == run and (run / BEST_FOLDER / CONFIG_FILE).is_file():  # a search
         asked = run = run / BEST_FOLDER
-    if not run.is_dir():
-        raise UserError(f"models: {path} does not exist; give the folder of a run, or a .safetensors file in one.")
     if not (run / CONFIG_FILE).is_file():
-        raise UserError(f"models: {run} has no {CONFIG_FILE} and is no run; give the folder that a run has written.")
-    config = config_from_mapping(read_yaml(run / CONFIG_FILE))
+        raise UserError(f"models: {run} has no {CONFIG_FILE} and is no run; {_remedy(run)}.")
+    plain = read_yaml(run / CONFIG_FILE)
+    if "space" in plain:
+        raise UserError(
+            f"models: {run} is a search without a best model ({_state(read_json(run / SEARCH_FILE))}); "
+            f"go on with the command that began it, python -m crossbow_py.search, and resume={run}."
+        )
+    config = config_from_mapping(plain)
     files = _files_in(run) if asked == run else [asked]
     if not files:
-        status = read_summary(run).get("status")
-        state = f"status {status}" if status else "not finished"
+        state = _state(read_summary(run))
         raise UserError(f"models: {run} has no {MODEL_FILE} yet ({state}); finish the run with resume=auto.")
-    missing = next((file for file in files if not file.is_file()), None)
-    if missing is not None:
-        raise UserError(f"models: {missing} does not exist; give a file that is in that folder, or the folder alone.")
     return [TrainedModel(path if len(files) == 1 else str(Path(path) / file.name), file, config) for file in files]
+
+
+def _state(summary: Mapping[str, Any]) -> str:
+    status = summary.get("status")
+    return f"status {status}" if status else "not finished"
+
+
+def _remedy(folder: Path) -> str:
+    """What to give in place of a folder that is no run: the newest beneath it that has a model."""
+    configs = [*folder.glob(f"*/{CONFIG_FILE}"), *folder.glob(f"*/*/{CONFIG_FILE}")]
+    runs = [each.parent for each in configs if not (each.parent.parent / CONFIG_FILE).is_file()]
+    usable = [run for run in runs if _files_in(run) or _files_in(run / BEST_FOLDER)]
+    if not usable:
+        return "give the folder that a run has written"
+    newest = max(usable, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns)
+    return f"give the folder of one, as models=[{newest}], the newest beneath it"
 
 
 def _files_in(run: Path) -> list[Path]:
     """The average model, or those of independent learners in their order."""
     if (run / MODEL_FILE).is_file():
         return [run / MODEL_FILE]
-    numbered = [(int(found[1]), file) for file in run.iterdir() if (found := _OF_A_LEARNER.fullmatch(file.name))]
+    numbered = [(int(found[1]), file) for file in run.glob("model_*") if (found := _OF_A_LEARNER.fullmatch(file.name))]
     return [file for _, file in sorted(numbered)]
 
 

@@ -37,8 +37,17 @@ def _write(module: nn.Module, path: Path) -> None:
     sync(path)
 
 
-def load_weights(module: nn.Module, path: str | Path, key: str = "init_from") -> None:
-    """Fill a module from safetensors, which `key` named. Raises CheckpointError naming what does not fit."""
+def load_weights(
+    module: nn.Module,
+    path: str | Path,
+    key: str = "init_from",
+    model: str = "this model",
+    remedy: str = "choose the model it was saved from",
+) -> None:
+    """Fill a module from safetensors, which `key` named.
+
+    Raises CheckpointError naming what does not fit, in words for the module and for what the user can do.
+    """
     try:
         values = load_file(str(path))
     except Exception as error:
@@ -48,7 +57,7 @@ def load_weights(module: nn.Module, path: str | Path, key: str = "init_from") ->
     own = module.state_dict(keep_vars=True)
     wrong = _unfitting(own, values)
     if wrong:
-        raise CheckpointError(f"{key}={path} does not fit this model: {wrong}; choose the model it was saved from.")
+        raise CheckpointError(f"{key}={path} does not fit {model}: {wrong}; {remedy}.")
     with torch.no_grad():
         for name, value in values.items():
             own[name].copy_(value)

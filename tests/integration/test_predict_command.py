@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from crossbow_py import train
+import crossbow_py
+from crossbow_py import Ensemble, load_models, train
 from crossbow_py.config import TrainConfig
+from crossbow_py.data.base import Declared
 from crossbow_py.data.digits import Digits
 from crossbow_py.errors import UserError
 from crossbow_py.help_text import help_text
 from crossbow_py.predict import main
 from crossbow_py.predict_config import PredictConfig
-from crossbow_py.prediction import SIZES, load_ensemble
+from crossbow_py.prediction import SIZES
 from crossbow_py.trained_models import common_data, find_models
 
 TRAINED = ["+experiment=digits", "device=cpu", "precision=fp32", "executor=serial"]
@@ -134,11 +139,16 @@ def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
         ([], "models must name a trained model at least, got none"),
         (["models=[]"], "models must name a trained model at least, got none"),
         (["models=[nowhere]"], "models: nowhere does not exist; give the folder of a run"),
-        (["models=[.]"], "has no config.yaml and is no run"),
+        (["models=[runs/of]"], "models: runs/of has no config.yaml and is no run; give the folder that a run"),
+        (["models=[.]"], "models: . has no config.yaml and is no run; give the folder of one, as models=[runs/new], "),
         (["models=[five/model_9.safetensors]"], "model_9.safetensors does not exist"),
+        (["models=[five/metrics.jsonl]"], "five/metrics.jsonl is no folder and no .safetensors file; give the folder"),
+        (["models=[five,wide,five]"], "models: five/model_0.safetensors is given twice; give each model once"),
+        (["models=[wide,five,wide/model.safetensors]"], "wide/model.safetensors is given twice, also as wide; give"),
+        (["models=[searching]"], "searching is a search without a best model (status interrupted); go on with"),
         (["models=[five,begun]"], "begun has no model.safetensors yet (not finished); finish the run"),
         (["models=[five,other]"], "trained on the same data, got data=digits of five/model_0.safetensors and"),
-        (["models=[five]", "data=synthetic"], "no model for samples of shape [3, 32, 32] and 10 classes"),
+        (["models=[five]", "data=synthetic"], "not fit this model for samples of shape [3, 32, 32]"),
         (["models=[five,damaged]"], "cannot be read as safetensors"),
         (["models=[five]", "num_learners=2"], "unknown key num_learners"),
         (["models=[five]", "model=mlp"], "unknown key model; did you mean 'models'?"),
@@ -155,10 +165,31 @@ def test_what_cannot_be_predicted_is_said_in_one_line_and_ends_with_2(
         Path(name).mkdir()
         shutil.copy("five/config.yaml", name)
     Path("damaged/model.safetensors").write_bytes(b"no safetensors")
+    Path("searching").mkdir()
+    Path("searching/config.yaml").write_text("space: {}\nexperiment: search_digits\n")
+    Path("searching/search.json").write_text('{"status": "interrupted"}')
+    Path("runs/of").mkdir(parents=True)
+    shutil.copytree("wide", "runs/new")
+    os.utime("runs/new/config.yaml", (4e9, 4e9))
     assert main([*arguments, *(key for key in ON_CPU if key.split("=")[0] not in "".join(arguments))]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
     assert message in said
+
+
+def test_model_of_other_data_is_named_once_with_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models=[wide]", "data=synthetic", *ON_CPU]) == 2
+    assert capsys.readouterr().err == (
+        "error: models=wide/model.safetensors does not fit this model for samples of shape [3, 32, 32] and 10 classes: "
+        "1.weight is [48, 64] in the file and [48, 3072] in the model; choose models that were trained on such data.\n"
+    )
+
+
+def test_one_model_alone_is_shown_as_no_ensemble(capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = predict("wide", "latency_s=0.001")
+    said = capsys.readouterr().out
+    assert "ensemble" not in said and "all models" not in said
+    assert found["ensemble"]["accuracy"] == found["models"][0]["accuracy"]
 
 
 def test_help_has_the_keys_of_a_prediction_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,13 +200,62 @@ def test_help_has_the_keys_of_a_prediction_and_no_others(capsys: pytest.CaptureF
     assert "num_learners=" not in said and help_text(TrainConfig) != said
 
 
-def test_load_ensemble_from_python_gives_what_the_command_does() -> None:
-    _, arrays = predict("five,wide")
-    images = (Digits().load(progress=False).test[0].float() / 255 - Digits.MEAN[0]) / Digits.STD[0]
-    with load_ensemble(["five", "wide"], device="cpu") as ensemble:
-        assert np.abs(ensemble.predict(images).numpy() - arrays["ensemble"]).max() <= 1e-6
-    with pytest.raises(UserError, match="paths must name a trained model at least"):
-        load_ensemble([])
+def digits() -> Tensor:
+    """The test images as in training."""
+    return (Digits().load(progress=False).test[0].float() / 255 - Digits.MEAN[0]) / Digits.STD[0]
+
+
+def test_loaded_models_from_python_give_what_the_command_does() -> None:
+    _, arrays = predict("five,wide/model.safetensors")
+    models = load_models("five", Path("wide/model.safetensors"))
+    assert not any(model.training for model in models)
+    with torch.no_grad():
+        alone = torch.stack([model(digits()).softmax(1) for model in models])
+    assert np.abs(alone.numpy() - arrays["members"]).max() <= 1e-6
+    with Ensemble(models, device="cpu") as ensemble:
+        assert np.abs(ensemble.predict(digits()).numpy() - arrays["ensemble"]).max() <= 1e-6
+
+
+def test_loaded_model_of_a_search_is_its_best() -> None:
+    shutil.copytree("wide", "search/best")
+    (model,) = load_models("search")
+    with torch.no_grad():
+        assert (model(digits()).softmax(1) - by_hand("wide/model.safetensors", 48)).abs().max() <= 1e-6
+
+
+def test_models_are_loaded_without_reading_data_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Digits, "load", lambda *_, **__: pytest.fail("read"))
+    assert len(load_models("five")) == 5
+
+
+def test_models_of_data_that_is_only_assumed_are_loaded_by_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assumed = Declared((1, 8, 8), 1000, None, None, resident=False, note="1000 classes are assumed.")
+    monkeypatch.setattr(Digits, "declared", lambda self: assumed)
+    assert load_models("narrow")[0](torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([], "models must name a trained model at least, got none"),
+        (["nowhere"], "models: nowhere does not exist"),
+        (["five", "other"], "trained on the same data"),
+        (["five", "five/model_1.safetensors"], "five/model_1.safetensors is given twice; give each model once"),
+    ],
+)
+def test_what_cannot_be_loaded_is_the_users_error(paths: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_models(*paths)
+
+
+def test_importing_the_package_leaves_the_configuration_of_the_command_line_alone() -> None:
+    code = (
+        "import sys, crossbow_py; assert 'hydra' not in sys.modules; "
+        "from crossbow_py import load_models; assert 'hydra' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'load_model'"):
+        crossbow_py.load_model  # noqa: B018
 
 
 def test_learners_come_in_the_order_of_their_numbers() -> None:
