@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,8 @@ class Ensemble:
     """K trained models that answer together. Not thread-safe; `close` it, or use it in a `with` statement.
 
     Args:
-        models: classifiers, of the same input and the same classes; their weights are copied.
+        models: classifiers, of the same input and the same classes; their weights are copied. `load_models` gives
+            those that runs and searches have left behind.
         executor: how they run: `serial` one after another, `threads` on all cores of a CPU, `fused` as one graph of all
             (on CUDA one CUDA graph for every shape of batches), `fused_threads` as a graph for each core of a CPU;
             `auto` takes the fastest for a shape, measured at its first batch.
@@ -111,7 +114,10 @@ class Ensemble:
             self.chosen[shape] = self._settle(inputs)
         return self._predictor(self.chosen[shape]).probabilities(inputs)
 
-    def _prepared(self, batch: Tensor) -> Tensor:
+    def _prepared(self, batch: object) -> Tensor:
+        if not isinstance(batch, Tensor):
+            how = "from_numpy" if isinstance(batch, np.ndarray) else "tensor"
+            raise UserError(f"a batch must be a torch.Tensor, got {type(batch).__name__}; give torch.{how}(batch).")
         inputs = batch.to(self.device, self.precision.compute if batch.is_floating_point() else batch.dtype)
         last = self.channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -192,12 +198,14 @@ class Ensemble:
         self.close()
 
 
-def _check(models: Sequence[nn.Module], executor: str, device: torch.device) -> None:
+def _check(models: Sequence[object], executor: str, device: torch.device) -> None:
     if not models:
         raise UserError("an ensemble must have at least one model, got none; give it some.")
     for model in models:
         if not isinstance(model, nn.Module):
-            raise UserError(f"models of an ensemble must be nn.Modules, got {type(model).__name__}.")
+            named = models if isinstance(models, str) else model
+            how = f"crossbow_py.load_models({str(named)!r})" if isinstance(named, str | Path) else "a list of them"
+            raise UserError(f"models of an ensemble must be nn.Modules, got {type(named).__name__}; give {how}.")
     if executor != "auto" and executor not in PREDICTORS:
         raise UserError(f"executor must be auto, {', '.join(PREDICTORS)}, got {executor!r}.")
     where = None if executor == "auto" else PREDICTORS[executor].DEVICE

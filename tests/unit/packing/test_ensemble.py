@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -228,7 +230,10 @@ def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
     ("models", "options", "message"),
     [
         ([], {}, "an ensemble must have at least one model, got none"),
-        ([nn.Linear(4, 3), "model"], {}, "must be nn.Modules, got str"),
+        ([nn.Linear(4, 3), 1], {}, "must be nn.Modules, got int; give a list of them"),
+        (["runs/five"], {}, r"must be nn.Modules, got str; give crossbow_py.load_models\('runs/five'\)"),
+        ("runs/five", {}, r"must be nn.Modules, got str; give crossbow_py.load_models\('runs/five'\)"),
+        ([Path("runs/five")], {}, r"must be nn.Modules, got \w+; give crossbow_py.load_models\('runs/five'\)"),
         ([nn.Linear(4, 3)], {"executor": "fast"}, "must be auto, serial, threads, fused, fused_threads, got 'fast'"),
         ([nn.Linear(4, 3), nn.Linear(4, 2)], {}, r"the same classes, got models of \[2, 3\] classes"),
         ([nn.Linear(4, 3), nn.Linear(5, 3)], {}, "does not go through a model of the ensemble"),
@@ -240,6 +245,20 @@ def test_what_makes_no_ensemble_is_said_in_one_line(models, options, message):
     with pytest.raises(UserError, match=message) as refused:
         Ensemble(models, device="cpu", **options).predict(torch.randn(2, 4))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (np.zeros((2, 4), np.float32), r"must be a torch.Tensor, got ndarray; give torch.from_numpy\(batch\)"),
+        ([[0.0] * 4] * 2, r"must be a torch.Tensor, got list; give torch.tensor\(batch\)"),
+    ],
+)
+def test_a_batch_that_is_no_tensor_is_refused_with_what_makes_one(batch, message):
+    with Ensemble([nn.Linear(4, 3)], device="cpu") as ensemble:
+        for ask in (ensemble.predict, ensemble.members):
+            with pytest.raises(UserError, match=message):
+                ask(batch)
 
 
 class Scaled(nn.Linear):
