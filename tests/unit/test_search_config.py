@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.engine.optimizers import SGD
@@ -280,3 +283,25 @@ def test_brackets_of_a_grid_have_as_many_trials_as_points() -> None:
     config = search("data=digits", "space.batch_size=[8,16]", "space.seed=[1,2,3]", "sampler=grid", "method=none")
     assert [bracket.num_trials for bracket in config.brackets()] == [6]
     assert sum(bracket.num_trials for bracket in search(*DIGITS).brackets()) == 27
+
+
+def test_spaces_and_commands_of_the_readme_are_taken() -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    section = page.split("\n## Search\n")[1].split("\n## ")[0]
+    (space,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    parsed = dataclasses.replace(search("data=digits", "model=mlp", "space.seed=[1]"), **yaml.safe_load(space))
+    assert [each.key for each in parsed.parsed_space.parameters] == [
+        "optimizer", "optimizer.learning_rate", "optimizer.momentum", "model.hidden", "model.dropout", "batch_size",
+    ]  # fmt: skip
+    lines = [line.strip() for line in section.replace("\\\n", "").splitlines() if "m crossbow_py.search" in line]
+    assert len(lines) == 3
+    configs = [search(*shlex.split(line, comments=True)[3:]) for line in lines]
+    assert configs[1].sampler == "tpe"
+    assert [each.key for each in configs[2].parsed_space.parameters] == [
+        "model", "model.args.width", "optimizer.learning_rate",
+    ]  # fmt: skip
+    overrides = re.findall(r"space\.optimizer\.[a-z_.]+=[0-9.]+", section)
+    assert len(overrides) == 3
+    narrowed = search("+experiment=search_digits", *overrides).parsed_space.to_plain()
+    assert narrowed[0] == {"key": "optimizer.learning_rate", "low": 0.01, "high": 0.1, "log": True}
+    assert narrowed[1] == {"key": "optimizer.momentum", "choices": [0.9]}
