@@ -105,7 +105,7 @@ def test_search_without_a_space_is_one_error_line(capsys: pytest.CaptureFixture[
 def test_grid_with_fewer_points_than_trials_is_one_error_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["model.target=package.model", "space.seed=[1,2]", "num_trials=3"]
     assert main([*CUSTOM, *options]) == 2
-    assert "num_trials=3 is more than the 2 points of the grid; lower it." in error_line(capsys)
+    assert "num_trials=3 is more than the 2 points of the grid; set num_trials=null" in error_line(capsys)
 
 
 def test_model_that_cannot_be_imported_is_one_error_line_before_any_trial(capsys: pytest.CaptureFixture[str]) -> None:

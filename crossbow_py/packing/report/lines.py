@@ -38,8 +38,8 @@ def header_lines(info: SearchInfo) -> list[str]:
     if info.output_dir:
         lines.append(f"writing to {info.output_dir}")
     if info.num_finished_segments:
-        rungs = sum(sum(bracket.sizes) for bracket in info.brackets)
-        lines.append(f"going on: {info.num_finished_segments} of {rungs} rungs are done")
+        planned = sum(sum(bracket.sizes) for bracket in info.brackets)
+        lines.append(f"going on: {info.num_finished_segments} of {planned} rungs are done")
     return lines
 
 
