@@ -161,7 +161,7 @@ def write(found: Estimate, folder: Path) -> list[str]:
         return [f"Written to {folder / JSON_FILE} and {folder / PLOT_FILE}."]
     return [
         f"Written to {folder / JSON_FILE}.",
-        "No picture: matplotlib is not there; pip install 'crossbow_py[plots]'.",
+        "No picture: matplotlib is not there; pip install matplotlib.",
     ]
 
 

@@ -373,4 +373,4 @@ class Search:
         if segments:
             self.places = [place for place in self.places if place.segment not in segments]
             self._is_stale = True
-            self.hooks.message(f"{len(segments)} segments were taken over by another worker.")
+            self.hooks.message(f"{len(segments)} trials were taken over by another worker.")
