@@ -91,14 +91,21 @@ class Calibration:
         executor: the fastest.
         images_per_s: of every candidate, (executor, learners).
         notes: sentences for the user.
-        is_lasting: whether it is worth keeping: executors were compared, as many as there will ever be time for, on a
-            machine that was quiet.
+        is_short: whether more would have been measured if more were to be trained.
+        is_busy: whether other programs took much of the machine.
     """
 
     executor: str
     images_per_s: dict[tuple[str, int], float]
     notes: tuple[str, ...]
-    is_lasting: bool = True
+    is_short: bool = False
+    is_busy: bool = False
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it is worth keeping: executors were compared, as far as there is ever time for, with none beside."""
+        is_compared = len({name for name, _ in self.images_per_s}) > 1 or not self.notes
+        return is_compared and not self.is_short and not self.is_busy
 
     @property
     def sentence(self) -> str:
@@ -151,8 +158,7 @@ def calibrate(
     if is_busy:
         notes.append(f"Other programs took {others:.0%} of the cores meanwhile: it is measured again the next time.")
     is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
-    is_lasting = not is_busy and not is_short and (len(measured) > 1 or not notes)
-    return Calibration(best[0], rates, tuple(notes), is_lasting)
+    return Calibration(best[0], rates, tuple(notes), is_short, is_busy)
 
 
 def _left_s(effort: Effort, rates: dict[tuple[str, int], float], begun: float) -> float:

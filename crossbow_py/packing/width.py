@@ -98,7 +98,7 @@ def measured_width(
     names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
     asked = _asked(names, bound)
     known, key = Remembered("packs.json"), _fingerprint(choices, trial, template, feed, asked)
-    if (found := _recalled(known, key)) is not None:
+    if (found := _recalled(known, key) or _recalled_short(known, key, effort)) is not None:
         width = choose_width(found, what)
         # The key says what a model consists of, not what its forward does: that may have changed since.
         if not EXECUTORS[width.executor(width.size)].FUSES or _is_exportable(template, feed, choices):
@@ -121,10 +121,11 @@ def measured_width(
 
     result = calibrate([candidate(*each) for each in asked], feed.batch_size, choices.device, effort)
     rates = dict(result.images_per_s)
-    if not result.is_lasting and all(count == 1 for _, count in rates) and any(count > 1 for _, count in asked):
+    if result.is_short and all(count == 1 for _, count in rates) and any(count > 1 for _, count in asked):
         return _unmeasured(asked, what, is_exportable), notes
-    if result.is_lasting:
-        known.remember(key, json.dumps([[name, count, rate] for (name, count), rate in rates.items()]))
+    if not result.is_busy:
+        plain = json.dumps([[name, count, rate] for (name, count), rate in rates.items()])
+        known.remember(_short(key) if result.is_short else key, plain)
     return choose_width(rates, what), [*notes, *(note for note in result.notes if "meanwhile" in note)]
 
 
@@ -190,6 +191,16 @@ def _recalled(known: Remembered, key: str) -> Rates | None:
     except (ValueError, TypeError):
         return None
     return found if found and all(name in EXECUTORS for name, _ in found) else None
+
+
+def _recalled_short(known: Remembered, key: str, effort: Effort) -> Rates | None:
+    """What a short search measured, for another one."""
+    found = _recalled(known, _short(key))
+    return found if found and effort.seconds(max(found.values())) < effort.budget_s else None
+
+
+def _short(key: str) -> str:
+    return f"{key} short"
 
 
 def _fingerprint(

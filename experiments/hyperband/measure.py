@@ -73,7 +73,7 @@ def _warm_up(overrides: Sequence[str]) -> list[str]:
     said: list[str] = []
     for side in _POLICIES:
         with tempfile.TemporaryDirectory() as folder:
-            said += _said_at_first([*overrides, "num_trials=1"], side, Path(folder))
+            said += _said_at_first(overrides, side, Path(folder))
     return said
 
 
@@ -81,7 +81,7 @@ def _said_at_first(overrides: Sequence[str], side: str, folder: Path) -> list[st
     """What a search says before its first trial trains."""
     messages = _Messages()
     with closing(_search_run(overrides, side, folder, messages)) as run:
-        run.run(lambda: "stopped" if messages.said else None)
+        run.run(lambda: "stopped" if any(words.startswith("Trials of") for words in messages.said) else None)
     return messages.said
 
 

@@ -172,24 +172,36 @@ def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked:
 def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Calibration("serial", {("serial", 1): 10.0}, (), is_lasting=False)
+    alone = Calibration("serial", {("serial", 1): 10.0}, (), is_short=True)
     monkeypatch.setattr(width_module, "calibrate", lambda *_: alone)
-    width, _ = measure(32)
+    width, _ = measure(32, effort=Effort(20.0, num_samples=100))
     assert width.size == 16 and "not measured" in width.sentence
-    monkeypatch.setattr(width_module, "calibrate", lambda *_: dataclasses.replace(alone, is_lasting=True))
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: dataclasses.replace(alone, is_short=False))
     width, _ = measure(32)  # packs cannot run, or are far behind
     assert width.size == 1
 
 
-def test_short_measuring_is_not_remembered(
+def test_what_was_measured_beside_other_programs_is_not_remembered(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
-    short = Calibration("fused", rates, ("Other programs were there meanwhile.",), is_lasting=False)
-    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or short)
+    busy = Calibration("fused", rates, ("Other programs were there meanwhile.",), is_busy=True)
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or busy)
     width, notes = measure(4)
     assert width.size == 4 and notes == ["Other programs were there meanwhile."]
     measure(4)
+    assert len(asked) == 2
+
+
+def test_what_a_short_search_measured_is_remembered_for_short_ones(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, (), is_short=True)
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or short)
+    first, _ = measure(4, effort=Effort(20.0, num_samples=800))  # a second
+    again, _ = measure(4, effort=Effort(20.0, num_samples=400))
+    assert first == again and len(asked) == 1
+    measure(4, effort=Effort(20.0, num_samples=80_000))
     assert len(asked) == 2
 
 
