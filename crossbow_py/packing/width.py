@@ -32,6 +32,7 @@ _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
 _FUSED_SIZES = (16, 8, 32, 4, 2)
 BUDGET_S = 20.0
 _RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
+_SLOW_START = 0.6  # of one trial's throughput is what an executor for packs has with one, where that is not measured
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
 
 
@@ -44,16 +45,27 @@ class Width:
     sentence: str
 
     def executor(self, num_trials: int) -> str:
-        """For that many trials: the fastest by what was measured with about as many."""
+        """For that many trials: the fastest by what was measured with fewer and with more."""
+        names = dict.fromkeys(name for name, _ in self.rates)
+        return max(names, key=lambda name: self._rate(name, num_trials))
 
-        def rate(name: str) -> float:
-            counts = [count for own, count in self.rates if own == name]
-            below = [count for count in counts if count <= num_trials]
-            nearest = max(below) if below else min(counts)
-            # More trials than measured are as fast; with fewer, the share of them that is there.
-            return self.rates[name, nearest] * min(1.0, num_trials / nearest)
-
-        return max(dict.fromkeys(name for name, _ in self.rates), key=rate)
+    def _rate(self, name: str, num_trials: int) -> float:
+        """Images/s: a round takes a time that is linear in its trials; more than were measured are as fast."""
+        rounds = {count: count / rate for (own, count), rate in self.rates.items() if own == name and rate}
+        if not rounds:
+            return 0.0  # nothing was measured: there is one executor
+        alone = max((rate for (_, count), rate in self.rates.items() if count == 1), default=0.0)
+        if alone:
+            rounds.setdefault(1, 1 / (_SLOW_START * alone))
+        below = max((count for count in rounds if count <= num_trials), default=None)
+        above = min((count for count in rounds if count >= num_trials), default=None)
+        if above is None or above == below:
+            nearest = num_trials if above == below else max(rounds)
+            return nearest / rounds[nearest]
+        if below is None:  # the share of them that is there
+            return num_trials / rounds[above]
+        share = (num_trials - below) / (above - below)
+        return num_trials / (rounds[below] + share * (rounds[above] - rounds[below]))
 
 
 def choose_width(rates: Rates, what: str) -> Width:

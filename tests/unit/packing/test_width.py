@@ -73,8 +73,16 @@ def test_executor_for_fewer_trials_is_the_fastest_with_as_many(num_trials: int, 
 
 def test_executor_measured_with_more_trials_alone_counts_for_their_share() -> None:
     width = choose_width({("serial", 1): 100.0, ("fused", 8): 240.0}, "mlp")
-    assert width.executor(2) == "serial"  # fused: 240 · 2/8
-    assert width.executor(4) == "fused"
+    # A round of one fused trial is taken for 1/60, so one of 2 for 1/60 + (8/240 − 1/60)/7: 105 images/s.
+    assert width.executor(1) == "serial"
+    assert width.executor(2) == "fused"
+
+
+def test_round_of_a_pack_between_two_that_were_measured_takes_a_time_between_theirs() -> None:
+    width = choose_width({("fused", 2): 100.0, ("fused", 8): 200.0, ("threads", 2): 150.0, ("serial", 1): 10.0}, "mlp")
+    # A round of 5 fused trials takes (2/100 + 8/200) / 2 = 0.03 s: 167 images/s. One of 4: 20/600 s: 150.
+    assert [width.executor(trials) for trials in (2, 4, 5, 8, 20)] == ["threads", "fused", "fused", "fused", "fused"]
+    assert choose_width({("fused", 8): 240.0, ("threads", 2): 100.0}, "mlp").executor(3) == "threads"  # 240 · 3/8
 
 
 @pytest.fixture
