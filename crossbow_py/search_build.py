@@ -81,9 +81,11 @@ class SearchRun:
         config, folder = self.config, self.folder
         self.settings = dataclasses.replace(_run_settings(config), num_learners=1)
         self.choices = _choices(self.settings)
-        most = 1 if config.packing == "none" else config.max_pack_size
+        brackets = config.brackets()
+        num_trials = sum(bracket.num_trials for bracket in brackets)
+        most = 1 if config.packing == "none" else min(config.max_pack_size, num_trials)
         self.rules = SearchRules(
-            config.brackets(), config.metric, config.packing, config.seed, lookahead=most,
+            brackets, config.metric, config.packing, config.seed, lookahead=most,
             checkpoint_every_s=config.checkpoint_every_s,
         )  # fmt: skip
         self.source: DataSource = config.data.load(progress=sys.stderr.isatty())

@@ -32,6 +32,7 @@ _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
 _FUSED_SIZES = (16, 8, 32, 4, 2)
 BUDGET_S = 20.0
 _RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
+_NEARLY = 1.25  # of a pack's size
 _SLOW_START = 0.6  # of one trial's throughput is what an executor for packs has with one, where that is not measured
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
 
@@ -68,10 +69,11 @@ class Width:
         return num_trials / (rounds[below] + share * (rounds[above] - rounds[below]))
 
 
-def choose_width(rates: Rates, what: str) -> Width:
+def choose_width(rates: Rates, what: str, bound: int) -> Width:
     """The smallest pack close to the best throughput; one at a time where packs do not pay. Pure.
 
-    `rates` has one trial at a time, by whatever executor; `what` names the trials.
+    `rates` has one trial at a time, by whatever executor; `what` names the trials, of which `bound` are all there can
+    be. A pack that takes nearly all of them takes all, as those that were left would train alone in the end.
     """
     alone = max((rate for (_, count), rate in rates.items() if count == 1), default=None)
     fastest = max(rates.values())
@@ -83,9 +85,10 @@ def choose_width(rates: Rates, what: str) -> Width:
         return Width(1, rates, f"Trials of {what} run one at a time, as {reason}.")
     size = min(count for (_, count), rate in rates.items() if rate >= _CLOSE * fastest)
     name = max((own for own, count in rates if count == size), key=lambda own: rates[own, size])
-    sentence = f"Trials of {what} run in packs of {size} by executor {name}: {rates[name, size]:,.0f} images/s"
+    rate, size = rates[name, size], bound if bound <= _NEARLY * size else size
+    sentence = f"Trials of {what} run in packs of {size} by executor {name}: {rate:,.0f} images/s"
     if alone is not None:
-        sentence += f", and {alone:,.0f} one at a time ({rates[name, size] / alone:.1f} times)"
+        sentence += f", and {alone:,.0f} one at a time ({rate / alone:.1f} times)"
     return Width(size, rates, f"{sentence}.")
 
 
@@ -111,7 +114,7 @@ def measured_width(
     asked = _asked(names, bound)
     known, key = Remembered("packs.json"), _fingerprint(choices, trial, template, feed, asked)
     if (found := _recalled(known, key) or _recalled_short(known, key, effort)) is not None:
-        width = choose_width(found, what)
+        width = choose_width(found, what, bound)
         # The key says what a model consists of, not what its forward does: that may have changed since.
         if not EXECUTORS[width.executor(width.size)].FUSES or _is_exportable(template, feed, choices):
             return width, notes
@@ -138,7 +141,7 @@ def measured_width(
     if not result.is_busy:
         plain = json.dumps([[name, count, rate] for (name, count), rate in rates.items()])
         known.remember(_short(key) if result.is_short else key, plain)
-    return choose_width(rates, what), [*notes, *(note for note in result.notes if "meanwhile" in note)]
+    return choose_width(rates, what, bound), [*notes, *(note for note in result.notes if "meanwhile" in note)]
 
 
 def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool) -> Width:

@@ -32,7 +32,7 @@ RATES = {
 
 
 def test_width_is_the_smallest_pack_close_to_the_best() -> None:
-    width = choose_width(RATES, "mlp")
+    width = choose_width(RATES, "mlp", 32)
     assert width.size == 8  # 300 is within 5 % of 310, 240 is not
     assert width.sentence == (
         "Trials of mlp run in packs of 8 by executor fused: 300 images/s, and 100 one at a time (3.0 times)."
@@ -40,7 +40,7 @@ def test_width_is_the_smallest_pack_close_to_the_best() -> None:
 
 
 def test_width_is_one_where_packs_do_not_pay() -> None:
-    width = choose_width({("serial", 1): 100.0, ("fused", 2): 104.0, ("fused", 4): 90.0}, "vgg16")
+    width = choose_width({("serial", 1): 100.0, ("fused", 2): 104.0, ("fused", 4): 90.0}, "vgg16", 32)
     assert width.size == 1
     assert width.sentence == (
         "Trials of vgg16 run one at a time, as packing does not pay: 104 images/s at best, and 100 one at a time."
@@ -48,18 +48,19 @@ def test_width_is_one_where_packs_do_not_pay() -> None:
 
 
 def test_width_says_nothing_about_one_at_a_time_where_that_was_not_measured() -> None:
-    width = choose_width({("fused", 4): 90.0, ("threads", 2): 80.0}, "mlp")
+    width = choose_width({("fused", 4): 90.0, ("threads", 2): 80.0}, "mlp", 32)
     assert width.size == 4 and width.sentence == "Trials of mlp run in packs of 4 by executor fused: 90 images/s."
 
 
 def test_width_of_one_at_a_time_takes_the_fastest_executor_for_that() -> None:
-    width = choose_width({("serial", 1): 90.0, ("threads", 1): 100.0, ("fused", 1): 95.0}, "mlp")
+    width = choose_width({("serial", 1): 90.0, ("threads", 1): 100.0, ("fused", 1): 95.0}, "mlp", 32)
     assert width.size == 1 and width.executor(1) == "threads"
     assert width.sentence == "Trials of mlp run one at a time, as was asked for, by executor threads: 100 images/s."
 
 
 def test_width_names_the_fastest_executor_of_the_size_it_takes() -> None:
-    width = choose_width({("serial", 1): 10.0, ("fused", 8): 96.0, ("threads", 8): 97.0, ("fused", 16): 100.0}, "mlp")
+    rates = {("serial", 1): 10.0, ("fused", 8): 96.0, ("threads", 8): 97.0, ("fused", 16): 100.0}
+    width = choose_width(rates, "mlp", 32)
     assert width.size == 8 and "executor threads: 97 images/s" in width.sentence and width.executor(8) == "threads"
 
 
@@ -68,21 +69,29 @@ def test_width_names_the_fastest_executor_of_the_size_it_takes() -> None:
     [(1, "serial"), (2, "threads"), (3, "fused"), (4, "fused"), (8, "fused"), (16, "fused"), (20, "fused")],
 )
 def test_executor_for_fewer_trials_is_the_fastest_with_as_many(num_trials: int, expected: str) -> None:
-    assert choose_width(RATES, "mlp").executor(num_trials) == expected
+    assert choose_width(RATES, "mlp", 32).executor(num_trials) == expected
 
 
 def test_executor_measured_with_more_trials_alone_counts_for_their_share() -> None:
-    width = choose_width({("serial", 1): 100.0, ("fused", 8): 240.0}, "mlp")
+    width = choose_width({("serial", 1): 100.0, ("fused", 8): 240.0}, "mlp", 32)
     # A round of one fused trial is taken for 1/60, so one of 2 for 1/60 + (8/240 − 1/60)/7: 105 images/s.
     assert width.executor(1) == "serial"
     assert width.executor(2) == "fused"
 
 
+@pytest.mark.parametrize(("bound", "size"), [(8, 8), (9, 9), (10, 10), (11, 8), (32, 8)])
+def test_pack_that_takes_nearly_all_trials_takes_all(bound: int, size: int) -> None:
+    width = choose_width({("serial", 1): 100.0, ("fused", 8): 300.0}, "mlp", bound)
+    assert width.size == size and width.executor(size) == "fused"
+    assert f"in packs of {size} by executor fused: 300 images/s, and 100 one at a time (3.0 times)" in width.sentence
+
+
 def test_round_of_a_pack_between_two_that_were_measured_takes_a_time_between_theirs() -> None:
-    width = choose_width({("fused", 2): 100.0, ("fused", 8): 200.0, ("threads", 2): 150.0, ("serial", 1): 10.0}, "mlp")
+    rates = {("fused", 2): 100.0, ("fused", 8): 200.0, ("threads", 2): 150.0, ("serial", 1): 10.0}
+    width = choose_width(rates, "mlp", 32)
     # A round of 5 fused trials takes (2/100 + 8/200) / 2 = 0.03 s: 167 images/s. One of 4: 20/600 s: 150.
     assert [width.executor(trials) for trials in (2, 4, 5, 8, 20)] == ["threads", "fused", "fused", "fused", "fused"]
-    assert choose_width({("fused", 8): 240.0, ("threads", 2): 100.0}, "mlp").executor(3) == "threads"  # 240 · 3/8
+    assert choose_width({("fused", 8): 240.0, ("threads", 2): 100.0}, "mlp", 32).executor(3) == "threads"  # 240 · 3/8
 
 
 @pytest.fixture
