@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from crossbow_py.config import C, compose, expand_sweeps
+from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.errors import (
     CentralModelError,
     CrossbowError,
@@ -43,7 +44,8 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int]) -> i
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _guarded(lambda: _dispatch(arguments, kind, job))
+        with flushed_denormals():  # also in the threads that torch starts at its first operation
+            return _guarded(lambda: _dispatch(arguments, kind, job))
     finally:
         _flush_stdout()
 

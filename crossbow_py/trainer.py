@@ -17,6 +17,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
@@ -166,7 +167,11 @@ class Trainer:
         with self.run.parts.ranks.together():
             if self.run.parts.ranks.is_first:
                 listeners = [*self._file_listeners(), *listeners]
-        with TrainingLoop(self.run, stops, listeners) as loop, StopSignal(handle_signals) as signals:
+        with (
+            flushed_denormals(),
+            TrainingLoop(self.run, stops, listeners) as loop,
+            StopSignal(handle_signals) as signals,
+        ):
             loop.start(self._messages)
             self._messages = []
             status, reason = loop.run(signals)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.memory import free_memory, is_device_lost, is_out_of_memory
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError, DeviceLostError, UserError
@@ -97,6 +98,7 @@ class Search:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
+    @flushed_denormals()
     def run(self, stopped: Callable[[], bool]) -> bool:
         """Train until nothing is left, or `stopped`; then what is held is given back. Whether nothing is left.
 

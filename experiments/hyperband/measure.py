@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -15,6 +17,7 @@ import torch
 from crossbow_py.config import compose
 from crossbow_py.data.base import DataSource
 from crossbow_py.data.datasets import as_pair
+from crossbow_py.engine.denormals import flush_denormals
 from crossbow_py.engine.precision import FP32
 from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.packing.search_events import SearchListener
@@ -48,7 +51,7 @@ def measure_hyperband(overrides: Sequence[str], repetitions: int, device: str) -
     for repetition in range(repetitions):
         for side in SIDES if repetition % 2 == 0 else reversed(SIDES):
             before = LoadSnapshot.take()
-            outcome = _run(side, overrides)
+            outcome = _run_apart(side, overrides)
             share = foreign_share(before, LoadSnapshot.take())
             taken[side].append({**outcome, "foreign_share": None if share is None else round(share, 3)})
             print(f"repetition {repetition + 1}: {side} {outcome['seconds']:.1f} s, others {share}", flush=True)
@@ -91,11 +94,18 @@ def _search_run(overrides: Sequence[str], side: str, folder: Path, listener: Sea
     return SearchRun(config, open_search_folder(config), [listener])
 
 
+def _run_apart(side: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """In a process of its own: what a side sets in torch's threads is nothing to the others."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_run, side, overrides).result()
+
+
 def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
     """One search, without imports, data and what is measured about packs."""
     with tempfile.TemporaryDirectory() as folder:
         if side == "default_loop":
             return _run_default_loop(overrides, Path(folder))
+        flush_denormals()  # as the command does at its beginning
         with closing(_search_run(overrides, side, Path(folder), SearchListener())) as run:
             begun = time.perf_counter()
             summary = run.run(lambda: None)

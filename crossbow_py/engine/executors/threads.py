@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from crossbow_py.engine.denormals import flush_denormals
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
@@ -114,6 +115,7 @@ class ThreadsExecutor(Executor):
 
     def _serve(self, entries: queue.SimpleQueue[_Entry | None]) -> None:
         torch.set_num_threads(1)
+        flush_denormals()
         self._started.wait()
         while (entry := entries.get()) is not None:
             for event in entry.after:

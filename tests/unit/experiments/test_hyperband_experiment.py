@@ -47,7 +47,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return dict(made_up()["runs"][side][(len(ran) - 1) // len(SIDES)])
 
     monkeypatch.setattr(measure, "_warm_up", lambda _: ["Packs of 9."])
-    monkeypatch.setattr(measure, "_run", search)
+    monkeypatch.setattr(measure, "_run_apart", search)
     return ran
 
 
