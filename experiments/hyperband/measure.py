@@ -50,11 +50,10 @@ def measure_hyperband(overrides: Sequence[str], repetitions: int, device: str) -
     packing = _warm_up(overrides)
     for repetition in range(repetitions):
         for side in SIDES if repetition % 2 == 0 else reversed(SIDES):
-            before = LoadSnapshot.take()
             outcome = _run_apart(side, overrides)
-            share = foreign_share(before, LoadSnapshot.take())
-            taken[side].append({**outcome, "foreign_share": None if share is None else round(share, 3)})
-            print(f"repetition {repetition + 1}: {side} {outcome['seconds']:.1f} s, others {share}", flush=True)
+            taken[side].append(outcome)
+            said = f"{outcome['seconds']:.1f} s, others {outcome.get('foreign_share')}"
+            print(f"repetition {repetition + 1}: {side} {said}", flush=True)
     return {
         "overrides": overrides,
         "device": device,
@@ -97,7 +96,15 @@ def _search_run(overrides: Sequence[str], side: str, folder: Path, listener: Sea
 def _run_apart(side: str, overrides: Sequence[str]) -> dict[str, Any]:
     """In a process of its own: what a side sets in torch's threads is nothing to the others."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_run, side, overrides).result()
+        return pool.submit(_watched, side, overrides).result()
+
+
+def _watched(side: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """With what other programs took of the cores."""
+    before = LoadSnapshot.take()
+    outcome = _run(side, overrides)
+    share = foreign_share(before, LoadSnapshot.take())
+    return {**outcome, "foreign_share": None if share is None else round(share, 3)}
 
 
 def _run(side: str, overrides: Sequence[str]) -> dict[str, Any]:
