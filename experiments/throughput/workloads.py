@@ -28,8 +28,7 @@ _CIFAR = ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110", "vgg16")
 _MNIST = ("lenet", "mlp")
 _LARGE = ("resnet50",)
 WORKLOAD_MODELS = (*_CIFAR, *_MNIST, *_LARGE)
-# Low, so that nothing diverges with batches of one image.
-LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.001, 0.9, 1e-4
+LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 
 @dataclass(frozen=True)

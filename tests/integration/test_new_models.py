@@ -73,6 +73,7 @@ def test_clips_of_bytes_are_trained_on_and_evaluated(executor: Literal["serial",
     trainer = Trainer(
         model=lambda: ResNet3d((1, 1, 1, 1), 3, 2), train_data=clips(0, 64), test_data=clips(1, 16), mean=(0.5,) * 3,
         std=(0.25,) * 3, batch_size=4, num_learners=2, executor=executor, device="cpu", precision="fp32",
-        optimizer=SGD(learning_rate=0.05, momentum=0.9),
+        optimizer=SGD(learning_rate=0.01, momentum=0.9),
     )  # fmt: skip
-    assert trainer.fit(max_epochs=4).test_accuracy == 1.0
+    # How soon hangs on the processor's rounding; statistics of normalisation lag behind the weights.
+    assert trainer.fit(max_epochs=20, target_accuracy=1.0).test_accuracy == 1.0

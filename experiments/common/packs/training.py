@@ -12,9 +12,10 @@ from experiments.throughput.captured import captured, train_for_ever
 from experiments.throughput.gate import Gate, Ready
 from experiments.throughput.one_model import how, model_step
 from experiments.throughput.pacing import PacedLearners
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY
+from experiments.throughput.workloads import MOMENTUM, WEIGHT_DECAY
 
 ENDLESS_EPOCHS = 1e6
+_LEARNING_RATE = 0.001  # low, so that nothing diverges with batches of one image
 
 
 def new_pack(side: PackSide, workload: PackWorkload) -> Trainer:
@@ -23,7 +24,7 @@ def new_pack(side: PackSide, workload: PackWorkload) -> Trainer:
         model=workload.make_model,
         train_data=workload.tensors(),
         num_classes=workload.num_classes,
-        optimizer=SGD(learning_rate=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
+        optimizer=SGD(learning_rate=_LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
         averaging=Independent(),
         augmentation=workload.augmentation,
         mean=workload.mean,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,9 @@ def test_search_that_goes_on_draws_to_the_right_of_where_it_was_killed(tmp_path:
     killed.on_trials(early)
     killed.on_progress(searched.progress(RunningTrial(1, 2, 0.75, 0), images_per_s=250.0))
     killed.close()  # for its points to be there; no end was told
+    begun = int(time.time())
+    while int(time.time()) == begun:  # files are read in the order of their seconds
+        time.sleep(0.01)
     again = SearchTensorBoard(tmp_path, print)
     again.on_start(searched.info(num_finished_segments=3))
     again.on_trials(early)
