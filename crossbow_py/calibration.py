@@ -68,12 +68,14 @@ class Effort:
         num_samples: to be trained on in all, where that is known: a tenth of the time they take is not exceeded either.
         spent_s: seconds that went into measuring for them before.
         stopped: whether there is nothing to be trained any more.
+        is_alone: whether what else runs meanwhile is no part of the same run, as other ranks on this host are.
     """
 
     budget_s: float = _BUDGET_S
     num_samples: int | None = None
     spent_s: float = 0.0
     stopped: Callable[[], bool] = lambda: False
+    is_alone: bool = True
 
     def seconds(self, fastest: float) -> float:
         """That may be spent, when the best throughput so far is `fastest` images/s."""
@@ -154,7 +156,7 @@ def calibrate(
         if name not in measured
     ]
     others = foreign_share(before, LoadSnapshot.take()) or 0.0
-    is_busy = device.type == "cpu" and others > _BUSY
+    is_busy = effort.is_alone and device.type == "cpu" and others > _BUSY
     if is_busy:
         notes.append(f"Other programs took {others:.0%} of the cores meanwhile: it is measured again the next time.")
     is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s

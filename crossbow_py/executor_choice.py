@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.calibration import Candidate, RememberedChoices, calibrate, fingerprint, still_round
+from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibrate, fingerprint, still_round
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
@@ -69,6 +69,7 @@ def settle_executor(
         [candidate(name, k) for name in _candidates(settings, choices, num_ranks) for k in _counts(name, settings)],
         settings.batch_size,
         choices.device,
+        Effort(is_alone=num_ranks == 1),
     )
     if found.is_lasting:
         known.remember(key, found.executor)

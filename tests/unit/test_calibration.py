@@ -110,6 +110,7 @@ def test_calibration_beside_other_programs_is_said_and_does_not_last(clock, monk
     found = calibrate(sides, 1, CPU)
     assert not found.is_lasting and "remembered" not in found.sentence
     assert found.notes == ("Other programs took 45% of the cores meanwhile: it is measured again the next time.",)
+    assert calibrate(sides, 1, CPU, Effort(is_alone=False)).is_lasting  # beside its own ranks
     assert calibrate(sides, 1, torch.device("cuda")).is_lasting  # where the cores are not what is measured
     monkeypatch.setattr(calibration, "foreign_share", lambda before, after: None)
     assert calibrate(sides, 1, CPU).is_lasting  # nobody knows
@@ -182,9 +183,9 @@ def test_fingerprint_follows_from_every_fact():
 def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     calls = []
 
-    def counting(candidates, batch_size, device):
+    def counting(candidates, batch_size, device, effort):
         calls.append([(side.executor, side.num_learners) for side in candidates])
-        return calibrate(candidates, batch_size, device)
+        return calibrate(candidates, batch_size, device, effort)
 
     monkeypatch.setattr("crossbow_py.executor_choice.calibrate", counting)
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
