@@ -20,7 +20,7 @@ def flush_denormals() -> None:
 
 def flushes_denormals() -> bool:
     """Whether this thread does."""
-    return float(torch.tensor(1e-30) * 1e-10) == 0.0
+    return float(torch.tensor(1e-30, dtype=torch.float32, device="cpu") * 1e-10) == 0.0
 
 
 @contextmanager

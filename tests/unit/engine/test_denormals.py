@@ -22,6 +22,25 @@ def test_denormals_are_flushed_inside_and_as_before_afterwards() -> None:
     assert not flushes_denormals()
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_denormals_are_flushed_until_the_outermost_end_whatever_the_default_format_is(default: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert not flushes_denormals()
+        with flushed_denormals():
+            with flushed_denormals():
+                pass
+            assert flushes_denormals()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_denormals_are_looked_for_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):  # which holds no values
+        assert not flushes_denormals()
+
+
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 def test_training_flushes_denormals_in_its_threads_and_leaves_the_callers_as_it_was(executor: str) -> None:
     seen: list[bool] = []
