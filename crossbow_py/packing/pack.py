@@ -7,7 +7,7 @@ own learning rate, dropout and augmentation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -86,10 +86,11 @@ class Member:
 class _Engine:
     """What a number of rows needs; made anew when that changes."""
 
+    name: str
     bank: ReplicaBank
     tasks: RoundTasks
-    executor: Executor
-    streams: list[int] = field(default_factory=list)
+    streams: list[int]
+    executor: Executor | None = None  # made when the rows' settings are in: it may take them over as it is made
 
 
 class Pack:
@@ -176,9 +177,11 @@ class Pack:
                 set_dropout_rate(engine.bank.module(row), self.members[row].dropout_rate)
             engine.streams[row] = self._stream(row, settings)
         self._smooth(engine)
-        if self.job.choices.device.type == "cuda":  # what learners differ in lies on the device, in captured graphs
-            engine.executor.close()
-            engine.executor = EXECUTORS[engine.executor.NAME](engine.tasks)
+        if engine.executor is not None and self.job.choices.device.type == "cuda":
+            engine.executor.close()  # what learners differ in lies on the device, in captured graphs
+            engine.executor = None
+        if engine.executor is None:
+            engine.executor = EXECUTORS[engine.name](engine.tasks)
 
     def _smooth(self, engine: _Engine) -> None:
         shares = [member.settings.label_smoothing for member in self.members]
@@ -203,7 +206,7 @@ class Pack:
             bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
         )
         self._update.optimizer = side_by_side([member.settings.optimizer for member in self.members])
-        return _Engine(bank, tasks, EXECUTORS[name](tasks), [0] * num_rows)
+        return _Engine(name, bank, tasks, [0] * num_rows)
 
     @property
     def _bank(self) -> ReplicaBank:
@@ -211,10 +214,15 @@ class Pack:
         return self._engine.bank
 
     @property
+    def _executor(self) -> Executor:
+        assert self._engine is not None, "the pack is open"
+        assert self._engine.executor is not None, "its rows are settled"
+        return self._engine.executor
+
+    @property
     def executor_name(self) -> str:
         """Which executor runs the rows now."""
-        assert self._engine is not None, "the pack is open"
-        return self._engine.executor.NAME
+        return self._executor.NAME
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -223,7 +231,7 @@ class Pack:
         if any(member.is_over for member in self.members):
             return False
         assert self._engine is not None, "the pack is open"
-        executor, plan = self._engine.executor, self._plan(self._engine.streams)
+        executor, plan = self._executor, self._plan(self._engine.streams)
         if not self.feed.announce(plan.starts):
             executor.settle()
             self.feed.wait(plan.starts)
@@ -261,10 +269,9 @@ class Pack:
 
     def drain(self) -> None:
         """Wait for what is in flight; members may be measured and change seats then."""
-        assert self._engine is not None, "the pack is open"
-        self._absorb(self._engine.executor.drain())
-        self.notes += [*self._engine.executor.notes, *self.feed.take_notes()]
-        self._engine.executor.notes.clear()
+        self._absorb(self._executor.drain())
+        self.notes += [*self._executor.notes, *self.feed.take_notes()]
+        self._executor.notes.clear()
 
     # --- what becomes of them -----------------------------------------------------------------------------------------
 
@@ -280,7 +287,7 @@ class Pack:
         return next(row for row, own in enumerate(self.members) if own is member)
 
     def _close_engine(self) -> None:
-        if self._engine is not None:
+        if self._engine is not None and self._engine.executor is not None:
             self._engine.executor.close()
         self._engine = None  # before there is another: both may not fit
 

@@ -15,7 +15,9 @@ from torch import nn
 from crossbow_py import SGD, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer, run_settings
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.precision import FP64
+from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packing.pack import NON_FINITE, Member, Pack, PackJob
 from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
@@ -274,3 +276,20 @@ def test_signature_is_equal_for_what_may_differ_and_not_for_the_rest() -> None:
         replace(TRIALS[0], make_model=lambda: nn.Sequential(network(0.2), nn.Dropout(0.3))),
     ]
     assert len({of(own) for own in (TRIALS[0], *others)}) == 1 + len(others)
+
+
+def test_change_of_seats_makes_one_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counted(SerialExecutor):
+        def __init__(self, tasks: RoundTasks) -> None:
+            made.append(tasks.bank.num_learners)
+            super().__init__(tasks)
+
+    monkeypatch.setitem(EXECUTORS, "serial", Counted)
+    pack = pack_of(TRIALS[:2], "serial")
+    pack.seat([*pack.members, *seats(TRIALS[2:3], 2.0, first=2)])
+    assert made == [2, 3]
+    pack.seat([*pack.members[:2], *seats(TRIALS[3:4], 2.0, first=3)])  # a row changes hands
+    assert made == [2, 3]
+    pack.close()
