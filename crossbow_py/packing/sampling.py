@@ -23,8 +23,9 @@ class Sampling:
     """Samples trials of a space.
 
     `random` and `grid` follow from the seed and the trial's number alone. `tpe` (Bergstra et al., "Algorithms for
-    Hyper-Parameter Optimization", NeurIPS 2011) follows from the history too; trials that have no value yet count as
-    bad ones, so that those sampled together differ.
+    Hyper-Parameter Optimization", NeurIPS 2011) follows from the history too: trials that were trained to the end come
+    before those that were measured on the way, among which more epochs come first, and then the better value. Trials
+    that have no value yet count as bad ones, so that those sampled together differ.
 
     Args:
         space: what is sampled.
@@ -42,7 +43,8 @@ class Sampling:
 
         Args:
             trial: its number; of a grid, which point.
-            history: the search's trials so far, with their values; read by `tpe` only.
+            history: the search's trials so far, with their values, also those of trials that go on; read by `tpe`
+                only.
         """
         asked = self._asked(trial, history)
         self._space.suggest(asked)
@@ -63,5 +65,22 @@ class Sampling:
             sampler = TPESampler(seed=seed, constant_liar=True)
         study = optuna.create_study(sampler=sampler, direction="maximize" if self._maximize else "minimize")
         if self._sampler == "tpe":
-            study.add_trials(history)
+            study.add_trials([_as_measured(record) for record in history])
         return study.ask()
+
+
+def _as_measured(record: FrozenTrial) -> FrozenTrial:
+    """A copy that is ranked by its last value, of a trial that goes on and has one.
+
+    Optuna would count it as a bad one, as it does all that run: those that lead would be bad, and those that they have
+    beaten good. A pruned one it ranks by its last step, and then by the value there.
+    """
+    if record.state is not TrialState.RUNNING or not record.intermediate_values:
+        return record
+    return create_trial(
+        state=TrialState.PRUNED,
+        params=record.params,
+        distributions=record.distributions,
+        user_attrs=record.user_attrs,
+        intermediate_values=record.intermediate_values,
+    )

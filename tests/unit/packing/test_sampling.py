@@ -80,6 +80,50 @@ def test_trials_of_tpe_gather_where_values_are_best_in_the_searchs_direction() -
     assert max(asked[False]) < 0.001 * 1.2**6 < 0.001 * 1.2**12 < min(asked[True])
 
 
+def after_a_rung(maximize: bool) -> list[FrozenTrial]:
+    """27 trials at a rung, the better the lower their rates: the best nine go on, and the others were pruned."""
+    trials = []
+    for trial in range(27):
+        value = trial / 27 * (-1 if maximize else 1)
+        record = sampling("random").sampled(trial, [])
+        trials.append(
+            create_trial(
+                state=TrialState.RUNNING if trial < 9 else TrialState.PRUNED,
+                params={**record.params, "rate": 0.001 * 1.25**trial},
+                distributions=record.distributions,
+                intermediate_values={1000: value},
+            )  # fmt: skip
+        )
+    return trials
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_trials_of_tpe_gather_around_those_that_were_promoted_and_still_run(maximize: bool) -> None:
+    known = after_a_rung(maximize)
+    asked = [Sampling(SPACE, "tpe", seed, maximize).sampled(27, known).params["rate"] for seed in range(24)]
+    assert sum(rate < 0.001 * 1.25**8.5 for rate in asked) >= 20  # a third of the range
+    assert {record.state for record in known} == {TrialState.RUNNING, TrialState.PRUNED}  # the search's own
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_trials_of_tpe_gather_around_what_got_further_whatever_its_value(maximize: bool) -> None:
+    """Of trials that all go on, three were measured once more; there they were worse than any other before."""
+    known = []
+    for trial in range(27):
+        record = sampling("random").sampled(trial, [])
+        first, second = {1000: 0.5}, {3000: 0.1 if maximize else 0.9}
+        known.append(
+            create_trial(
+                state=TrialState.RUNNING,
+                params={**record.params, "rate": 0.001 * 1.25**trial},
+                distributions=record.distributions,
+                intermediate_values={**first, **(second if trial > 23 else {})},
+            )  # fmt: skip
+        )
+    asked = [Sampling(SPACE, "tpe", seed, maximize).sampled(27, known).params["rate"] for seed in range(24)]
+    assert sum(rate > 0.001 * 1.25**18 for rate in asked) >= 20
+
+
 def test_trial_of_tpe_is_the_same_from_the_same_history_only() -> None:
     rates: dict[float, float | None] = {0.001 * (index + 1): index / 20 for index in range(15)}
     asked = sampling("tpe").sampled(15, history(rates))
