@@ -24,6 +24,7 @@ from typing import IO, Any, Literal
 import torch
 
 from crossbow_py.checkpoint import FOLDER, FORMAT_VERSION, MANIFEST, checkpoints, part_name
+from crossbow_py.file_writing import sync
 from crossbow_py.targets import one_line
 
 Status = Literal["idle", "writing", "written", "failed"]
@@ -235,15 +236,6 @@ def save(run_folder: Path, state: Mapping[str, Any], samples_seen: int, keep: in
 def folder_name(samples_seen: int) -> str:
     """Names sort as the samples do."""
     return f"samples-{samples_seen:012d}"
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _HashingFile:

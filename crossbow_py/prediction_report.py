@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from crossbow_py.errors import UserError
+from crossbow_py.file_writing import replacing
 from crossbow_py.prediction import Prediction
 from crossbow_py.telemetry.records import write_atomically
 from crossbow_py.text_table import columns
@@ -88,10 +89,8 @@ def write(found: Prediction, folder: Path) -> str:
 
 def _write_probabilities(found: Prediction, path: Path) -> None:
     """members `[K, N, C]`, ensemble `[N, C]`, targets `[N]` and names `[K]`; whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with replacing(path, synced=True) as partial, partial.open("wb") as file:
         np.savez(
             file, members=found.probabilities, ensemble=found.ensemble, targets=found.targets,
             names=np.array([model.name for model in found.models]),
         )  # fmt: skip
-    partial.replace(path)

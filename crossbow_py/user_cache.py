@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from contextlib import suppress
 from pathlib import Path
+
+from crossbow_py.file_writing import replacing
 
 _MAX_KEPT = 5_000  # a few hundred layers and directions of a few networks
 
@@ -42,9 +43,8 @@ class Remembered:
         text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")  # a home may be several hosts'
-            temporary.write_text(text)
-            temporary.replace(self.path)
+            with replacing(self.path) as partial:
+                partial.write_text(text)
 
     def _read(self) -> dict[str, str]:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,19 +10,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
-from crossbow_py.checkpoint_writer import sync
 from crossbow_py.errors import CheckpointError
+from crossbow_py.file_writing import replacing
 
 
 def save_weights(module: nn.Module, path: Path) -> None:
     """Write a model as safetensors, atomically; tied parameters are stored once. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nobody else's, when several write the file
-    try:
+    with replacing(path, synced=True) as partial:
         _write(module, partial)
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def _write(module: nn.Module, path: Path) -> None:
@@ -34,7 +28,6 @@ def _write(module: nn.Module, path: Path) -> None:
     except SafetensorError as error:
         raise OSError(str(error)) from error
     path.chmod(mode)
-    sync(path)
 
 
 def load_weights(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from crossbow_py.errors import UserError
+from crossbow_py.file_writing import replacing, sync
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.trial import Checkpoint
 
@@ -40,8 +40,12 @@ class TrialStates:
         self._folder = folder
 
     def save(self, segment: Segment, checkpoint: Checkpoint) -> None:
-        """Keep where the trial stands after a segment. Raises UserError when the disk refuses."""
-        self._write(self._path(segment), vars(checkpoint))
+        """Keep where the trial stands after a segment; it is on the disk when this returns.
+
+        Raises UserError when the disk refuses.
+        """
+        # Before the journal has the segment's result: nothing would train it again but from its beginning.
+        self._write(self._path(segment), vars(checkpoint), synced=True)
 
     def load(self, segment: Segment) -> Checkpoint | None:
         """Where the trial stood after a segment; None when that is not there, or not whole."""
@@ -53,7 +57,9 @@ class TrialStates:
 
     def save_underway(self, segment: Segment, underway: Underway) -> None:
         """Keep where the trial stands within a segment, until `forget`. Raises UserError when the disk refuses."""
-        self._write(self._underway(segment), {**vars(underway), "checkpoint": vars(underway.checkpoint)})
+        # Not synced: what a power cut tears is not whole, and the segment is trained again.
+        values = {**vars(underway), "checkpoint": vars(underway.checkpoint)}
+        self._write(self._underway(segment), values, synced=False)
 
     def load_underway(self, segment: Segment) -> Underway | None:
         """Where the trial stood within a segment; None when that is not there, or not whole."""
@@ -67,15 +73,13 @@ class TrialStates:
         """Whether something is there of where the trial stood within a segment."""
         return self._underway(segment).exists()
 
-    def _write(self, path: Path, values: Mapping[str, Any]) -> None:
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # nobody else's
+    def _write(self, path: Path, values: Mapping[str, Any], *, synced: bool) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                sync(self._folder)
+            with replacing(path, synced=synced) as partial:
                 torch.save({"format_version": _FORMAT, **values}, partial)
-                partial.rename(path)  # not synced: what a power cut tears is not whole, and is trained again
-            finally:
-                partial.unlink(missing_ok=True)  # a full disk needs the room
         except (OSError, RuntimeError) as error:  # torch says RuntimeError of a full disk
             raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.file_writing import replacing
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, RunInfo, Summary
 from crossbow_py.telemetry.system import SystemMonitor
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
@@ -127,25 +125,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing in between."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields where to write what becomes `path` when the block ends; when it raises, that is removed.
-
-    Any number of processes, also of several hosts that share the folder, may do so at a time: the last one wins.
-    """
-    # Nobody else's; and without the file's name in it, as TensorBoard reads all that has `tfevents` in its name.
-    partial = path.with_name(f".{uuid.uuid4().hex}.partial")
-    try:
-        yield partial
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, synced=True) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def _ordered(values: dict[str, Any], leading: tuple[str, ...]) -> dict[str, Any]:

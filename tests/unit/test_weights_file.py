@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import weights_file
+from crossbow_py import file_writing
 from crossbow_py.errors import CheckpointError
 from crossbow_py.weights_file import load_weights, save_weights
 from tests.support import linear_model, norm_model
@@ -71,7 +71,7 @@ def test_weights_that_cannot_be_written_are_an_os_error(tmp_path):
 def test_weights_saved_by_two_at_the_same_moment_are_whole(tmp_path, monkeypatch):
     """The second writes all of them in between the first's writing and its renaming."""
     first, second, loaded, path = linear_model(), nn.Linear(4, 3), nn.Linear(4, 3), tmp_path / "model.safetensors"
-    sync, synced = weights_file.sync, []
+    sync, synced = file_writing.sync, []
 
     def interleaved(written):
         sync(written)
@@ -81,7 +81,7 @@ def test_weights_saved_by_two_at_the_same_moment_are_whole(tmp_path, monkeypatch
             load_weights(loaded, path)
             assert torch.equal(loaded.weight, second.weight)
 
-    monkeypatch.setattr(weights_file, "sync", interleaved)
+    monkeypatch.setattr(file_writing, "sync", interleaved)
     save_weights(first, path)
     load_weights(loaded, path)
     assert torch.equal(loaded.weight, first.weight) and not torch.equal(first.weight, second.weight)
@@ -95,7 +95,7 @@ def test_weights_that_the_disk_refuses_leave_the_old_ones_and_no_part(tmp_path, 
     def full(_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(weights_file, "sync", full)
+    monkeypatch.setattr(file_writing, "sync", full)
     with pytest.raises(OSError, match="no space left"):
         save_weights(linear_model(), path)
     load_weights(loaded, path)

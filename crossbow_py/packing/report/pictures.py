@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+from crossbow_py.file_writing import replacing
 from crossbow_py.packing.report.standing import ranked
 from crossbow_py.packing.search_events import SearchListener, SearchSummary
-from crossbow_py.telemetry.records import replacing
 
 PARALLEL_FILE = "parallel_coordinates.png"
 CURVES_FILE = "learning_curves.png"

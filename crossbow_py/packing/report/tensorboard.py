@@ -20,12 +20,12 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summ
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
+from crossbow_py.file_writing import replacing
 from crossbow_py.packing.hyperband import TrialState, bracket_of
 from crossbow_py.packing.parameter import Parameter
 from crossbow_py.packing.report.standing import last_epochs, leader, num_results
 from crossbow_py.packing.rules import epoch_samples
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.telemetry.records import replacing
 
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
 PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker

@@ -92,7 +92,7 @@ def after_a_rung(maximize: bool) -> list[FrozenTrial]:
                 params={**record.params, "rate": 0.001 * 1.25**trial},
                 distributions=record.distributions,
                 intermediate_values={1000: value},
-            )  # fmt: skip
+            )
         )
     return trials
 
@@ -118,7 +118,7 @@ def test_trials_of_tpe_gather_around_what_got_further_whatever_its_value(maximiz
                 params={**record.params, "rate": 0.001 * 1.25**trial},
                 distributions=record.distributions,
                 intermediate_values={**first, **(second if trial > 23 else {})},
-            )  # fmt: skip
+            )
         )
     asked = [Sampling(SPACE, "tpe", seed, maximize).sampled(27, known).params["rate"] for seed in range(24)]
     assert sum(rate > 0.001 * 1.25**18 for rate in asked) >= 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,27 @@ def test_state_saved_is_loaded_whole_and_nothing_else_is_left(tmp_path: Path) ->
     assert loaded.row["integer_buffers"][0]["n"] == 3 and loaded.row["step_counts"] == [7]
     assert [path.name for path in tmp_path.glob("trials/*/*")] == ["rung_1.pt"]
     assert states.load(Segment(4, 0)) is None is states.load(Segment(5, 1))
+
+
+def test_state_at_a_rung_is_on_the_disk_with_its_name_before_the_results_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    fsync, rung = os.fsync, tmp_path / "trials" / "00004" / "rung_1.pt"
+
+    def spied(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, rung.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spied)
+    states = TrialStates(tmp_path / "trials")
+    states.save(Segment(4, 1), checkpoint(0.5))
+    made, (written, had_its_name), named = synced
+    assert made == ("trials", False) and named == ("00004", True)
+    assert written.endswith(".partial") and not had_its_name
+    synced.clear()
+    states.save_underway(Segment(4, 2), Underway(checkpoint(0.5), loss_sum=3.5, num_losses=20, seconds=1.25))
+    assert not synced  # what is lost of it is trained again
 
 
 def test_state_that_is_torn_or_of_another_format_is_not_there(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""A prediction's files: what is left of them when the disk refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from crossbow_py import prediction_report
+from crossbow_py.errors import UserError
+from crossbow_py.prediction import Prediction
+
+FOUND = cast(
+    Prediction,
+    SimpleNamespace(
+        probabilities=np.full((1, 2, 2), 0.5, np.float32), ensemble=np.full((2, 2), 0.5, np.float32),
+        targets=np.array([0, 1]), models=[SimpleNamespace(name="mine")],
+    ),
+)  # fmt: skip
+
+
+def test_probabilities_that_the_disk_refuses_leave_the_old_ones_and_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: Any, **_: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "predictions.npz").write_bytes(b"old")
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); choose another folder"):
+        prediction_report.write(FOUND, tmp_path)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("predictions.npz", b"old")]
