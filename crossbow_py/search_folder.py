@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from crossbow_py.checkpoint import differences
 from crossbow_py.config import config_to_mapping, read_yaml, write_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.file_locks import locked
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
 from crossbow_py.search_config import SearchConfig
@@ -20,6 +21,7 @@ from crossbow_py.telemetry.records import CONFIG_FILE, read_json, write_atomical
 
 JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"
+_LOCK_FILE = ".search.lock"  # beside the folders of an experiment; no run's, which is held as long as it trains
 _WHERE = ("storage", "study")
 _MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
@@ -41,6 +43,8 @@ class SearchFolder:
 def open_search_folder(config: SearchConfig) -> SearchFolder:
     """Choose the folder, and write config.yaml into one that is new. Several workers may have one folder.
 
+    Of workers that are started at once with `resume=auto`, one begins a search and the others join it.
+
     Raises:
         UserError: the folder holds another search or a run, or a search and `resume` is null; or it cannot be written.
     """
@@ -49,10 +53,22 @@ def open_search_folder(config: SearchConfig) -> SearchFolder:
         return _named(Path(config.resume or "").expanduser(), ours, config, asked="resume")
     if config.output_dir:
         return _named(Path(config.output_dir).expanduser(), ours, config, asked="output_dir")
-    found = _newest_to_go_on(config, ours) if config.resume == "auto" else None
-    if found is not None:
-        return SearchFolder(found, True)
-    return SearchFolder(_begun(new_folder(config.experiment), config), False, is_made=True)
+    with _one_at_a_time(make_folder(RUNS / config.experiment)):
+        found = _newest_to_go_on(config, ours) if config.resume == "auto" else None
+        if found is not None:
+            return SearchFolder(found, True)
+        return SearchFolder(_begun(new_folder(config.experiment), config), False, is_made=True)
+
+
+@contextmanager
+def _one_at_a_time(parent: Path) -> Iterator[None]:
+    """Others that choose among the folders of `parent` wait, until a new one is known by its configuration."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(parent / _LOCK_FILE, lambda: None))
+        except OSError as error:
+            raise UserError(f"{parent} cannot be written ({error.strerror}); set output_dir to a folder.") from error
+        yield
 
 
 @contextmanager

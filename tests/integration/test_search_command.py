@@ -83,13 +83,13 @@ def test_command_to_its_end_leaves_report_model_and_the_command_that_trains_it(
 @pytest.mark.usefixtures("no_pictures")
 def test_command_without_output_dir_writes_under_runs_and_goes_on_there() -> None:
     assert search_digits("output_dir=null", "num_trials=4", "max_time_s=1e-3") == 0
-    (folder,) = Path("runs/search_digits").iterdir()
+    (folder,) = Path("runs/search_digits").glob("[!.]*")
     assert report(folder)["status"] == "stopped"
     assert search_digits("output_dir=null", "num_trials=4") == 0
-    assert list(Path("runs/search_digits").iterdir()) == [folder]
+    assert list(Path("runs/search_digits").glob("[!.]*")) == [folder]
     assert report(folder)["status"] == "finished"
     assert search_digits("output_dir=null", "num_trials=4", "max_time_s=1e-3") == 0
-    assert len(list(Path("runs/search_digits").iterdir())) == 2
+    assert len(list(Path("runs/search_digits").glob("[!.]*"))) == 2
 
 
 @pytest.mark.usefixtures("no_pictures", "packs_of_three")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from crossbow_py import search_folder
 from crossbow_py.config import compose, config_to_mapping, read_yaml, write_yaml
 from crossbow_py.errors import SearchError, UserError
+from crossbow_py.run_folder import new_folder
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import (
     TRIALS_FOLDER,
@@ -57,6 +60,35 @@ def test_folder_of_auto_is_the_newest_unfinished_of_an_equal_configuration() -> 
     begun(age=20, status="finished")
     begun(age=10, seed=1)
     assert open_search_folder(config()) == SearchFolder(wanted, is_known=True)
+
+
+def test_folder_is_begun_once_by_workers_that_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second looks for a search while the first has a folder, which does not say yet whose it is."""
+    is_made, found = threading.Event(), []
+
+    def slowly(experiment: str) -> Path:
+        path = new_folder(experiment)
+        is_made.set()
+        second.join(0.2)
+        return path
+
+    def join() -> None:
+        assert is_made.wait(10)
+        found.append(open_search_folder(config()))
+
+    monkeypatch.setattr(search_folder, "new_folder", slowly)
+    second = threading.Thread(target=join)
+    second.start()
+    first = open_search_folder(config())
+    second.join(10)
+    assert (first.is_known, first.is_made) == (False, True)
+    assert found == [SearchFolder(first.path, is_known=True)]
+
+
+def test_folder_that_cannot_be_locked_is_refused() -> None:
+    Path("runs/search_digits/.search.lock").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"runs/search_digits cannot be written \(Is a directory\); set output_dir"):
+        open_search_folder(config())
 
 
 @pytest.mark.parametrize("status", [None, "running", "stopped", "terminated", "interrupted"])
