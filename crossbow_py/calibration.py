@@ -13,9 +13,9 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.data.host_randomness import kept_host_state
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.memory import free_memory
+from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, UserError
 from crossbow_py.foreign_load import LoadSnapshot, foreign_share
@@ -36,17 +36,25 @@ _WINDOW_S = 0.25
 _WINDOWS = 3
 _SLOW_S = 1.0
 _FAR_BEHIND = 0.7  # of the best so far: more learners will not make up for it
+_GAIN = 1.05  # times the throughput of fewer learners: what more of them have to reach, or still more are not tried
 _BUSY = 0.2  # of the cores, taken by other programs: what is measured then is no choice to keep
 _WORTH = 0.1  # of the time of what is to be trained: more is not spent on measuring how
 
 
+Key = tuple[str, int]  # an executor, with so many learners
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """An executor with a number of learners; `build` gives it and what its rounds are."""
+    """An executor with a number of learners; `build` gives it and what its rounds are.
+
+    `needs_gain` spares it, unless the most learners of its executor that were measured gained on fewer of them.
+    """
 
     executor: str
     num_learners: int
     build: Callable[[], tuple[Executor, Callable[[int], Round]]]
+    needs_gain: bool = False
 
 
 def still_round(index: int, num_learners: int, batch_size: int, rule: AveragingRule) -> Round:
@@ -68,7 +76,8 @@ class Effort:
         num_samples: to be trained on in all, where that is known: a tenth of the time they take is not exceeded either.
         spent_s: seconds that went into measuring for them before.
         stopped: whether there is nothing to be trained any more.
-        is_alone: whether what else runs meanwhile is no part of the same run, as other ranks on this host are.
+        is_alone: whether what else runs meanwhile is no part of the same run or search, as its other ranks and workers
+            on this host are.
     """
 
     budget_s: float = _BUDGET_S
@@ -86,34 +95,83 @@ class Effort:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """Why an executor does not run so many learners; it may the next time where that `is_passing`: memory was short."""
+
+    reason: str
+    is_passing: bool = False
+
+
+@dataclass(frozen=True)
 class Calibration:
     """What was found.
 
     Attributes:
         executor: the fastest.
-        images_per_s: of every candidate, (executor, learners).
-        notes: sentences for the user.
+        images_per_s: of every candidate that was measured.
+        refused: those that could not run, and why.
+        late: those that there was no time to measure.
         is_short: whether more would have been measured if more were to be trained.
-        is_busy: whether other programs took much of the machine.
+        others: share of the cores that other programs took, 0 to 1; 0 where it does not matter.
     """
 
     executor: str
-    images_per_s: dict[tuple[str, int], float]
-    notes: tuple[str, ...]
+    images_per_s: Mapping[Key, float]
+    refused: Mapping[Key, Refusal] = field(default_factory=dict)
+    late: tuple[Key, ...] = ()
     is_short: bool = False
-    is_busy: bool = False
+    others: float = 0.0
+
+    def left_out(self, fewest: int = 1) -> dict[str, str]:
+        """Executors that were not measured with at least so many learners, though they were to be, and why."""
+        measured = {name for name, count in self.images_per_s if count >= fewest}
+        late = {
+            name: f"measuring it with {count} learners takes too long" for name, count in self.late if count >= fewest
+        }
+        refused = {
+            name: refusal.reason.rstrip(".")
+            for (name, count), refusal in self.refused.items()
+            if count >= fewest or not refusal.is_passing
+        }
+        return {name: reason for name, reason in {**late, **refused}.items() if name not in measured}
+
+    @property
+    def busy_notes(self) -> tuple[str, ...]:
+        """A sentence about other programs, where they took much of the machine."""
+        if not self.is_busy:
+            return ()
+        return (f"Other programs took {self.others:.0%} of the cores meanwhile: it is measured again the next time.",)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user."""
+        return (
+            *(f"Executor {name} is left out: {reason}." for name, reason in self.left_out().items()),
+            *self.busy_notes,
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs took much of the machine."""
+        return self.others > _BUSY
 
     @property
     def is_lasting(self) -> bool:
-        """Whether it is worth keeping: executors were compared, as far as there is ever time for, with none beside."""
-        is_compared = len({name for name, _ in self.images_per_s}) > 1 or not self.notes
-        return is_compared and not self.is_short and not self.is_busy
+        """Whether it is worth keeping.
+
+        Executors were compared, as far as there is ever time and memory for, with none beside.
+        """
+        measured, left_out = {name for name, _ in self.images_per_s}, self.left_out()
+        is_compared = len(measured) > 1 or not left_out
+        may_run = any(refusal.is_passing for (name, _), refusal in self.refused.items() if name in left_out)
+        return is_compared and not may_run and not self.is_short and not self.is_busy
 
     @property
     def sentence(self) -> str:
         """For the user."""
         each = ", ".join(f"{name} {rate:,.0f} with {k}" for (name, k), rate in self.images_per_s.items())
-        if len({name for name, _ in self.images_per_s}) == 1 and any("too long" in note for note in self.notes):
+        measured = {name for name, _ in self.images_per_s}
+        if len(measured) == 1 and any(name not in measured for name, _ in self.late):
             return f"Executor {self.executor} is taken, the only one there was time to measure (images/s: {each})."
         kept = "; remembered for the next run" if self.is_lasting else ""
         return f"Executor {self.executor} was the fastest here (images/s: {each}){kept}."
@@ -129,50 +187,65 @@ def calibrate(
     Raises UserError when none of them can run.
     """
     begun, before = time.perf_counter(), LoadSnapshot.take()
-    rates: dict[tuple[str, int], float] = {}
-    refusals: dict[str, str] = {}
-    late: dict[str, str] = {}
+    rates: dict[Key, float] = {}
+    refused: dict[Key, Refusal] = {}
+    late: list[Key] = []
     cores = torch.get_num_threads() if device.type == "cpu" else 1
     with torch.random.fork_rng(), kept_host_state():  # a run must not hang on whether its executor was remembered
         for candidate in candidates:
-            name = candidate.executor
-            if name in refusals or _lost(name, rates, cores):
+            key = candidate.executor, candidate.num_learners
+            if _is_refused(key, refused) or _is_spared(candidate, rates, cores):
                 continue
             if rates and _predicted_s(candidate, rates, batch_size) > _left_s(effort, rates, begun):
-                late[name] = f"measuring it with {candidate.num_learners} learners takes too long"
+                late.append(key)
                 continue
             try:
-                rates[name, candidate.num_learners] = _images_per_s(candidate, batch_size, device)
+                rates[key] = _images_per_s(candidate, batch_size, device)
             except (CrossbowError, RuntimeError, MemoryError) as error:
-                refusals[name] = " ".join(str(error).split())[:200]
+                is_passing = is_out_of_memory(error) or is_out_of_memory(error.__cause__)
+                refused[key] = Refusal(" ".join(str(error).split())[:200] or type(error).__name__, is_passing)
             free_memory(device)
     if not rates:
-        raise UserError(f"no executor can run this model: {'; '.join(refusals.values())}")
+        reasons = dict.fromkeys(refusal.reason for refusal in refused.values())
+        raise UserError(f"no executor can run this model: {'; '.join(reasons)}")
     best = max(rates, key=lambda key: rates[key])
-    measured = {name for name, _ in rates}
-    notes = [
-        f"Executor {name} is left out: {reason.rstrip('.')}."
-        for name, reason in {**late, **refusals}.items()
-        if name not in measured
-    ]
-    others = foreign_share(before, LoadSnapshot.take()) or 0.0
-    is_busy = effort.is_alone and device.type == "cpu" and others > _BUSY
-    if is_busy:
-        notes.append(f"Other programs took {others:.0%} of the cores meanwhile: it is measured again the next time.")
+    is_counted = effort.is_alone and device.type == "cpu"
+    others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0
     is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
-    return Calibration(best[0], rates, tuple(notes), is_short, is_busy)
+    return Calibration(best[0], rates, refused, tuple(late), is_short, others)
 
 
-def _left_s(effort: Effort, rates: dict[tuple[str, int], float], begun: float) -> float:
+def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:
+    """Whether its executor runs nothing, or memory held no more learners than these."""
+    name, count = key
+    return any(
+        own == name and (not refusal.is_passing or count >= learners) for (own, learners), refusal in refused.items()
+    )
+
+
+def _is_spared(candidate: Candidate, rates: Mapping[Key, float], cores: int) -> bool:
+    """Whether what was measured of its executor says enough."""
+    if candidate.needs_gain and not _gains(candidate.executor, rates):
+        return True
+    return _lost(candidate.executor, rates, cores)
+
+
+def _gains(executor: str, rates: Mapping[Key, float]) -> bool:
+    """Whether the most learners it was measured with are faster than fewer of them, by what matters."""
+    own = [rate for _, rate in sorted((count, rate) for (name, count), rate in rates.items() if name == executor)]
+    return len(own) > 1 and own[-1] >= _GAIN * max(own[:-1])
+
+
+def _left_s(effort: Effort, rates: Mapping[Key, float], begun: float) -> float:
     return effort.seconds(max(rates.values())) - (time.perf_counter() - begun)
 
 
-def _predicted_s(candidate: Candidate, rates: dict[tuple[str, int], float], batch_size: int) -> float:
+def _predicted_s(candidate: Candidate, rates: Mapping[Key, float], batch_size: int) -> float:
     """Of a round to warm up and one to measure, at the best throughput so far."""
     return 2 * batch_size * candidate.num_learners / max(rates.values())
 
 
-def _lost(executor: str, rates: dict[tuple[str, int], float], cores: int) -> bool:
+def _lost(executor: str, rates: Mapping[Key, float], cores: int) -> bool:
     """Whether it is far behind, with learners enough for every core: a learner a core leaves the others idle."""
     own = [rate for (name, count), rate in rates.items() if name == executor and count >= cores]
     return bool(own) and max(own) < _FAR_BEHIND * max(rates.values())

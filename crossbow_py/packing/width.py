@@ -12,7 +12,7 @@ from torch import nn
 
 from crossbow_py.averaging import Independent
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.calibration import Candidate, Effort, calibrate, fingerprint
+from crossbow_py.calibration import Calibration, Candidate, Effort, calibrate, fingerprint
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
 from crossbow_py.engine.fusion.graph import FusionError, exported
@@ -28,12 +28,13 @@ from crossbow_py.version import __version__
 _WORTH = 1.05  # times the throughput of one at a time: what a pack has to reach, or it is not worth its memory
 _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
 # In the order they are measured: there may be time for the first alone, and an executor that is far behind the others
-# with it is not measured with more.
-_FUSED_SIZES = (16, 8, 32, 4, 2)
+# with it is not measured with more. Twice the largest, and so on, come before the small ones, while they still gain.
+_LARGE_SIZES, _SMALL_SIZES = (16, 8, 32), (4, 2)
 BUDGET_S = 20.0
 _RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
 _NEARLY = 1.25  # of a pack's size
 _SLOW_START = 0.6  # of one trial's throughput is what an executor for packs has with one, where that is not measured
+_ASKED_FOR, _LITTLE = "was asked for", "which is not measured, as there is little to train"
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
 
 
@@ -69,19 +70,20 @@ class Width:
         return num_trials / (rounds[below] + share * (rounds[above] - rounds[below]))
 
 
-def choose_width(rates: Rates, what: str, bound: int) -> Width:
+def choose_width(rates: Rates, what: str, bound: int, why_alone: str = _ASKED_FOR) -> Width:
     """The smallest pack close to the best throughput; one at a time where packs do not pay. Pure.
 
     `rates` has one trial at a time, by whatever executor; `what` names the trials, of which `bound` are all there can
     be. A pack that takes nearly all of them takes all, as those that were left would train alone in the end.
+    `why_alone` says why there are no packs in `rates`, where that is so.
     """
     alone = max((rate for (_, count), rate in rates.items() if count == 1), default=None)
     fastest = max(rates.values())
     if alone is not None and fastest < _WORTH * alone:
         name = max((own for own, count in rates if count == 1), key=lambda own: rates[own, 1])
         reason = f"packing does not pay: {fastest:,.0f} images/s at best, and {alone:,.0f} one at a time"
-        if all(count == 1 for _, count in rates):
-            reason = f"was asked for, by executor {name}: {alone:,.0f} images/s"
+        if not _has_packs(rates):
+            reason = f"{why_alone}, by executor {name}: {alone:,.0f} images/s"
         return Width(1, rates, f"Trials of {what} run one at a time, as {reason}.")
     size = min(count for (_, count), rate in rates.items() if rate >= _CLOSE * fastest)
     name = max((own for own, count in rates if count == size), key=lambda own: rates[own, size])
@@ -110,17 +112,19 @@ def measured_width(
     """
     bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
     what = f"{trial.name} with batches of {trial.batch_size}"
+    why_alone = _ASKED_FOR if limit == 1 else "memory holds no more"
     names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
     asked = _asked(names, bound)
-    known, key = Remembered("packs.json"), _fingerprint(choices, trial, template, feed, asked)
-    if (found := _recalled(known, key) or _recalled_short(known, key, effort)) is not None:
-        width = choose_width(found, what, bound)
+    memory = _Memory(_fingerprint(choices, trial, template, feed, asked, effort.is_alone))
+    if (found := memory.recall(effort)) is not None:
+        width = choose_width(found.rates, what, bound, found.why_no_packs or why_alone)
         # The key says what a model consists of, not what its forward does: that may have changed since.
         if not EXECUTORS[width.executor(width.size)].FUSES or _is_exportable(template, feed, choices):
             return width, notes
     is_exportable = any(EXECUTORS[name].FUSES for name, _ in asked) and _is_exportable(template, feed, choices)
     if len(asked) == 1 or effort.budget_s <= 0:
-        return _unmeasured(asked, what, is_exportable), notes
+        why = f"as {why_alone}" if len(asked) == 1 else _LITTLE
+        return _unmeasured(asked, what, is_exportable, why), notes
     announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
 
     def candidate(name: str, count: int) -> Candidate:
@@ -132,24 +136,53 @@ def measured_width(
             )
             return EXECUTORS[name](tasks), lambda index: _still_round(index, count, feed.batch_size)
 
-        return Candidate(name, count, build)
+        return Candidate(name, count, build, needs_gain=count > max(_LARGE_SIZES))
 
     result = calibrate([candidate(*each) for each in asked], feed.batch_size, choices.device, effort)
-    rates = dict(result.images_per_s)
-    if result.is_short and all(count == 1 for _, count in rates) and any(count > 1 for _, count in asked):
-        return _unmeasured(asked, what, is_exportable), notes
-    if not result.is_busy:
-        plain = json.dumps([[name, count, rate] for (name, count), rate in rates.items()])
-        known.remember(_short(key) if result.is_short else key, plain)
-    return choose_width(rates, what, bound), [*notes, *(note for note in result.notes if "meanwhile" in note)]
+    able = [each for each in asked if each[0] not in {name for name, _ in result.refused}]
+    if result.is_short and not _has_packs(result.images_per_s) and any(each in able for each in _late_packs(result)):
+        return _unmeasured(able, what, is_exportable, _LITTLE), notes
+    found = _Found(dict(result.images_per_s), _why_no_packs(result))
+    width = choose_width(found.rates, what, bound, found.why_no_packs or why_alone)
+    if _is_lasting(result, width):
+        memory.keep(found, is_short=result.is_short)
+    return width, [*notes, *_notes(result, what)]
 
 
-def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool) -> Width:
+def _has_packs(rates: Rates) -> bool:
+    return any(count > 1 for _, count in rates)
+
+
+def _late_packs(result: Calibration) -> list[tuple[str, int]]:
+    return [each for each in result.late if each[1] > 1]
+
+
+def _why_no_packs(result: Calibration) -> str:
+    """Why no packs were measured, where they were to be; empty where they were, or were not to be."""
+    left_out = [f"executor {name}: {reason}" for name, reason in result.left_out(fewest=2).items()]
+    if _has_packs(result.images_per_s) or not left_out:
+        return ""
+    return f"no packs of them could be measured ({'; '.join(left_out)})"
+
+
+def _is_lasting(result: Calibration, width: Width) -> bool:
+    """Whether the next measurement would say the same: memory may hold more then, and there may be time for packs."""
+    may_run = any(refusal.is_passing for refusal in result.refused.values())
+    may_pay = width.size == 1 and bool(_late_packs(result))
+    return not (result.is_busy or may_run or may_pay)
+
+
+def _notes(result: Calibration, what: str) -> list[str]:
+    """For the user; where there are no packs at all, the width's own sentence says why."""
+    left_out = result.left_out(fewest=2).items() if _has_packs(result.images_per_s) else ()
+    return [*(f"Executor {name} runs no packs of {what}: {reason}." for name, reason in left_out), *result.busy_notes]
+
+
+def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool, why: str) -> Width:
     """What is likely to pay: a middling pack, fused where that can be."""
     packs = [each for each in asked if each[1] > 1 and (is_exportable or not EXECUTORS[each[0]].FUSES)]
     name, size = next((each for each in packs if EXECUTORS[each[0]].FUSES), [*packs, asked[0]][0])
     how = f"in packs of {size}" if size > 1 else "one at a time"
-    why = "as was asked for" if len(asked) == 1 else "which is not measured, as there is little to train"
     return Width(size, {(name, size): 0.0}, f"Trials of {what} run {how} by executor {name}, {why}.")
 
 
@@ -164,17 +197,35 @@ def _is_exportable(template: nn.Module, feed: Feed, choices: Choices) -> bool:
 def _asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
     """What is to be measured, what tells most first: one trial at a time, and packs where they run side by side.
 
-    Trials that are not fused gain nothing from there being more of them than cores.
+    Trials that run apart on a CPU gain nothing from there being more of them than cores.
     """
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
-    fused = list(dict.fromkeys(min(size, bound) for size in _FUSED_SIZES))
-    apart = sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
-    sizes = {name: fused if EXECUTORS[name].FUSES else apart for name in packed}
-    places = range(len(_FUSED_SIZES))
-    packs = [(name, own[place]) for place in places for name, own in sizes.items() if place < len(own)]
+    sizes = {name: _apart_sizes(bound) if _is_apart(name) else _sizes(bound) for name in packed}
+    packs = [
+        (name, own[place]) for place in range(max(map(len, sizes.values()))) for name, own in sizes.items()
+        if place < len(own)
+    ]  # fmt: skip
     first = [(names[0], 1), *packs[: len(packed)]]
     order = [*first, *((name, 1) for name in names[1:]), *packs[len(packed) :]]
     return list(dict.fromkeys(order))
+
+
+def _is_apart(name: str) -> bool:
+    """Whether an executor runs trials by themselves, each on a core."""
+    return not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda"
+
+
+def _apart_sizes(bound: int) -> list[int]:
+    return sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
+
+
+def _sizes(bound: int) -> list[int]:
+    """Packs of up to `bound` trials: some sizes, and doubled ones up to nearly all that there can be."""
+    doubled, size = [], max(_LARGE_SIZES)
+    while _NEARLY * size < bound:
+        size *= 2
+        doubled.append(size)
+    return list(dict.fromkeys(min(size, bound) for size in (*_LARGE_SIZES, *doubled, *_SMALL_SIZES)))
 
 
 def _still_round(index: int, count: int, batch_size: int) -> Round:
@@ -191,7 +242,7 @@ def _memory_bound(
     loss: Loss,
     limit: int,
 ) -> tuple[int, list[str]]:
-    executor = ("fused" if choices.executor == "auto" else choices.executor)
+    executor = "fused" if choices.executor == "auto" else choices.executor
     asked = replace(settings, num_learners="auto", max_learners=limit, batch_size=trial.batch_size)
     few = feed.first_samples(min(2, trial.batch_size))
     return learner_bound(
@@ -199,27 +250,50 @@ def _memory_bound(
     )
 
 
-def _recalled(known: Remembered, key: str) -> Rates | None:
-    text = known.recall(key)
-    try:
-        found = {(str(name), int(count)): float(rate) for name, count, rate in json.loads(text or "[]")}
-    except (ValueError, TypeError):
-        return None
-    return found if found and all(name in EXECUTORS for name, _ in found) else None
+@dataclass(frozen=True)
+class _Found:
+    """What is remembered of measuring: throughputs, and why no packs are among them, where some were to be."""
+
+    rates: Rates
+    why_no_packs: str
 
 
-def _recalled_short(known: Remembered, key: str, effort: Effort) -> Rates | None:
-    """What a short search measured, for another one."""
-    found = _recalled(known, _short(key))
-    return found if found and effort.seconds(max(found.values())) < effort.budget_s else None
+class _Memory:
+    """What was measured for such trials before, in long searches and in those with little to train."""
 
+    def __init__(self, key: str) -> None:
+        self._known, self._key, self._short_key = Remembered("packs.json"), key, f"{key} short"
 
-def _short(key: str) -> str:
-    return f"{key} short"
+    def recall(self, effort: Effort) -> _Found | None:
+        """What is known; of what a short search measured only in another one."""
+        if (found := self._read(self._key)) is not None:
+            return found
+        found = self._read(self._short_key)
+        return found if found and effort.seconds(max(found.rates.values())) < effort.budget_s else None
+
+    def keep(self, found: _Found, *, is_short: bool) -> None:
+        """Keep it for the next time."""
+        rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
+        plain = json.dumps({"rates": rates, "why_no_packs": found.why_no_packs})
+        self._known.remember(self._short_key if is_short else self._key, plain)
+
+    def _read(self, key: str) -> _Found | None:
+        try:
+            plain = json.loads(self._known.recall(key) or "{}")
+            rates = {(str(name), int(count)): float(rate) for name, count, rate in plain["rates"]}
+            why = str(plain["why_no_packs"])
+        except (ValueError, TypeError, KeyError):
+            return None
+        return _Found(rates, why) if rates and all(name in EXECUTORS for name, _ in rates) else None
 
 
 def _fingerprint(
-    choices: Choices, trial: TrialSettings, template: nn.Module, feed: Feed, asked: list[tuple[str, int]]
+    choices: Choices,
+    trial: TrialSettings,
+    template: nn.Module,
+    feed: Feed,
+    asked: list[tuple[str, int]],
+    is_alone: bool,
 ) -> str:
     inputs = feed.first_samples(1).inputs
     return fingerprint(
@@ -231,6 +305,7 @@ def _fingerprint(
         precision=choices.precision.name,
         optimizer=trial.optimizer.shared(),
         packs=asked,
+        **({} if is_alone else {"beside": "other workers"}),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from crossbow_py import Trainer, calibration
-from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibrate, fingerprint
+from crossbow_py.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
 from crossbow_py.errors import CrossbowError, UserError
 from tests.trainers import Recorder, image_model, images, make_trainer
 
@@ -143,6 +144,61 @@ def test_calibration_in_which_more_learners_do_not_fit_keeps_what_was_measured(c
 
     sides = [candidate("fused", 4, FakeExecutor(clock, 0.01)), Candidate("fused", 8, fails)]
     assert (calibrate(sides, 1, CPU).executor, calibrate(sides, 1, CPU).notes) == ("fused", ())
+
+
+def test_fewer_learners_are_tried_where_more_of_them_did_not_fit(clock):
+    def fails():
+        raise MemoryError("16 do not fit")
+
+    sides = [Candidate("fused", 16, fails), candidate("fused", 8, FakeExecutor(clock, 0.08))]
+    sides += [
+        Candidate("fused", 32, fails),
+        Candidate("threads", 4, fails),
+        candidate("serial", 1, sides[1].build()[0]),
+    ]
+    found = calibrate(sides, 1, CPU)
+    assert list(found.images_per_s) == [("fused", 8), ("serial", 1)]
+    assert found.refused == {key: Refusal("16 do not fit", is_passing=True) for key in (("fused", 16), ("threads", 4))}
+    assert found.left_out() == {"threads": "16 do not fit"}
+    assert found.left_out(fewest=8) == {}
+    assert found.left_out(fewest=16) == {"fused": "16 do not fit"}
+    assert not found.is_lasting  # threads may run the next time
+
+
+def test_executor_that_cannot_run_is_not_tried_with_fewer_learners(clock):
+    def fails():
+        raise RuntimeError("no kernel")
+
+    sides = [Candidate("fused", 16, fails), candidate("fused", 8, FakeExecutor(clock, 0.01))]
+    found = calibrate([*sides, candidate("serial", 1, FakeExecutor(clock, 0.01))], 1, CPU)
+    assert list(found.images_per_s) == [("serial", 1)]
+    assert found.refused == {("fused", 16): Refusal("no kernel")}
+
+
+def test_an_error_without_words_is_named_by_its_kind(clock):
+    def fails():
+        raise MemoryError
+
+    found = calibrate([candidate("serial", 1, FakeExecutor(clock, 0.01)), Candidate("fused", 4, fails)], 1, CPU)
+    assert found.notes == ("Executor fused is left out: MemoryError.",)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured"),
+    [
+        ({16: 0.16, 32: 0.2, 64: 0.25, 128: 0.5, 256: 0.5}, [16, 32, 64, 128]),  # 100, 160, 256, 256 images/s
+        ({16: 0.16, 32: 0.31, 64: 0.1, 128: 0.1, 256: 0.1}, [16, 32]),  # 100, 103: it pays no more
+        ({16: 0.16, 64: 0.1, 128: 0.1}, [16]),  # of one number of learners nothing follows
+    ],
+)
+def test_still_more_learners_are_measured_only_while_they_gain(clock, seconds, measured):
+    sides = [
+        dataclasses.replace(candidate("fused", k, FakeExecutor(clock, each)), needs_gain=k > 32)
+        for k, each in seconds.items()
+    ]
+    found = calibrate(sides, 1, CPU)
+    assert [k for _, k in found.images_per_s] == measured
+    assert found.late == () and found.notes == ()
 
 
 def test_calibration_with_no_candidate_left_is_the_users_to_know():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py import SGD, Constant
-from crossbow_py.calibration import Calibration, Candidate, Effort
+from crossbow_py.calibration import Calibration, Candidate, Effort, Refusal
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import FP32
 from crossbow_py.packing import width as width_module
@@ -108,7 +108,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[tuple[st
             executor.drain()
             executor.close()
         rates = {key: 10.0 * key[1] * (1 + (key[0] == "fused")) for key in calls[-1]}
-        return Calibration("fused", rates, ())
+        return Calibration("fused", rates)
 
     monkeypatch.setattr(width_module, "calibrate", calibrate)
     return calls
@@ -189,23 +189,116 @@ def test_packs_are_guessed_where_no_time_is_left_or_nothing_is_to_compare(asked:
 def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = Calibration("serial", {("serial", 1): 10.0}, (), is_short=True)
+    late = (("threads", 2), ("threads", 4), ("fused", 16), ("fused_threads", 16))
+    alone = Calibration("serial", {("serial", 1): 10.0}, late=late, is_short=True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(width_module, "calibrate", lambda *_: alone)
     width, _ = measure(32, effort=Effort(20.0, num_samples=100))
     assert width.size == 16 and "not measured" in width.sentence
-    monkeypatch.setattr(width_module, "calibrate", lambda *_: dataclasses.replace(alone, is_short=False))
-    width, _ = measure(32)  # packs cannot run, or are far behind
-    assert width.size == 1
+    refused = {(name, 16): Refusal("no such graph") for name in ("fused", "fused_threads")}
+    one_late = dataclasses.replace(alone, refused=refused, late=late[:2])
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: one_late)
+    width, _ = measure(32, effort=Effort(20.0, num_samples=100))
+    assert (width.size, width.executor(2)) == (2, "threads")  # not one that cannot run
+
+
+MEMORY = Refusal("CUDA out of memory.", is_passing=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "why", "num_measured"),
+    [
+        (
+            {"refused": {("threads", 2): Refusal("no kernel."), ("fused", 16): Refusal("no export")}},
+            "no packs of them could be measured (executor threads: no kernel; executor fused: no export)",
+            1,  # the next time it is known
+        ),
+        (
+            {"refused": {("fused", 16): MEMORY}},
+            "no packs of them could be measured (executor fused: CUDA out of memory)",
+            2,  # memory may be there the next time
+        ),
+        (
+            {"late": (("fused", 16), ("fused", 8))},
+            "no packs of them could be measured (executor fused: measuring it with 8 learners takes too long)",
+            2,
+        ),
+    ],
+)
+def test_trials_run_one_at_a_time_for_the_reason_that_is_said(
+    asked: list[list[tuple[str, int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    found: dict[str, Any],
+    why: str,
+    num_measured: int,
+) -> None:
+    calibration = Calibration("serial", {("serial", 1): 10.0, ("fused", 1): 9.0}, **found)
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or calibration)
+    for _ in range(2):
+        width, notes = measure(32)
+        assert width.size == 1 and notes == []
+        assert width.sentence == (
+            f"Trials of linear with batches of 4 run one at a time, as {why}, by executor serial: 10 images/s."
+        )
+    assert len(asked) == num_measured
+
+
+def test_width_without_packs_says_that_they_were_not_asked_for_or_that_memory_holds_none(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "one at a time, as was asked for, by executor fused" in measure(1)[0].sentence
+    monkeypatch.setattr(width_module, "_memory_bound", lambda *_: (1, ["Memory holds one."]))
+    width, notes = measure(2)
+    assert "one at a time, as memory holds no more, by executor fused" in width.sentence
+    assert notes == ["Memory holds one."]
+    assert measure(2, "serial")[0].sentence.endswith("one at a time by executor serial, as memory holds no more.")
+
+
+def test_executor_that_runs_no_packs_is_named_with_the_reason(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {("serial", 1): 10.0, ("fused", 1): 10.0, ("threads", 2): 20.0}
+    found = Calibration("threads", rates, {("fused", 16): MEMORY}, late=(("fused_threads", 16),))
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or found)
+    width, notes = measure(32)
+    assert (width.size, width.executor(2)) == (2, "threads")
+    assert notes == [
+        "Executor fused_threads runs no packs of linear with batches of 4: "
+        "measuring it with 16 learners takes too long.",
+        "Executor fused runs no packs of linear with batches of 4: CUDA out of memory.",
+    ]
+    measure(32)
+    assert len(asked) == 2  # memory may be there the next time
+
+
+def test_choice_against_packs_is_not_remembered_where_some_were_not_measured(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Calibration("serial", {("serial", 1): 10.0, ("fused", 2): 10.0}, late=(("fused", 16),))
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or found)
+    for _ in range(2):
+        width, _ = measure(32)
+        assert width.size == 1 and "packing does not pay" in width.sentence
+    assert len(asked) == 2
+
+
+def test_what_an_older_version_kept_is_measured_anew(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(width_module.Remembered, "recall", lambda *_: '[["serial", 1, 10.0]]')
+    measure(4)
+    assert len(asked) == 1
 
 
 def test_what_was_measured_beside_other_programs_is_not_remembered(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
-    busy = Calibration("fused", rates, ("Other programs were there meanwhile.",), is_busy=True)
+    busy = Calibration("fused", rates, others=0.5)
     monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or busy)
     width, notes = measure(4)
-    assert width.size == 4 and notes == ["Other programs were there meanwhile."]
+    assert width.size == 4
+    assert notes == ["Other programs took 50% of the cores meanwhile: it is measured again the next time."]
     measure(4)
     assert len(asked) == 2
 
@@ -213,13 +306,51 @@ def test_what_was_measured_beside_other_programs_is_not_remembered(
 def test_what_a_short_search_measured_is_remembered_for_short_ones(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, (), is_short=True)
+    short = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, late=(("fused", 16),), is_short=True)
     monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or short)
     first, _ = measure(4, effort=Effort(20.0, num_samples=800))  # a second
     again, _ = measure(4, effort=Effort(20.0, num_samples=400))
     assert first == again and len(asked) == 1
     measure(4, effort=Effort(20.0, num_samples=80_000))
     assert len(asked) == 2
+
+
+def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_that(
+    asked: list[list[tuple[str, int]]],
+) -> None:
+    beside = Effort(is_alone=False)
+    measure(4, effort=beside)
+    measure(4, effort=beside)
+    assert len(asked) == 1
+    measure(4)
+    assert len(asked) == 2
+
+
+def test_large_packs_are_doubled_up_to_nearly_all_that_there_can_be() -> None:
+    sizes = {bound: width_module._sizes(bound) for bound in (3, 16, 32, 40, 41, 64, 70, 100, 256)}
+    assert sizes[3] == [3, 2] and sizes[16] == [16, 8, 4, 2] and sizes[32] == [16, 8, 32, 4, 2] == sizes[40]
+    assert sizes[41] == [16, 8, 32, 41, 4, 2]
+    assert sizes[64] == [16, 8, 32, 64, 4, 2] == sizes[70]  # 64 is nearly 70
+    assert sizes[100] == [16, 8, 32, 64, 100, 4, 2]
+    assert sizes[256] == [16, 8, 32, 64, 128, 256, 4, 2]
+
+
+def test_packs_of_more_than_32_are_measured_where_those_of_32_gained(
+    monkeypatch: pytest.MonkeyPatch, asked: list[list[tuple[str, int]]]
+) -> None:
+    seen: list[tuple[str, int, bool]] = []
+
+    def calibrate(candidates: list[Candidate], *_: Any) -> Calibration:
+        seen.extend((each.executor, each.num_learners, each.needs_gain) for each in candidates)
+        return Calibration("fused", {("serial", 1): 10.0, ("fused", 64): 640.0})
+
+    monkeypatch.setattr(width_module, "calibrate", calibrate)
+    width, _ = measure(128)
+    assert width.size == 64
+    fused = [(count, gain) for name, count, gain in seen if name == "fused"]
+    assert fused == [(16, False), (1, False), (8, False), (32, False), (64, True), (128, True), (4, False), (2, False)]
+    assert width_module._asked(["streams"], 64) == [("streams", size) for size in (1, 16, 8, 32, 64, 4, 2)]
+    assert max(count for name, count in width_module._asked(["threads"], 64) if name == "threads") == 8
 
 
 def test_executor_that_was_asked_for_is_the_only_one(asked: list[list[tuple[str, int]]]) -> None:
