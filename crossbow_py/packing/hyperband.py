@@ -78,6 +78,9 @@ class TrialState(StrEnum):
     FAILED = "failed"
 
 
+_MEASURED_FOR_GOOD = (TrialState.PRUNED, TrialState.COMPLETE)
+
+
 @dataclass(frozen=True)
 class TrialStanding:
     """Where a trial is: its last rung with a value, and that value; None before the first."""
@@ -248,8 +251,24 @@ def best(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> in
     Only values at the most epochs that any trial has been measured at are compared. A trial that has failed counts no
     longer, whatever it reached before.
     """
+    return _best_of(brackets, standing(brackets, results, maximize=maximize), maximize)
+
+
+def beaten(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], *, maximize: bool) -> set[int]:
+    """The failed and pruned trials that can be the `best` no longer, whatever comes of those that go on.
+
+    These may all fail: then the best of the pruned and the complete ones is the best of all, and it is not among them.
+    What is beaten stays beaten.
+    """
+    ended = {trial: where for trial, where in standings.items() if where.state in _MEASURED_FOR_GOOD}
+    last_resort = _best_of(brackets, ended, maximize)
+    lost = (TrialState.FAILED, TrialState.PRUNED)
+    return {trial for trial, where in standings.items() if where.state in lost and trial != last_resort}
+
+
+def _best_of(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], maximize: bool) -> int | None:
     measured: dict[float, dict[int, Outcome]] = {}
-    for trial, where in standing(brackets, results, maximize=maximize).items():
+    for trial, where in standings.items():
         if where.rung is not None and where.state is not TrialState.FAILED:
             measured.setdefault(to_epochs(brackets, Segment(trial, where.rung)), {})[trial] = where.value
     return survivors(measured[max(measured)], 1, maximize=maximize)[0] if measured else None

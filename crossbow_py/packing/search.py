@@ -19,7 +19,7 @@ from crossbow_py.engine.memory import free_memory, is_device_lost, is_out_of_mem
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError, DeviceLostError, UserError
 from crossbow_py.evaluation import Evaluation
-from crossbow_py.packing.hyperband import Results, Segment, TrialState, is_over, ready, standing, to_epochs
+from crossbow_py.packing.hyperband import Results, Segment, TrialState, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.packing.pack import Member, PackJob
 from crossbow_py.packing.places import Packs, Place
 from crossbow_py.packing.policies import Waiting, admit, fair_share, few_kinds
@@ -90,6 +90,7 @@ class Search:
         self.places: list[Place] = []
         self._alone: set[int] = set()
         self._concluded: set[int] = set()
+        self._forgotten: set[int] = set()  # whose files are removed
         self.spent = Spent()
         self.results: Results = {}
         self._admitted_at: tuple[int, tuple[Segment, ...]] = (-1, ())
@@ -362,13 +363,16 @@ class Search:
         self.hooks.finished(self, segment)
 
     def _conclude(self) -> None:
-        """Tell how trials ended that have, by the results of all workers; files of those that lost are removed."""
-        for trial, where in standing(self.rules.brackets, self.results, maximize=self.rules.maximize).items():
+        """Tell how trials ended that have, by the results of all workers; the files of those beaten are removed."""
+        brackets, maximize = self.rules.brackets, self.rules.maximize
+        standings = standing(brackets, self.results, maximize=maximize)
+        for trial, where in standings.items():
             if where.state in _ENDED and trial not in self._concluded:
                 self._concluded.add(trial)
                 self.study.conclude(trial, where.state, where.value)
-                if where.state is not TrialState.COMPLETE:
-                    self.states.forget(trial)
+        for trial in beaten(brackets, standings, maximize=maximize) - self._forgotten:
+            self._forgotten.add(trial)
+            self.states.forget(trial)
 
     def _drop_lost(self, segments: Sequence[Segment]) -> None:
         """Others have taken these, as this worker seemed dead."""

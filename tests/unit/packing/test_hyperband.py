@@ -18,6 +18,7 @@ from crossbow_py.packing.hyperband import (
     Segment,
     TrialStanding,
     TrialState,
+    beaten,
     best,
     is_over,
     is_reached,
@@ -213,6 +214,35 @@ def test_best_is_no_trial_that_failed_whatever_it_reached_before() -> None:
     failed: dict[Segment, Outcome] = {Segment(0, 0): 0.5, Segment(0, 1): None}
     one = make_brackets("successive_halving", num_trials=1, min_epochs=1, max_epochs=9, eta=3)
     assert best(one, failed, maximize=True) is None
+
+
+def test_beaten_are_failed_and_pruned_trials_but_for_the_best_of_those_that_have_ended() -> None:
+    def found(results: dict[Segment, Outcome]) -> set[int]:
+        return beaten(SMALL, standing(SMALL, results, maximize=True), maximize=True)
+
+    results: dict[Segment, Outcome] = {Segment(trial, 0): trial / 10 for trial in range(1, 9)}
+    assert found(results) == set()
+    results[Segment(0, 0)] = None
+    assert found(results) == {0, 1, 2, 3, 4}  # 6, 7 and 8 go on, and may fail: then 5 is the best
+    results |= {Segment(6, 1): 0.9, Segment(7, 1): 0.8, Segment(8, 1): 0.7}
+    assert found(results) == {0, 1, 2, 3, 4, 5, 8}  # 6 goes on, and 7 was measured where it was
+    assert found({**results, Segment(6, 2): None}) == {0, 1, 2, 3, 4, 5, 6, 8}
+    assert best(SMALL, {**results, Segment(6, 2): None}, maximize=True) == 7
+    assert found({**results, Segment(6, 2): 0.1}) == {0, 1, 2, 3, 4, 5, 7, 8}
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([0.1, 0.5, 0.9]))
+@settings(max_examples=30)
+def test_best_is_never_one_that_was_beaten_before_whoever_fails_in_whatever_order(
+    chance: random.Random, share_failed: float
+) -> None:
+    results: dict[Segment, Outcome] = {}
+    lost: set[int] = set()
+    while waiting := ready(SMALL, results, maximize=True):
+        results[chance.choice(waiting)] = None if chance.random() < share_failed else float(chance.randrange(4))
+        now = beaten(SMALL, standing(SMALL, results, maximize=True), maximize=True)
+        assert lost <= now and best(SMALL, results, maximize=True) not in now
+        lost = now
 
 
 def test_target_is_reached_only_by_a_trial_at_its_end_which_is_then_the_best() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,12 @@ from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import DeviceLostError, LearnerError, UserError
+from crossbow_py.evaluation import Evaluation
 from crossbow_py.packing import places, roster
 from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, ready, standing
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.pack import Pack
+from crossbow_py.packing.places import Place
 from crossbow_py.packing.policies import Policy
 from crossbow_py.packing.roster import Roster, SearchData
 from crossbow_py.packing.rules import SearchRules
@@ -465,6 +467,23 @@ def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, t
     assert (tmp_path / "model.safetensors").exists()
     left = sorted(path.parent.name for path in setting.folder.glob("*/*.pt"))
     assert left == [f"{found.trial:05}"]  # the files of the others are gone
+
+
+def test_best_trial_has_its_files_when_the_only_one_that_was_left_fails(setting: Setting) -> None:
+    search = setting.search()
+    measure = search.packs.measure
+
+    def diverging(healthy: Sequence[Place]) -> list[Evaluation | str]:
+        found = zip(healthy, measure(healthy), strict=True)
+        return ["it diverged" if place.segment.rung == 2 else evaluation for place, evaluation in found]
+
+    search.packs.measure = diverging  # type: ignore[method-assign]
+    assert search.run(never)
+    leader = find_leader(setting.rules(), setting.study())
+    assert leader is not None and leader.last.rung == 1
+    assert [path.relative_to(setting.folder) for path in setting.folder.glob("*/*")] == [
+        Path(f"{leader.trial:05}", "rung_1.pt")
+    ]
 
 
 def test_segments_that_others_took_leave_their_rows_and_the_search_goes_on(
