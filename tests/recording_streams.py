@@ -131,6 +131,9 @@ class RecordingStreams(OnHost):
         self.clock_ms += 1
         graph.body()
 
+    def is_over(self, event):
+        return True
+
     def synchronize_event(self, event):
         self.log.append(f"host wait {event.label}")
 
@@ -218,6 +221,9 @@ class ShuffledStreams(OnHost):
 
     def replay(self, graph, stream):
         self.run(graph.name, graph.body, stream)
+
+    def is_over(self, event):
+        return event.done >= event.asked
 
     def synchronize_event(self, event):
         number = event.asked

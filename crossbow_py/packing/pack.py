@@ -226,21 +226,29 @@ class Pack:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
+    def is_ready(self) -> bool:
+        """Whether `step` has no round to wait for. Does not block."""
+        return self._executor.is_ready()
+
     def step(self) -> bool:
-        """Submit a round for all members. False when a member's segment is over: drain and seat others first."""
+        """Issue a round for all members, after the one before the last is over; that one may still run.
+
+        False when a member's segment is over: drain and seat others first.
+        """
+        assert self._engine is not None, "the pack is open"
+        executor = self._executor
+        self._absorb(executor.collect())
         if any(member.is_over for member in self.members):
             return False
-        assert self._engine is not None, "the pack is open"
-        executor, plan = self._executor, self._plan(self._engine.streams)
+        plan = self._plan(self._engine.streams)
         if not self.feed.announce(plan.starts):
             executor.settle()
             self.feed.wait(plan.starts)
         self._in_flight.append(list(self.members))
-        outcomes = executor.submit(plan)
+        executor.issue(plan)
         for member in self.members:
             member.samples_seen += member.settings.batch_size
             member.num_rounds += 1
-        self._absorb(outcomes)
         self._round_index += 1
         return True
 

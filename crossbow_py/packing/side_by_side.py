@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,13 +12,14 @@ import torch
 from crossbow_py.packing.pack import Pack
 
 Failures = dict[int, Exception]  # by place of the pack
+_PAUSE_S = 1e-4  # between looks at what runs
 
 
 def advance(packs: Sequence[Pack], is_enough: Callable[[], bool], *, device: torch.device) -> Failures:
     """Train all packs until a segment of any of them is over, or it is enough; afterwards all are drained.
 
-    Every pack goes at its own pace on a CPU, and round by round in turn on CUDA, where rounds are only enqueued. What
-    raises ends its own pack's rounds and is returned.
+    Every pack goes at its own pace: on a CPU in a thread of its own, on CUDA, where rounds are only enqueued, in turn
+    with those that are through with theirs. What raises ends its own pack's rounds and is returned.
     """
     if len(packs) == 1 or device.type == "cuda":
         return _in_turn(packs, is_enough)
@@ -41,15 +43,20 @@ def _alone(pack: Pack, is_enough: Callable[[], bool], stop: threading.Event) -> 
 
 
 def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool]) -> Failures:
+    """A round for every pack that has none to wait for, again and again: a slow pack holds up no fast one."""
     failures: Failures = {}
     goes_on = True
     while goes_on and not is_enough():
+        is_idle = True
         for place, pack in enumerate(packs):
             try:
-                goes_on = pack.step() and goes_on
+                if len(packs) == 1 or pack.is_ready():
+                    goes_on, is_idle = pack.step() and goes_on, False
             except Exception as error:
                 failures[place] = error
                 goes_on = False
+        if goes_on and is_idle:
+            time.sleep(_PAUSE_S)  # every pack has a round behind the one it waits for: no device runs dry
     for place, pack in enumerate(packs):
         if place not in failures:
             try:

@@ -66,10 +66,25 @@ class Executor(ABC):
 
         Raises LearnerError when a task failed.
         """
+        self.issue(plan)
+        return self.collect()
+
+    def issue(self, plan: Round) -> None:
+        """Issue a round without waiting; `collect` before the next. Raises LearnerError when a task failed."""
         outcome = RoundOutcome(plan)
         self._issue(self.scheduler.round(plan.index, plan.averaging is not None), outcome)
         self._in_flight.append(outcome)
+
+    def collect(self) -> list[RoundOutcome]:
+        """Wait for the round before the one issued last, and return its outcome, if there is one to come.
+
+        Raises LearnerError when a task failed.
+        """
         return self._collect(leave=1)
+
+    def is_ready(self) -> bool:
+        """Whether `collect` has nothing to wait for. Does not block."""
+        return len(self._in_flight) < 2 or self._is_over(self._in_flight[0])
 
     def settle(self) -> None:
         """Wait for what is in flight, whose outcomes still come when they would have come. Failures come with them."""
@@ -102,6 +117,10 @@ class Executor(ABC):
     @abstractmethod
     def _wait(self, outcome: RoundOutcome) -> None:
         """Block until the round's last task is over; outcomes do not hang on z, so averaging may go on."""
+
+    def _is_over(self, outcome: RoundOutcome) -> bool:
+        """Whether `_wait` would return at once: by default it would, as where rounds run while they are issued."""
+        return True
 
     def _wait_for_z(self) -> None:
         """Block until averaging is over, once all outcomes have come. Raises LearnerError when it failed."""

@@ -94,6 +94,10 @@ class DeviceStreams(ABC):
         """Forget a graph that is not running."""
 
     @abstractmethod
+    def is_over(self, event: Event) -> bool:
+        """Whether what the event marks is over. Raises what only the device saw."""
+
+    @abstractmethod
     def synchronize_event(self, event: Event) -> None:
         """Block the host until what the event marks is over."""
 
@@ -207,6 +211,10 @@ class CudaStreams(DeviceStreams):
     def release(self, graph: torch.cuda.CUDAGraph) -> None:
         """See DeviceStreams; the pool gives its memory back with its last graph."""
         graph.reset()
+
+    def is_over(self, event: torch.cuda.Event) -> bool:
+        """See DeviceStreams."""
+        return bool(event.query())
 
     def synchronize_event(self, event: torch.cuda.Event) -> None:
         """See DeviceStreams."""

@@ -219,6 +219,9 @@ class FusedExecutor(Executor):
         if self._averaging is not None:
             self._averaging.check()
 
+    def _is_over(self, outcome: RoundOutcome) -> bool:
+        return self._on_device is None or self._on_device.rounds.is_over(outcome.plan.index)
+
     def _wait_for_z(self) -> None:
         if self._on_device is not None:
             self._on_device.rounds.finish_average()

@@ -177,6 +177,11 @@ class DeviceRounds:
         self._pending[index] = {name: task for name, task in last.items() if name != AVERAGING_STREAM}, slot
         self.bank_changed = False
 
+    def is_over(self, index: int) -> bool:
+        """Whether `wait` would not block the host. Raises what only the device saw."""
+        last, slot = self._pending[index]
+        return all(self.device.is_over(slot.events[stream]) for stream in last)
+
     def wait(self, index: int) -> Tensor:
         """Block the host until every stream but the averaging stream is past the round. Returns its results.
 

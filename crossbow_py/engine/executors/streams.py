@@ -148,6 +148,9 @@ class StreamsExecutor(Executor):
         self._marks = {task: event for task, event in self._marks.items() if task.round_index > index}
         self._bodies.read(outcome, results)
 
+    def _is_over(self, outcome: RoundOutcome) -> bool:
+        return self._rounds.is_over(outcome.plan.index)
+
     def _wait_for_z(self) -> None:
         self._rounds.finish_average()
 

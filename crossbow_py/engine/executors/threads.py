@@ -105,6 +105,9 @@ class ThreadsExecutor(Executor):
         self._events = {task: event for task, event in self._events.items() if not event.is_set()}
         self._raise_failure()
 
+    def _is_over(self, outcome: RoundOutcome) -> bool:
+        return all(event.is_set() for event in self._last_of_round[outcome.plan.index])
+
     def _raise_failure(self) -> None:
         if self._failure:
             raise self._failure

@@ -302,6 +302,26 @@ def test_threads_have_one_intra_op_thread_while_they_run_and_the_caller_all_of_t
         torch.set_num_threads(1)
 
 
+def test_threads_are_ready_once_the_round_before_the_last_is_over():
+    tasks, may_learn = make_tasks(), threading.Event()
+    learn = tasks.learn
+
+    def held_up(learner, outcome):
+        may_learn.wait()
+        learn(learner, outcome)
+
+    tasks.learn = held_up
+    runner = EXECUTORS["threads"](tasks)
+    for n in range(2):
+        assert runner.is_ready()
+        runner.issue(plan(tasks, n))
+    assert not runner.is_ready()
+    may_learn.set()
+    runner.settle()
+    assert runner.is_ready() and [outcome.plan.index for outcome in runner.collect()] == [0]
+    runner.close()
+
+
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 def test_threads_task_that_raises_even_system_exit_does_not_hang(error):
     def leave(output, target):

@@ -163,6 +163,18 @@ def test_any_order_that_the_stream_and_events_allow_gives_what_serial_gives(seed
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
 
 
+def test_fused_is_ready_once_the_round_before_the_last_is_over():
+    tasks, device = make_tasks(order="blocks"), ShuffledStreams(0)
+    runner = FusedExecutor(tasks, device)
+    for n in range(2):
+        assert runner.is_ready()
+        runner.issue(plan(tasks, n))
+    assert not runner.is_ready()
+    device.synchronize()
+    assert runner.is_ready() and [outcome.plan.index for outcome in runner.collect()] == [0]
+    runner.close()
+
+
 def test_outcomes_come_one_round_late():
     tasks = make_tasks(order="blocks")
     runner = FusedExecutor(tasks, RecordingStreams())

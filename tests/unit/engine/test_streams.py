@@ -24,6 +24,7 @@ from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.engine.rounds import RoundOutcome
+from crossbow_py.engine.scheduler import learner_stream
 from crossbow_py.errors import LearnerError, UserError
 from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import OnlyLaunches, RecordingStreams, ShuffledStreams
@@ -174,6 +175,23 @@ def test_after_a_drain_every_stream_waits_for_what_the_caller_enqueued():
     runner.close()
     assert device.log[:4] == ["caller record caller#2", *(f"{s} wait caller#2" for s in ("s0", "s1", "high"))]
     assert not [entry for entry in device.log if entry.endswith("high#1")]
+
+
+def test_executor_is_ready_once_the_round_before_the_last_is_over_on_every_learners_stream():
+    tasks, device = make_tasks(rule=Independent()), ShuffledStreams(0)
+    runner = StreamsExecutor(tasks, device)
+    for n in range(2):
+        assert runner.is_ready()  # with one in flight there is none to wait for
+        runner.issue(plan(tasks, n))
+    first, second = (runner._rounds.streams[learner_stream(j)] for j in range(2))
+    asked = []
+    for stream in (first, second):
+        asked.append(runner.is_ready())
+        while stream.entries:
+            assert stream.entries.popleft()()
+    assert asked == [False, False] and runner.is_ready()
+    assert [outcome.plan.index for outcome in runner.collect()] == [0]
+    runner.close()
 
 
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), AdamW()], ids=repr)

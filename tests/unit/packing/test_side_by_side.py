@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from crossbow_py.packing import side_by_side
 from crossbow_py.packing.side_by_side import advance
 
 
@@ -27,8 +28,45 @@ class Counted:
         self.left, self.taken = self.left - 1, self.taken + 1
         return True
 
+    def is_ready(self) -> bool:
+        return True
+
     def drain(self) -> None:
         self.drained += 1
+
+
+class Clock:
+    """Goes on while somebody waits."""
+
+    now_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Device(Counted):
+    """A pack whose rounds take a time on a device, one behind the other; `fails` when it is asked how far it is."""
+
+    def __init__(self, clock: Clock, round_s: float, rounds: int = 10**9, fails: bool = False) -> None:
+        super().__init__(rounds)
+        self.clock, self.round_s, self.over_s, self.fails = clock, round_s, [0.0, 0.0], fails
+
+    def is_ready(self) -> bool:
+        if self.fails:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return self.over_s[-2] <= self.clock.now_s
+
+    def step(self) -> bool:
+        self.clock.now_s = max(self.clock.now_s, self.over_s[-2])  # waits for the round before the last
+        self.over_s.append(max(self.clock.now_s, self.over_s[-1]) + self.round_s)
+        return super().step()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(side_by_side, "time", clock)
+    return clock
 
 
 def run(packs: list[Any], device: str, enough: Callable[[], bool] = lambda: False) -> dict[int, Exception]:
@@ -42,10 +80,27 @@ def test_packs_train_until_one_is_over_and_all_are_drained(device: str) -> None:
     assert packs[0].taken == 5 and [pack.drained for pack in packs] == [1, 1]
 
 
-def test_packs_on_cuda_go_round_by_round() -> None:
+def test_packs_on_cuda_whose_rounds_are_over_go_round_by_round() -> None:
     packs = [Counted(5), Counted(10**9)]
     run(packs, "cuda")
     assert packs[1].taken in (5, 6)
+
+
+def test_slow_pack_on_cuda_holds_up_no_fast_one_and_starves_by_none(clock: Clock) -> None:
+    slow, fast = Device(clock, 0.05), Device(clock, 0.001)
+    run([slow, fast], "cuda", lambda: clock.now_s >= 1.0)
+    assert slow.taken in (21, 22) and fast.taken in (1001, 1002)  # one that runs, and one behind it
+
+
+def test_pack_on_cuda_that_is_alone_never_pauses(clock: Clock) -> None:
+    pack = Device(clock, 0.05, rounds=20)
+    run([pack], "cuda")
+    assert pack.taken == 20 and clock.now_s == pytest.approx(0.95)  # when the last but one is over
+
+
+def test_pack_on_cuda_that_fails_when_it_is_asked_is_named(clock: Clock) -> None:
+    packs = [Device(clock, 0.05), Device(clock, 0.001, fails=True)]
+    assert list(run(packs, "cuda")) == [1] and packs[0].drained == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
