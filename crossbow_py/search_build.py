@@ -44,13 +44,12 @@ from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.reporter import versions
-from crossbow_py.run_folder import make_folder
 from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, train_command, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, identity
 from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
-from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, read_json, write_atomically
+from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 
 LOSS = nn.functional.cross_entropy
 
@@ -96,6 +95,7 @@ class SearchRun:
             num_samples=num_samples(self.rules.brackets, data.num_samples),
         )  # fmt: skip
         self._check_corners()
+        self._loading_s = time.perf_counter() - self._begun
         # Last, so that a mistake that is found out before leaves nothing in a storage.
         self._address = config.storage or f"journal:{folder.path / JOURNAL_FILE}"
         self._worker = f"{socket.gethostname()}:{os.getpid()}"
@@ -241,19 +241,23 @@ class SearchRun:
         return summary
 
     def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
-        found = self._best() if status in ("finished", "stopped") else None
-        spent, wall_s = search.spent, time.perf_counter() - self._begun
+        spent = search.spent
+        found, test_s = self._best() if status in ("finished", "stopped") else (None, 0.0)
+        spent.evaluation_s += test_s
+        wall_s = time.perf_counter() - self._begun
+        known_s = self._loading_s + spent.train_s + spent.evaluation_s + spent.tuning_s + spent.waiting_s
         summary = SearchSummary(
             info=info,
             status=status,
             trials=trial_records(self.rules, self.study),
             best=found,
             samples=spent.samples,
+            loading_time_s=self._loading_s,
             train_time_s=spent.train_s,
             evaluation_time_s=spent.evaluation_s,
             tuning_time_s=spent.tuning_s,
             waiting_time_s=spent.waiting_s,
-            overhead_time_s=wall_s - spent.train_s - spent.evaluation_s - spent.tuning_s - spent.waiting_s,
+            overhead_time_s=wall_s - known_s,
             wall_time_s=wall_s,
             images_per_s=spent.samples / spent.train_s if spent.train_s else 0.0,
             notes=tuple(self._told),
@@ -263,22 +267,20 @@ class SearchRun:
             listener.on_end(summary)
         return summary
 
-    def _best(self) -> BestTrial | None:
-        """The best trial, in a folder as a run's is: `predict` and fine-tuning take it."""
+    def _best(self) -> tuple[BestTrial | None, float]:
+        """The best trial, in a folder as a run's is: `predict` and fine-tuning take it; and the seconds of its test."""
         leader = find_leader(self.rules, self.study)
         if leader is None:
-            return None
+            return None, 0.0
         own = self._trial_config(leader.trial, leader.params)
         if not leader.is_at_end:  # a stop that leaves the length its schedule was planned for
             samples = epoch_samples(leader.epochs, self.roster.data.num_samples)
             own = dataclasses.replace(own, max_rounds=-(-samples // own.batch_size))
-        folder = make_folder(self.folder.path / BEST_FOLDER)
-        found = kept_best(
-            leader, self.trial_settings(leader.trial, leader.params), train_command(own), self.roster.data,
-            self.states, self.choices, LOSS, folder,
+        return kept_best(
+            leader, self.trial_settings(leader.trial, leader.params), train_command(own),
+            write_yaml(config_to_mapping(own)), self.roster.data, self.states, self.choices, LOSS,
+            self.folder.path / BEST_FOLDER,
         )  # fmt: skip
-        write_atomically(folder / CONFIG_FILE, write_yaml(config_to_mapping(own)))
-        return found
 
     # --- telling ------------------------------------------------------------------------------------------------------
 

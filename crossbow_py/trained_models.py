@@ -91,10 +91,8 @@ def _models_at(path: str) -> list[TrainedModel]:
         raise UserError(f"models: {run} has no {CONFIG_FILE} and is no run; {_remedy(run)}.")
     plain = read_yaml(run / CONFIG_FILE)
     if "space" in plain:
-        raise UserError(
-            f"models: {run} is a search without a best model ({_state(read_json(run / SEARCH_FILE))}); "
-            f"go on with the command that began it, python -m crossbow_py.search, and resume={run}."
-        )
+        report = read_json(run / SEARCH_FILE)
+        raise UserError(f"models: {run} is a search without a best model ({_state(report)}); {_to_go_on(run, report)}.")
     config = config_from_mapping(plain)
     files = _files_in(run) if asked == run else [asked]
     if not files:
@@ -106,6 +104,15 @@ def _models_at(path: str) -> list[TrainedModel]:
 def _state(summary: Mapping[str, Any]) -> str:
     status = summary.get("status")
     return f"status {status}" if status else "not finished"
+
+
+def _to_go_on(search: Path, report: Mapping[str, Any]) -> str:
+    """What gives the best model of a search that has none; the files of one that is over are with another worker."""
+    best = report.get("best")
+    command = best.get("command") if isinstance(best, dict) else None
+    if command:
+        return f"the files of its best trial are not there: train it, {command}"
+    return f"go on with the command that began it, python -m crossbow_py.search, and resume={search}"
 
 
 def _remedy(folder: Path) -> str:

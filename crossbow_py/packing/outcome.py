@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
+from crossbow_py.file_locks import locked
 from crossbow_py.packing.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
 from crossbow_py.packing.roster import SearchData
 from crossbow_py.packing.rules import SearchRules
@@ -22,9 +25,11 @@ from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import Checkpoint, TrialSettings
 from crossbow_py.run_settings import Choices
+from crossbow_py.telemetry.records import CONFIG_FILE, write_atomically
 from crossbow_py.weights_file import save_weights
 
 MODEL_FILE = "model.safetensors"
+_LOCK_FILE = ".lock"
 
 
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
@@ -97,27 +102,38 @@ def kept_best(
     leader: Leader,
     settings: TrialSettings,
     command: str,
+    config: str,
     data: SearchData,
     states: TrialStates,
     choices: Choices,
     loss: Loss,
     folder: Path,
-) -> BestTrial:
-    """The best trial, its model written to `folder` and measured on the test data.
+) -> tuple[BestTrial, float]:
+    """The best trial, its model and configuration written to `folder` and the model measured on the test data.
 
-    Its files are with the worker that trained it; where they are not here, model and test accuracy are left out.
-    `settings` are the trial's, and `command` is the command line that trains it.
+    Its files are with the worker that trained it; where they are not here, model and test accuracy are left out, and
+    what `folder` has of another trial is removed. `settings` are the trial's; `command` is the command line, and
+    `config` the text of the configuration, that train it.
 
-    Raises UserError when the model cannot be written.
+    Returns:
+        The trial, and the seconds that measuring took.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
     state = states.load(leader.last)
     evaluation: Evaluation | None = None
-    if state is not None:
+    seconds = 0.0
+    if state is None:
+        model_path = _without_others(folder, config)
+    else:
         evaluator = _evaluator(settings.new_model(), data, choices, loss)
-        _save(evaluator.module(_state_dict(state)), folder / MODEL_FILE)
+        model_path = _put(folder, config, evaluator.module(_state_dict(state)))
         if data.test is not None:
+            begun = time.perf_counter()
             evaluation = evaluator.evaluate(_state_dict(state), data.test)
-    return BestTrial(
+            seconds = time.perf_counter() - begun
+    found = BestTrial(
         trial=leader.trial,
         value=leader.value,
         epochs=leader.epochs,
@@ -125,9 +141,10 @@ def kept_best(
         seed=settings.seed,
         test_accuracy=None if evaluation is None else evaluation.accuracy,
         test_loss=None if evaluation is None else evaluation.loss,
-        model_path=None if state is None else str(folder / MODEL_FILE),
+        model_path=None if model_path is None else str(model_path),
         command=command,
     )
+    return found, seconds
 
 
 def _state_dict(state: Checkpoint) -> dict[str, Tensor]:
@@ -144,9 +161,37 @@ def _evaluator(model: nn.Module, data: SearchData, choices: Choices, loss: Loss)
     )  # fmt: skip
 
 
-def _save(model: nn.Module, path: Path) -> None:
+def _put(folder: Path, config: str, model: nn.Module) -> Path:
+    """Write the best trial's configuration and model. Returns the model's file."""
+    with _alone_in(folder):
+        _clear_of_others(folder, config)  # first, so that a crash leaves no model, and not that of another trial
+        write_atomically(folder / CONFIG_FILE, config)
+        save_weights(model, folder / MODEL_FILE)
+    return folder / MODEL_FILE
+
+
+def _without_others(folder: Path, config: str) -> Path | None:
+    """Where the best trial's model is, when it was written before; what is there of another trial is removed."""
+    if not folder.exists():
+        return None
+    with _alone_in(folder):
+        _clear_of_others(folder, config)
+        return folder / MODEL_FILE if (folder / MODEL_FILE).exists() else None
+
+
+def _clear_of_others(folder: Path, config: str) -> None:
+    kept = folder / CONFIG_FILE
+    if not kept.exists() or kept.read_text(encoding="utf-8") != config:
+        (folder / MODEL_FILE).unlink(missing_ok=True)
+        kept.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Workers that end at the same moment may not agree yet on who is the best: one after another. Raises UserError."""
     try:
-        path.parent.mkdir(exist_ok=True)
-        save_weights(model, path)
+        folder.mkdir(exist_ok=True)
+        with locked(folder / _LOCK_FILE, lambda: None):
+            yield
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error}); make room there, and search again.") from error
+        raise UserError(f"cannot write to {folder} ({error}); make room there, and search again.") from error

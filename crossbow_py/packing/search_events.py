@@ -118,9 +118,10 @@ class BestTrial:
 class SearchSummary:
     """How a search ended: `status` is finished, stopped (at its time or target), interrupted or terminated.
 
-    Of this worker: `train_time_s` its packs trained, `evaluation_time_s` they were measured, `tuning_time_s` it was
-    found out how to pack; `waiting_time_s` there was nothing to do, as others held what was left; `overhead_time_s` is
-    the rest: sampling, storage, files of trials, changing seats. `notes`: what the user was told meanwhile.
+    Of this worker, in seconds of its `wall_time_s`: `loading_time_s` until device and data were there, `train_time_s`
+    its packs trained, `evaluation_time_s` trials were measured, the best one on the test data too, `tuning_time_s` it
+    was found out how to pack; `waiting_time_s` there was nothing to do, as others held what was left; `overhead_time_s`
+    is the rest: sampling, storage, files of trials, changing seats. `notes`: what the user was told meanwhile.
     """
 
     info: SearchInfo
@@ -128,6 +129,7 @@ class SearchSummary:
     trials: tuple[TrialRecord, ...]
     best: BestTrial | None
     samples: int
+    loading_time_s: float
     train_time_s: float
     evaluation_time_s: float
     tuning_time_s: float

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from crossbow_py import search as search_module
 from crossbow_py import search_build
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.config import read_yaml
+from crossbow_py.data.digits import Digits
 from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.sources import DataSource
+from crossbow_py.errors import UserError
 from crossbow_py.packing import roster
 from crossbow_py.packing.report import listeners
 from crossbow_py.packing.report.search_file import SearchFile
@@ -23,6 +28,7 @@ from crossbow_py.packing.search_events import TrialRecord
 from crossbow_py.packing.width import Width
 from crossbow_py.search_build import SearchRun
 from crossbow_py.telemetry.records import read_summary
+from crossbow_py.trained_models import load_models
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
 
@@ -115,6 +121,23 @@ def test_finished_search_is_told_again_without_training() -> None:
     after = report()
     assert (after.pop("info")["num_finished_segments"], before.pop("info")["num_finished_segments"]) == (4, 0)
     assert after == before  # with the times and samples of the search
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_loading_and_the_test_of_the_best_are_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, kept_best = Digits.load, search_build.kept_best
+
+    def slowly(data: Digits, *args: Any, **own: Any) -> DataSource:
+        time.sleep(0.5)
+        return load(data, *args, **own)
+
+    monkeypatch.setattr(Digits, "load", slowly)
+    monkeypatch.setattr(search_build, "kept_best", lambda *args: (kept_best(*args)[0], 100.0))
+    assert search_digits("num_trials=1") == 0
+    found = report()
+    assert found["loading_time_s"] >= 0.5 and found["evaluation_time_s"] >= 100
+    parts = ("loading", "train", "evaluation", "tuning", "waiting", "overhead")
+    assert sum(found[f"{part}_time_s"] for part in parts) == pytest.approx(found["wall_time_s"])
 
 
 @pytest.mark.usefixtures("no_pictures", "packs_of_three")
@@ -237,6 +260,11 @@ def test_storage_of_its_own_is_shared_by_searches_in_different_folders() -> None
     assert report("two")["best"]["params"] == report("one")["best"]["params"]
     assert report("two")["samples"] == 0
     assert report("two")["best"]["model_path"] is None
+    assert not Path("two/best").exists()
+    with pytest.raises(
+        UserError, match=r"two is a search without a best model .*: train it, python -m crossbow_py.tra"
+    ):
+        load_models("two")
     assert search_digits(storage, "output_dir=three", "study=another", "seed=1") == 0
 
 

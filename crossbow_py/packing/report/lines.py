@@ -111,6 +111,7 @@ def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
 def _time_lines(summary: SearchSummary) -> list[str]:
     wall_s = summary.wall_time_s
     parts = {
+        "loading": summary.loading_time_s,
         "training": summary.train_time_s,
         "measuring": summary.evaluation_time_s,
         "finding out how to pack": summary.tuning_time_s,

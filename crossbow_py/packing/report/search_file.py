@@ -99,6 +99,7 @@ def ended_plain(summary: SearchSummary) -> dict[str, Any]:
         "samples": summary.samples,
         "images_per_s": summary.images_per_s,
         "wall_time_s": wall_s,
+        "loading_time_s": summary.loading_time_s,
         "train_time_s": summary.train_time_s,
         "evaluation_time_s": summary.evaluation_time_s,
         "tuning_time_s": summary.tuning_time_s,

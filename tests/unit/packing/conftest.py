@@ -97,8 +97,9 @@ class Searched:
     def summary(cls, **changes: Any) -> SearchSummary:
         values: dict[str, Any] = {
             "info": cls.info(output_dir="runs/x"), "status": "finished", "trials": cls.trials(), "best": cls.best(),
-            "samples": 800, "train_time_s": 4.0, "evaluation_time_s": 2.0, "tuning_time_s": 1.0, "waiting_time_s": 0.0,
-            "overhead_time_s": 1.0, "wall_time_s": 8.0, "images_per_s": 200.0, "versions": {"torch": "2"},
+            "samples": 800, "loading_time_s": 0.0, "train_time_s": 4.0, "evaluation_time_s": 2.0, "tuning_time_s": 1.0,
+            "waiting_time_s": 0.0, "overhead_time_s": 1.0, "wall_time_s": 8.0, "images_per_s": 200.0,
+            "versions": {"torch": "2"},
         }  # fmt: skip
         return SearchSummary(**{**values, **changes})
 

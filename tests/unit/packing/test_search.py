@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Constant
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.engine import memory
 from crossbow_py.engine.precision import FP32
-from crossbow_py.errors import DeviceLostError, LearnerError, UserError
-from crossbow_py.evaluation import Evaluation
-from crossbow_py.packing import places, roster
+from crossbow_py.errors import DataError, DeviceLostError, LearnerError, UserError
+from crossbow_py.evaluation import Evaluator
+from crossbow_py.evaluation import Evaluation, Evaluator
+from crossbow_py.packing import outcome, places, roster
 from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, ready, standing
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.pack import Pack
@@ -29,6 +31,7 @@ from crossbow_py.packing.policies import Policy
 from crossbow_py.packing.roster import Roster, SearchData
 from crossbow_py.packing.rules import SearchRules
 from crossbow_py.packing.search import Search, SearchHooks
+from crossbow_py.packing.search_events import BestTrial
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
@@ -418,18 +421,217 @@ def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, mo
     assert max(widths) == 4 and set(widths[1:]) == {1, 2} and not setting.study().reasons()
 
 
-def test_device_that_is_lost_ends_the_search_and_fails_no_trial(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asserts(pack: Pack) -> bool:
-        raise RuntimeError("CUDA error: device-side assert triggered")
+LOST = "CUDA error: device-side assert triggered"
 
+
+def lost(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(LOST)
+
+
+def lost_in_a_loss(*_: Any, **__: Any) -> Any:
+    raise UserError("the model cannot take the training data") from RuntimeError(LOST)
+
+
+def lost_samples(*_: Any, **__: Any) -> Any:
+    raise DataError("samples cannot be made") from RuntimeError(LOST)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors mean what they would if packs were on CUDA."""
+    is_lost = memory.is_device_lost
+    monkeypatch.setattr(memory, "is_device_lost", lambda error, _: is_lost(error, torch.device("cuda")))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "raises"),
+    [
+        (roster, "probe", lost_in_a_loss),
+        (roster, "measured_width", lost),
+        (Pack, "seat", lost),
+        (Pack, "step", lost),
+        (Pack, "step", lost_samples),
+        (Pack, "drain", lost),
+        (Pack, "evaluate", lost),
+        (Pack, "checkpoint", lost),
+    ],
+)
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_ends_the_search_and_fails_no_trial(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, raises: Callable[..., Any]
+) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(Pack, "step", asserts)
+        patched.setattr(owner, name, raises)
         with pytest.raises(DeviceLostError, match="device-side assert"):
             setting.search().run(never)
     assert setting.study().results() == {}
     assert setting.search().run(never)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(Pack, "checkpoint", lost)
+    search = setting.search()
+    with pytest.raises(DeviceLostError, match="device-side assert"):
+        search.run(lambda: search.spent.samples > 0)
+
+
+def test_trial_on_a_cpu_whose_model_says_what_cuda_says_fails_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space, step = ONE_SIZE, Pack.step
+
+    def failing(pack: Pack) -> bool:
+        if any(member.trial == 1 for member in pack.members):
+            raise RuntimeError("misaligned address")
+        return step(pack)
+
+    monkeypatch.setattr(Pack, "step", failing)
+    assert setting.search().run(never)
+    assert setting.study().reasons() == {1: "RuntimeError: misaligned address"}
+
+
+def values_of(setting: Setting) -> dict[Segment, Any]:
+    return {each: (result.value, result.attrs) for each, result in setting.study().segment_results().items()}
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Callable[[Setting], dict[Segment, Any]]:
+    """What a search like this one finds where memory is ample."""
+
+    def found(setting: Setting) -> dict[Segment, Any]:
+        whole = replace(setting, folder=tmp_path / "ample" / "trials", messages=[], finished=[])
+        assert whole.search().run(never)
+        return values_of(whole)
+
+    return found
+
+
+def two_architectures(trial: int) -> Callable[[], nn.Module]:
+    return partial(nn.Linear, 4, 3, bias=trial < 3)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), UserError("the model cannot take it")])
+def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_without_them(
+    setting: Setting,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[Setting], dict[Segment, Any]],
+    error: Exception,
+) -> None:
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(places, "advance", one_round)  # the first kind is in the middle of its segments
+    whole = expected(setting)
+    search = setting.search()
+    probe, beside = roster.probe, []
+
+    def short(*args: Any, **kwargs: Any) -> Any:
+        if search.packs.count:
+            beside.append(search.packs.count)
+            raise error from (MemoryError() if isinstance(error, UserError) else None)
+        return probe(*args, **kwargs)
+
+    monkeypatch.setattr(roster, "probe", short)
+    assert search.run(never)
+    assert beside and not setting.study().reasons()
+    assert values_of(setting) == whole
+
+
+def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    probe = roster.probe
+
+    def short(template: nn.Module, *args: Any) -> Any:
+        if getattr(template, "bias", None) is None:
+            raise MemoryError
+        return probe(template, *args)
+
+    monkeypatch.setattr(roster, "probe", short)
+    assert setting.search().run(never)
+    assert setting.study().reasons() == dict.fromkeys(range(3, 9), "MemoryError")
+
+
+def test_width_of_a_kind_is_found_in_all_of_the_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(places, "advance", one_round)
+    search = setting.search()
+    measured, counts = roster.measured_width, []
+
+    def bounded(*args: Any) -> Any:
+        make_room = args[-2]
+        before = search.packs.count
+        counts.append((before, make_room(), search.packs.count))
+        return measured(*args)
+
+    monkeypatch.setattr(roster, "measured_width", bounded)
+    assert search.run(never)
+    assert counts[0] == (0, False, 0) and counts[1] in ((1, True, 0), (2, True, 0)) and len(counts) == 2
+    assert len(setting.finished) == len(set(setting.finished)) == 13
+
+
+def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, expected: Callable[[Setting], dict[Segment, Any]]
+) -> None:
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(places, "advance", one_round)
+    whole = expected(setting)
+    measured, signals = roster.measured_width, []
+
+    def signalled(*args: Any) -> Any:
+        if args[-2]():
+            signals.append("SIGTERM")
+        return measured(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roster, "measured_width", signalled)
+        search = setting.search()
+        assert not search.run(lambda: bool(signals))
+    later = setting.search()
+    assert later.run(never)
+    assert search.spent.samples + later.spent.samples == search.num_samples * (9 * 1 + 3 * 2 + 1 * 6)
+    assert values_of(setting) == whole
+
+
+@pytest.mark.parametrize(("most_samples", "batches"), [(30, [30]), (10, [30, 15, 7])])
+def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_without_them(
+    setting: Setting,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[Setting], dict[Segment, Any]],
+    most_samples: int,
+    batches: list[int],
+) -> None:
+    whole = expected(setting)
+    search = setting.search()
+    evaluate, sizes = Evaluator.evaluate, []
+
+    def short(evaluator: Evaluator, *args: Any) -> Any:
+        evaluator.batch_size = min(30, evaluator.batch_size)  # as many as there are
+        if not search.packs.count:
+            sizes.append(evaluator.batch_size)
+        if search.packs.count or evaluator.batch_size > most_samples:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return evaluate(evaluator, *args)
+
+    monkeypatch.setattr(Evaluator, "evaluate", short)
+    assert search.run(never)
+    assert sizes[: len(batches)] == batches and len(sizes) == len(batches) * 13
+    assert not setting.study().reasons() and any("evaluation" in message for message in setting.messages)
+    ours = setting.study().results()
+    assert all(ours[each] == pytest.approx(value) for each, (value, _) in whole.items())
+
+
+def test_trial_that_no_memory_measures_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.space = ONE_SIZE
+    setting.make = lambda trial: partial(Hungry, 4, 3) if trial in (1, 3) else partial(nn.Linear, 4, 3)
+    assert setting.search().run(never)
+    assert setting.study().reasons() == dict.fromkeys((1, 3), "its evaluation failed: MemoryError")
 
 
 def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Setting) -> None:
@@ -459,14 +661,79 @@ def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, t
     leader = find_leader(setting.rules(), setting.study())
     assert leader is not None and leader.is_at_end
     settings = setting.trial(leader.trial, leader.params)
-    found = kept_best(leader, settings, "train it", search.roster.data, search.states, CHOICES, LOSS, tmp_path)
+    best_folder = tmp_path / "best"
+    found, _ = kept_best(
+        leader, settings, "train it", "seed: 1\n", search.roster.data, search.states, CHOICES, LOSS, best_folder
+    )
     assert (found.trial, found.epochs, found.seed) == (setting.best(), 9, leader.trial)
     assert found.command == "train it" and found.params.keys() == {"batch_size", "optimizer.learning_rate"}
     assert found.value == max(value for value in setting.study().results().values() if value is not None)
     assert found.test_accuracy is not None and math.isfinite(found.test_accuracy)
-    assert (tmp_path / "model.safetensors").exists()
+    assert found.model_path == str(best_folder / "model.safetensors") and Path(found.model_path).exists()
+    assert (best_folder / "config.yaml").read_text() == "seed: 1\n"
     left = sorted(path.parent.name for path in setting.folder.glob("*/*.pt"))
     assert left == [f"{found.trial:05}"]  # the files of the others are gone
+
+
+@pytest.fixture
+def kept(setting: Setting, tmp_path: Path) -> Callable[..., tuple[BestTrial, float]]:
+    """`kept_best` of a finished search, with a configuration, into `best`, where that of another trial is."""
+    search = setting.search()
+    assert search.run(never)
+    leader = find_leader(setting.rules(), setting.study())
+    assert leader is not None
+    settings = setting.trial(leader.trial, leader.params)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/config.yaml").write_text("seed: 0\n")
+    (tmp_path / "best/model.safetensors").write_text("of another trial")
+
+    def keep(config: str, states: TrialStates = search.states) -> tuple[BestTrial, float]:
+        data, folder = search.roster.data, tmp_path / "best"
+        return kept_best(leader, settings, "train it", config, data, states, CHOICES, LOSS, folder)
+
+    return keep
+
+
+def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(
+    kept: Callable[..., tuple[BestTrial, float]], tmp_path: Path
+) -> None:
+    elsewhere = TrialStates(tmp_path / "elsewhere")
+    found, seconds = kept("seed: 1\n", elsewhere)
+    assert (found.model_path, found.test_accuracy, seconds) == (None, None, 0)
+    assert not list((tmp_path / "best").glob("[!.]*"))
+    assert kept("seed: 1\n")[0].model_path == str(tmp_path / "best/model.safetensors")
+    assert kept("seed: 1\n", elsewhere)[0].model_path == str(tmp_path / "best/model.safetensors")  # it is this trial's
+
+
+def test_best_trial_whose_model_cannot_be_written_leaves_no_model_of_another(
+    kept: Callable[..., tuple[BestTrial, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outcome, "save_weights", full)
+    with pytest.raises(UserError, match=r"cannot write to .*best \(.*No space left.*\); make room there"):
+        kept("seed: 1\n")
+    assert not (tmp_path / "best/model.safetensors").exists()
+
+
+def test_seconds_of_the_best_trial_are_those_of_its_measurement(
+    kept: Callable[..., tuple[BestTrial, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def saved(model: nn.Module, path: Path) -> None:
+        now[0] += 5
+
+    def measured(*_: object) -> Evaluation:
+        now[0] += 3
+        return Evaluation(0.5, 0.75, 21)
+
+    monkeypatch.setattr(outcome, "save_weights", saved)
+    monkeypatch.setattr(Evaluator, "evaluate", measured)
+    monkeypatch.setattr("crossbow_py.packing.outcome.time.perf_counter", lambda: now[0])
+    found, seconds = kept("seed: 1\n")
+    assert (found.test_accuracy, seconds) == (0.75, 3)
 
 
 def test_best_trial_has_its_files_when_the_only_one_that_was_left_fails(setting: Setting) -> None:
@@ -516,6 +783,15 @@ class Unmeasurable(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.training and len(inputs) > 2:
             raise ArithmeticError("no evaluation")
+        return super().forward(inputs)
+
+
+class Hungry(nn.Linear):
+    """Which finds no memory in evaluation, but where it is tried."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.training and len(inputs) != 2:
+            raise MemoryError
         return super().forward(inputs)
 
 
