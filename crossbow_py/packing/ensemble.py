@@ -27,6 +27,8 @@ from crossbow_py.packing.timing import fastest
 
 Shape = tuple[torch.Size, torch.dtype]
 
+_MOST_CHOICES = 256
+
 
 class Ensemble:
     """K trained models that answer together. Not thread-safe; `close` it, or use it in a `with` statement.
@@ -35,13 +37,15 @@ class Ensemble:
         models: classifiers, of the same input and the same classes; their weights are copied. `load_models` gives
             those that runs and searches have left behind.
         executor: how they run: `serial` one after another, `threads` on all cores of a CPU, `fused` as one graph of all
-            (on CUDA one CUDA graph for every shape of batches), `fused_threads` as a graph for each core of a CPU;
-            `auto` takes the fastest for a shape, measured at its first batch.
+            (on CUDA a CUDA graph), `fused_threads` as a graph for each core of a CPU; experimental, on CUDA: `streams`
+            on a stream each, `subarrays2` and `subarrays4` in so many groups of fused models on streams. `auto` takes
+            the fastest for a shape, measured at its first batch. What is prepared for a shape is kept for the last
+            eight of them; a server that sees more had better pad its batches.
         device, precision: where, and in which format. `fp32` is what the models give alone, to rounding.
         channels_last: memory order of images and filters.
 
     Attributes:
-        chosen: the executor of every shape and format of batches seen so far.
+        chosen: the executor of shapes and formats of batches seen so far, of the last 256.
         notes: sentences for the user.
 
     Raises:
@@ -112,6 +116,8 @@ class Ensemble:
         if shape not in self.chosen:
             self._try(inputs)
             self.chosen[shape] = self._settle(inputs)
+            if len(self.chosen) > _MOST_CHOICES:
+                del self.chosen[next(iter(self.chosen))]
         return self._predictor(self.chosen[shape]).probabilities(inputs)
 
     def _prepared(self, batch: object) -> Tensor:
@@ -166,7 +172,8 @@ class Ensemble:
         if refusal is not None:
             left_out = [name for name in names if PREDICTORS[name].FUSES]
             names = [name for name in names if name not in left_out]
-            self.notes += [f"The models run without executor={' and '.join(left_out)}: {refusal}."]
+            note = f"The models run without executor={' and '.join(left_out)}: {refusal}."
+            self.notes += [note] if note not in self.notes else []
         runs = {name: self._predictor(name) for name in names}
         return fastest({name: lambda own=own: self._finished(own, inputs) for name, own in runs.items()})  # type: ignore[misc]
 

@@ -1,4 +1,7 @@
-"""Ways to run several models on one batch: one after another or in one graph, all of them or groups on threads."""
+"""Ways to run several models on one batch: one after another or in one graph, all of them or groups on threads.
+
+Each is named after the executor that trains models in that way.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,16 @@ from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.packing.captures import Captures
+from crossbow_py.packing.last_used import LastUsed
 from crossbow_py.packing.recording import Run, recorded
 from crossbow_py.packing.timing import fastest
 
-PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads"]
+PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
+
+# Shapes of batches an executor keeps a program for, with memory of its own: a server may see any number of them.
+MOST_PROGRAMS = 8
+_MOST_STREAMS = 32  # as many as torch deals out
 
 
 class Predictor(ABC):
@@ -34,6 +43,7 @@ class Predictor(ABC):
     NAME: ClassVar[str]
     DEVICE: ClassVar[str | None] = None  # the only kind of device it runs on
     FUSES: ClassVar[bool] = False  # models into one graph, which not all can be
+    EXPERIMENTAL: ClassVar[bool] = False  # left out by `executor=auto` until its tests have passed on a GPU
 
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         self.banks, self.writes_inputs = banks, writes_inputs
@@ -44,6 +54,12 @@ class Predictor(ABC):
 
         On CUDA it is enqueued on the current stream; the host does not wait for it.
         """
+
+    @torch.no_grad()  # which holds for one thread
+    def _run(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Of one model."""
+        output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
+        return output
 
     def close(self) -> None:
         """End what it has started."""
@@ -56,17 +72,12 @@ class SerialPredictor(Predictor):
 
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(banks, writes_inputs)
-        self._modules = [bank.module(row) for bank in banks for row in range(bank.num_learners)]
+        self._modules = _modules(banks)
 
     def probabilities(self, inputs: Tensor) -> Tensor:
         """See Predictor."""
         outputs = [self._run(module, inputs) for module in self._modules]
         return _softmax(torch.stack(outputs), self.banks[0])
-
-    @torch.no_grad()  # which holds for one thread
-    def _run(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        output: Tensor = module(inputs.clone() if self.writes_inputs else inputs)
-        return output
 
 
 class ThreadsPredictor(SerialPredictor):
@@ -89,8 +100,40 @@ class ThreadsPredictor(SerialPredictor):
         self._threads.close()
 
 
-class FusedPredictor(Predictor):
-    """A graph a bank, and banks side by side, recorded for every shape of batches; on CUDA as one CUDA graph.
+class ProgramsPredictor(Predictor):
+    """Keeps a program for each of the last shapes of batches; on CUDA that is a CUDA graph."""
+
+    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(banks, writes_inputs)
+        self._captures = Captures(self.NAME, banks) if banks[0].device.type == "cuda" else None
+        self._programs = LastUsed[tuple[torch.Size, torch.dtype], Run](MOST_PROGRAMS, self._release)
+
+    @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
+    def probabilities(self, inputs: Tensor) -> Tensor:
+        """See Predictor. A call makes the program of a shape that is not kept, and then blocks the host on CUDA."""
+        run = self._programs.of((inputs.shape, inputs.dtype), partial(self._program, inputs))
+        return run(inputs)
+
+    def _program(self, inputs: Tensor) -> Run:
+        """What answers batches like these."""
+        run = self._prepared(inputs)
+        return run if self._captures is None else self._captures.captured(run, inputs)
+
+    @abstractmethod
+    def _prepared(self, inputs: Tensor) -> Run:
+        """What answers batches like these, on CUDA before it is captured."""
+
+    def _release(self, run: Run) -> None:
+        if self._captures is not None:
+            self._captures.release(run)
+
+    def close(self) -> None:
+        """Forget all programs."""
+        self._programs.clear()
+
+
+class FusedPredictor(ProgramsPredictor):
+    """A graph a bank, and banks side by side.
 
     Raises FusionError, in `probabilities`, for models that cannot be fused.
     """
@@ -101,28 +144,44 @@ class FusedPredictor(Predictor):
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(banks, writes_inputs)
         self._branches = Branches(banks[0].device)
-        self._run: dict[tuple[torch.Size, torch.dtype], Run] = {}
+        self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners, self._num_groups())]
 
-    @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
-    def probabilities(self, inputs: Tensor) -> Tensor:
-        """See Predictor. The first call for a shape exports the models, and on CUDA blocks the host."""
-        key = inputs.shape, inputs.dtype
-        if key not in self._run:
-            self._run[key] = self._prepared(inputs)
-        return self._run[key](inputs)
+    def _num_groups(self) -> int:
+        """Graphs a bank, if it has as many models."""
+        return 1
+
+    def _graphs(self, inputs: Tensor) -> list[FusedGraph]:
+        return [FusedGraph(bank.template, inputs, bank, learners=group, training=False) for bank, group in self._groups]
 
     def _prepared(self, inputs: Tensor) -> Run:
-        graphs = [FusedGraph(bank.template, inputs, bank, training=False) for bank in self.banks]
-        run = partial(self._all, graphs)
-        if inputs.device.type == "cuda":
-            return _captured(run, inputs, self.banks)
-        return _on_fastest_threads(recorded(run, inputs), inputs)
+        run = partial(self._all, self._graphs(inputs))
+        return run if inputs.device.type == "cuda" else _on_fastest_threads(recorded(run, inputs), inputs)
 
     @torch.no_grad()
     def _all(self, graphs: Sequence[FusedGraph], inputs: Tensor) -> Tensor:
         bodies = [partial(graph.run, inputs, shared=True) for graph in graphs]
         outputs = self._branches.run(bodies) if len(bodies) > 1 else [bodies[0]()]
         return _softmax(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.banks[0])
+
+
+class TwoSubArrays(FusedPredictor):
+    """Every bank in two groups of fused models, all groups side by side. Errors as `FusedPredictor`'s."""
+
+    NAME = "subarrays2"
+    DEVICE = "cuda"
+    EXPERIMENTAL = True
+
+    def _num_groups(self) -> int:
+        return 2
+
+
+class FourSubArrays(TwoSubArrays):
+    """In four groups."""
+
+    NAME = "subarrays4"
+
+    def _num_groups(self) -> int:
+        return 4
 
 
 class FusedThreadsPredictor(FusedPredictor):
@@ -138,32 +197,69 @@ class FusedThreadsPredictor(FusedPredictor):
 
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(banks, writes_inputs)
-        cores = torch.get_num_threads()
-        self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners, cores)]
         self._threads = _CoreThreads(len(self._groups))
 
+    def _num_groups(self) -> int:
+        return torch.get_num_threads()
+
     def _prepared(self, inputs: Tensor) -> Run:
-        graphs = [
-            FusedGraph(bank.template, inputs, bank, learners=group, training=False) for bank, group in self._groups
-        ]
+        graphs = self._graphs(inputs)
         return partial(self._side_by_side, [recorded(partial(self._all, [graph]), inputs) for graph in graphs])
 
     def _side_by_side(self, runs: Sequence[Run], inputs: Tensor) -> Tensor:
         return torch.cat(self._threads.run([partial(_without_gradients, run, inputs) for run in runs]))
 
     def close(self) -> None:
-        """Join the threads."""
+        """Forget all programs, and join the threads."""
+        super().close()
         self._threads.close()
 
 
-PREDICTORS: dict[str, type[Predictor]] = {
-    kind.NAME: kind for kind in (SerialPredictor, ThreadsPredictor, FusedPredictor, FusedThreadsPredictor)
-}
+class StreamsPredictor(ProgramsPredictor):
+    """Every model by itself, on a stream of its own: in the CUDA graph of a batch's shape, a branch each.
+
+    Raises CaptureError, in `probabilities`, for models that a CUDA graph cannot hold.
+    """
+
+    NAME = "streams"
+    DEVICE = "cuda"
+    EXPERIMENTAL = True
+
+    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(banks, writes_inputs)
+        self._modules = _modules(banks)
+        self._branches = Branches(banks[0].device, _MOST_STREAMS)
+
+    def _prepared(self, inputs: Tensor) -> Run:
+        return self._side_by_side
+
+    @torch.no_grad()
+    def _side_by_side(self, inputs: Tensor) -> Tensor:
+        outputs = self._branches.run([partial(self._run, module, inputs) for module in self._modules])
+        return _softmax(torch.stack(outputs), self.banks[0])
+
+
+_ALL: tuple[type[Predictor], ...] = (
+    SerialPredictor,
+    ThreadsPredictor,
+    FusedPredictor,
+    FusedThreadsPredictor,
+    TwoSubArrays,
+    FourSubArrays,
+    StreamsPredictor,
+)
+PREDICTORS: dict[str, type[Predictor]] = {kind.NAME: kind for kind in _ALL}
 
 
 def candidates(device: torch.device) -> list[str]:
     """What `executor=auto` chooses from on a device."""
-    return [name for name, kind in PREDICTORS.items() if kind.DEVICE in (None, device.type)]
+    fitting = [name for name, kind in PREDICTORS.items() if kind.DEVICE in (None, device.type)]
+    return [name for name in fitting if not PREDICTORS[name].EXPERIMENTAL]
+
+
+def _modules(banks: Sequence[ReplicaBank]) -> list[nn.Module]:
+    """Of all rows, in the banks' order."""
+    return [bank.module(row) for bank in banks for row in range(bank.num_learners)]
 
 
 class _CoreThreads:
@@ -219,55 +315,3 @@ def _with_threads(run: Run, number: int, inputs: Tensor) -> Tensor:
 def _softmax(outputs: Tensor, bank: ReplicaBank) -> Tensor:
     """In master precision."""
     return outputs.to(bank.precision.master).softmax(-1)
-
-
-def _captured(run: Run, inputs: Tensor, banks: Sequence[ReplicaBank]) -> Run:
-    """`run` as a CUDA graph; as it is when it draws random numbers, which a graph would repeat. Blocks the host."""
-    stream = torch.cuda.Stream(inputs.device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(inputs.device))
-    before = _random_state(inputs.device, banks)
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # rules are settled, and libraries choose algorithms and allocate workspaces
-            run(inputs)
-    torch.cuda.synchronize(inputs.device)  # host–device synchronisation
-    if _random_state(inputs.device, banks) != before:
-        return run
-    return CapturedRun(run, inputs, stream)
-
-
-def _random_state(device: torch.device, banks: Sequence[ReplicaBank]) -> list[bytes]:
-    """Of every generator an operator may draw from."""
-    states = [torch.get_rng_state(), torch.cuda.get_rng_state(device)]
-    states += [generator.get_state() for bank in banks for generator in bank.generators]
-    return [state.numpy().tobytes() for state in states]
-
-
-class CapturedRun:
-    """A function of one tensor as a CUDA graph, captured once and replayed. Not one line of it has run on a GPU yet.
-
-    Args:
-        run: what to capture; it has run on `stream` before, so that nothing is chosen or allocated for good any more.
-        inputs: an example; every call is given a tensor of its shape, format and memory order.
-        stream: a side stream, where it is captured.
-    """
-
-    def __init__(self, run: Run, inputs: Tensor, stream: torch.cuda.Stream) -> None:
-        self._inputs = inputs.clone()
-        self._graph, self._done = torch.cuda.CUDAGraph(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(inputs.device))
-        # The outer guard: when ending a capture fails, torch leaves the capture's stream as the current one.
-        with (
-            torch.cuda.stream(stream),
-            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
-        ):
-            self._outputs = run(self._inputs)
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """A copy of the outputs. All on the current stream, the host does not wait."""
-        stream = torch.cuda.current_stream(inputs.device)
-        stream.wait_event(self._done)  # of the last call, which may have been made on another stream
-        self._inputs.copy_(inputs)
-        self._graph.replay()
-        outputs = self._outputs.clone()  # which the next call overwrites, maybe on another stream
-        self._done.record(stream)
-        return outputs

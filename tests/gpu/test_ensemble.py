@@ -15,6 +15,7 @@ from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packed_evaluation import evaluate_bank
+from crossbow_py.packing.predictors import MOST_PROGRAMS
 from tests.support import features, norm_model
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +37,7 @@ def dense(seed):
     return nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.ReLU(inplace=True), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize("executor", ["auto", "serial", "fused"])
+@pytest.mark.parametrize("executor", ["auto", "serial", "fused", "subarrays2", "subarrays4", "streams"])
 def test_ensemble_of_two_architectures_on_cuda_equals_plain_pytorch_at_every_call(executor):
     models = [convolutional(0), dense(1), convolutional(2), dense(3)]
     with Ensemble(models, executor=executor, device="cuda") as ensemble, torch.no_grad():
@@ -54,9 +55,10 @@ def test_executors_of_cpu_threads_are_refused_on_cuda(executor):
         Ensemble([dense(0)], executor=executor, device="cuda")
 
 
-def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer():
+@pytest.mark.parametrize("executor", ["fused", "subarrays2", "streams"])
+def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer(executor):
     models, batches = [dense(seed) for seed in range(4)], torch.randn(20, 8, 3, 6, 6, device=CUDA)
-    ensemble, streams = Ensemble(models, executor="fused", device="cuda"), [torch.cuda.Stream() for _ in range(2)]
+    ensemble, streams = Ensemble(models, executor=executor, device="cuda"), [torch.cuda.Stream() for _ in range(2)]
     ensemble.predict(batches[0])
     torch.cuda.synchronize()
     found = []
@@ -68,6 +70,50 @@ def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer
         for own, batch in zip(found, batches, strict=True):
             expected = torch.stack([model(batch.cpu()).softmax(1) for model in models])
             assert (own.cpu() - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("executor", ["fused", "streams"])
+def test_graphs_are_kept_for_the_last_shapes_alone_and_share_memory(executor):
+    models, reserved = [dense(seed) for seed in range(4)], []
+    with Ensemble(models, executor=executor, device="cuda") as ensemble, torch.no_grad():
+        for size in (*range(1, 3 * MOST_PROGRAMS), *range(1, 4)):
+            batch = torch.randn(size, 3, 6, 6)
+            expected = torch.stack([model(batch).softmax(1) for model in models])
+            for _ in range(2):
+                assert (ensemble.members(batch.to(CUDA)).cpu() - expected).abs().max() <= 1e-5
+            assert len(ensemble._predictor(executor)._programs) <= MOST_PROGRAMS
+            reserved.append(torch.cuda.memory_reserved())
+    assert max(reserved) <= reserved[MOST_PROGRAMS - 1] + 16 * 2**20
+    assert ensemble.predict(torch.randn(2, 3, 6, 6).to(CUDA)).shape == (2, 3)  # after the last graph of a pool has gone
+    ensemble.close()
+
+
+def test_graphs_of_several_shapes_called_from_several_streams_give_each_its_own_answer():
+    models, streams = [dense(seed) for seed in range(4)], [torch.cuda.Stream() for _ in range(2)]
+    batches = [torch.randn(size, 3, 6, 6, device=CUDA) for size in (8, 64, 3, 16) * 10]
+    with Ensemble(models, executor="streams", device="cuda") as ensemble, torch.no_grad():
+        for batch in batches[:4]:
+            ensemble.predict(batch)
+        torch.cuda.synchronize()
+        found = []
+        for index, batch in enumerate(batches):
+            with torch.cuda.stream(streams[index % 2]):
+                found.append(ensemble.members(batch))
+        torch.cuda.synchronize()
+        for own, batch in zip(found, batches, strict=True):
+            expected = torch.stack([model(batch.cpu()).softmax(1) for model in models])
+            assert (own.cpu() - expected).abs().max() <= 1e-5
+
+
+def test_models_that_draw_are_run_by_streams_without_a_graph():
+    class Noisy(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) + torch.rand((), device=inputs.device)
+
+    with Ensemble([Noisy(4, 3) for _ in range(2)], executor="streams", device="cuda") as ensemble:
+        batch = torch.randn(2, 4, device=CUDA)
+        assert ensemble.members(batch).sum().item() == pytest.approx(4, abs=1e-5)
+        assert ensemble.predict(batch).shape == (2, 3)
 
 
 def test_rows_of_a_bank_on_cuda_are_evaluated_together_as_each_alone():

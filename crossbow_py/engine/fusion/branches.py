@@ -11,17 +11,17 @@ _MOST = 8  # streams; more branches share them in turn
 
 
 class Branches:
-    """Streams of a CUDA device, made when they are first needed. On a CPU one branch comes after another."""
+    """At most `most` streams of a CUDA device, made when they are first needed. On a CPU one branch follows another."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, most: int = _MOST) -> None:
+        self._device, self._most = device, most
         self._streams: list[torch.cuda.Stream] = []
 
     def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """What the bodies return, in order. The host does not wait; afterwards the current stream does for all."""
         if self._device.type != "cuda":
             return [body() for body in bodies]
-        while len(self._streams) < min(_MOST, len(bodies)):
+        while len(self._streams) < min(self._most, len(bodies)):
             self._streams.append(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         home, results = torch.cuda.current_stream(self._device), []
         streams = self._streams[: len(bodies)]

@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,15 +14,17 @@ import torch
 from torch import nn
 
 from crossbow_py import Ensemble
+from crossbow_py.engine.executors import EXECUTORS as EXECUTORS_OF_TRAINING
 from crossbow_py.errors import UserError
 from crossbow_py.packing import ensemble as ensembles
 from crossbow_py.packing import predictors
 from crossbow_py.packing.architecture import same_architecture
-from crossbow_py.packing.predictors import PREDICTORS, candidates
+from crossbow_py.packing.predictors import PREDICTORS, PredictorName, candidates
 from tests import networks
 from tests.support import norm_model
 
-EXECUTORS = ["auto", *PREDICTORS]
+CPU = candidates(torch.device("cpu"))
+EXECUTORS = ["auto", *CPU]
 
 
 def mlp(width=8, activation=nn.ReLU):
@@ -88,7 +91,7 @@ def test_tied_weights_tokens_and_images_serve(network, executor):
         assert_as_by_hand(ensemble, models, networks.inputs_for(network, 4)[0], 2e-6)
 
 
-@pytest.mark.parametrize("executor", PREDICTORS)
+@pytest.mark.parametrize("executor", CPU)
 def test_a_first_layer_that_writes_to_its_inputs_harms_neither_the_others_nor_the_caller(executor):
     models = [nn.Sequential(nn.Tanh(), nn.Linear(4, 3)) for _ in range(3)]
     for model in models:
@@ -210,7 +213,7 @@ def test_fused_threads_runs_a_graph_a_core_side_by_side_with_one_intra_op_thread
     assert len({ident for ident, _, _ in seen} - {threading.get_ident()}) == 3
 
 
-@pytest.mark.parametrize("executor", PREDICTORS)
+@pytest.mark.parametrize("executor", CPU)
 def test_answers_want_no_gradients_though_the_inputs_do(executor):
     with Ensemble(seeded(mlp, 2), executor=executor, device="cpu") as ensemble:
         assert not ensemble.predict(torch.randn(2, 12, requires_grad=True)).requires_grad
@@ -226,6 +229,64 @@ def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
             ensembles._check([nn.Linear(4, 3)], executor, cuda)
 
 
+def test_predictions_know_every_executor_that_training_knows():
+    assert set(PREDICTORS) == set(EXECUTORS_OF_TRAINING)
+    assert {"auto", *PREDICTORS} == set(get_args(PredictorName))
+
+
+@pytest.mark.parametrize("executor", ["streams", "subarrays2", "subarrays4"])
+def test_executors_of_cuda_streams_are_refused_on_a_cpu_with_the_remedy(executor):
+    with pytest.raises(UserError, match=rf"executor={executor} runs on cuda only, and device is cpu; set executor="):
+        Ensemble([nn.Linear(4, 3)], executor=executor, device="cpu")
+
+
+@pytest.mark.parametrize("executor", ["streams", "subarrays2", "subarrays4"])
+@pytest.mark.parametrize("num_models", [1, 3, 6])
+def test_what_executors_of_cuda_streams_compute_equals_plain_pytorch(executor, num_models):
+    models = [*seeded(mlp, num_models), *seeded(lambda: mlp(16), 2)]  # one branch after another on a CPU
+    with Ensemble(models, device="cpu") as ensemble:
+        predictor = PREDICTORS[executor](ensemble._banks)
+        for size in (4, 2, 4):
+            batch = torch.randn(size, 12, requires_grad=True)
+            found = predictor.probabilities(batch)
+            assert (found - by_hand(models, batch)).abs().max() <= 1e-6 and not found.requires_grad
+        predictor.close()
+
+
+def test_sub_arrays_are_groups_of_neighbours_in_each_bank():
+    with Ensemble([*seeded(mlp, 5), *seeded(lambda: mlp(16), 1)], device="cpu") as ensemble:
+        groups = [
+            [(group.start, group.stop) for _, group in PREDICTORS[name](ensemble._banks)._groups]
+            for name in ("subarrays2", "subarrays4")
+        ]
+    assert groups == [[(0, 3), (3, 5), (0, 1)], [(0, 2), (2, 3), (3, 4), (4, 5), (0, 1)]]
+
+
+@pytest.mark.parametrize("executor", ["fused", "fused_threads"])
+def test_programs_are_kept_for_the_last_shapes_alone_and_made_anew_for_others(executor):
+    models, most = seeded(mlp, 3), predictors.MOST_PROGRAMS
+    with Ensemble(models, executor=executor, device="cpu") as ensemble:
+        for size in (*range(1, most + 3), 1, most + 2):
+            assert_as_by_hand(ensemble, models, torch.randn(size, 12))
+            assert len(ensemble._predictor(executor)._programs) <= most
+        predictor = ensemble._predictor(executor)
+        assert len(predictor._programs) == most
+    assert len(predictor._programs) == 0
+
+
+def test_choices_and_notes_are_bounded_as_well(monkeypatch):
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+    monkeypatch.setattr(ensembles, "_MOST_CHOICES", 2)
+    models = [Branching(4, 3) for _ in range(2)]
+    with Ensemble(models, device="cpu") as ensemble:
+        for size in (1, 2, 3):
+            assert_as_by_hand(ensemble, models, torch.randn(size, 4))
+        assert [shape[0] for shape, _ in ensemble.chosen] == [2, 3] and len(ensemble.notes) == 1
+
+
 @pytest.mark.parametrize(
     ("models", "options", "message"),
     [
@@ -234,7 +295,7 @@ def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
         (["runs/five"], {}, r"must be nn.Modules, got str; give crossbow_py.load_models\('runs/five'\)"),
         ("runs/five", {}, r"must be nn.Modules, got str; give crossbow_py.load_models\('runs/five'\)"),
         ([Path("runs/five")], {}, r"must be nn.Modules, got \w+; give crossbow_py.load_models\('runs/five'\)"),
-        ([nn.Linear(4, 3)], {"executor": "fast"}, "must be auto, serial, threads, fused, fused_threads, got 'fast'"),
+        ([nn.Linear(4, 3)], {"executor": "fast"}, "must be auto, serial, threads, fused, .*, subarrays4, streams, got"),
         ([nn.Linear(4, 3), nn.Linear(4, 2)], {}, r"the same classes, got models of \[2, 3\] classes"),
         ([nn.Linear(4, 3), nn.Linear(5, 3)], {}, "does not go through a model of the ensemble"),
         ([nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))], {}, r"scores of classes \[B, classes\], got a tensor \[6\]"),
