@@ -25,7 +25,7 @@ from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.data.host_randomness import kept_host_state
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.memory import free_memory, is_out_of_memory
+from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, UserError
 from crossbow_py.foreign_load import LoadSnapshot, foreign_share
@@ -184,7 +184,9 @@ def calibrate(
 
     A candidate that would take longer than what is left of `effort` is left out.
 
-    Raises UserError when none of them can run.
+    Raises:
+        UserError: none of them can run; from a MemoryError where one might with more memory.
+        DeviceLostError: the device does nothing any more.
     """
     begun, before = time.perf_counter(), LoadSnapshot.take()
     rates: dict[Key, float] = {}
@@ -202,12 +204,15 @@ def calibrate(
             try:
                 rates[key] = _images_per_s(candidate, batch_size, device)
             except (CrossbowError, RuntimeError, MemoryError) as error:
-                is_passing = is_out_of_memory(error) or is_out_of_memory(error.__cause__)
-                refused[key] = Refusal(" ".join(str(error).split())[:200] or type(error).__name__, is_passing)
+                raise_if_lost(error, device)
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                refused[key] = Refusal(reason, is_passing=is_out_of_memory(error))
             free_memory(device)
     if not rates:
         reasons = dict.fromkeys(refusal.reason for refusal in refused.values())
-        raise UserError(f"no executor can run this model: {'; '.join(reasons)}")
+        # Not from what was raised: its frames hold the memory that others need.
+        cause = MemoryError() if any(refusal.is_passing for refusal in refused.values()) else None
+        raise UserError(f"no executor can run this model: {'; '.join(reasons)}") from cause
     best = max(rates, key=lambda key: rates[key])
     is_counted = effort.is_alone and device.type == "cpu"
     others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0

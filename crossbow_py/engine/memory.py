@@ -9,11 +9,13 @@ import ctypes
 import functools
 import gc
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from crossbow_py.engine.precision import Precision
+from crossbow_py.errors import DeviceLostError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MADV_HUGEPAGE = 14
@@ -108,27 +110,44 @@ def predicted_bytes(own: LearnerBytes, num_learners: int, *, at_once: int, fixed
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a device or the host has no memory left."""
+    """Whether an error, or what it was raised from, says that a device or the host has no memory left."""
+    return any(_says_no_memory(each) for each in _causes(error))
+
+
+def _says_no_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
-def is_device_lost(error: BaseException | None) -> bool:
+def is_device_lost(error: BaseException | None, device: torch.device) -> bool:
     """Whether an error, or what it was raised from, leaves a CUDA device unusable for the rest of this process.
 
     Every later call fails as well, whatever it is. Errors of a single call do not count: memory that is not there, a
-    launch that is too large, a capture that is refused.
+    launch that is too large, a capture that is refused. Of what runs on another `device` none does.
     """
+    return device.type == "cuda" and any(_says_lost(each) for each in _causes(error))
+
+
+def _says_lost(error: BaseException) -> bool:
+    code = getattr(error, "error_code", None)
+    if isinstance(error, torch.AcceleratorError) and code is not None:
+        return code in _LOST_CODES
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_WORDS)
+
+
+def raise_if_lost(error: BaseException, device: torch.device) -> None:
+    """Raise DeviceLostError from an error that leaves `device` unusable; ask before an error is made a trial's."""
+    if is_device_lost(error, device):
+        said = next((each for each in _causes(error) if _says_lost(each)), error)
+        raise DeviceLostError(said) from error
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
     while error is not None:
-        code = getattr(error, "error_code", None)
-        if isinstance(error, torch.AcceleratorError) and code is not None:
-            if code in _LOST_CODES:
-                return True
-        elif isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_WORDS):
-            return True
+        yield error
         error = error.__cause__
-    return False
 
 
 def free_memory(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
@@ -23,7 +23,7 @@ from crossbow_py.packing.search_events import BestTrial, TrialRecord
 from crossbow_py.packing.segment_claims import SegmentResult
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
-from crossbow_py.packing.trial import Checkpoint, TrialSettings
+from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.records import CONFIG_FILE, write_atomically
 from crossbow_py.weights_file import save_weights
@@ -128,10 +128,10 @@ def kept_best(
         model_path = _without_others(folder, config)
     else:
         evaluator = _evaluator(settings.new_model(), data, choices, loss)
-        model_path = _put(folder, config, evaluator.module(_state_dict(state)))
+        model_path = _put(folder, config, evaluator.module(state.state))
         if data.test is not None:
             begun = time.perf_counter()
-            evaluation = evaluator.evaluate(_state_dict(state), data.test)
+            evaluation = evaluator.evaluate(state.state, data.test)
             seconds = time.perf_counter() - begun
     found = BestTrial(
         trial=leader.trial,
@@ -145,12 +145,6 @@ def kept_best(
         command=command,
     )
     return found, seconds
-
-
-def _state_dict(state: Checkpoint) -> dict[str, Tensor]:
-    row = state.row
-    stacked = {**row["weights"], **row["buffers"]}
-    return {**{name: value[0] for name, value in stacked.items()}, **row["integer_buffers"][0]}
 
 
 def _evaluator(model: nn.Module, data: SearchData, choices: Choices, loss: Loss) -> Evaluator:

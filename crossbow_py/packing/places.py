@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from torch import nn
+
+from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
@@ -19,7 +22,12 @@ from crossbow_py.targets import one_line
 
 @dataclass
 class Place:
-    """A segment on its way, in a pack of this worker; `kept_at` is when it was last kept on its way, or claimed."""
+    """A segment on its way, in a pack of this worker.
+
+    Attributes:
+        kept_at: when it was last kept on its way, or claimed.
+        first_sample: where this worker began with it.
+    """
 
     segment: Segment
     member: Member
@@ -27,6 +35,10 @@ class Place:
     alone: bool
     seconds: float = 0.0
     kept_at: float = 0.0
+    first_sample: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_sample = self.member.samples_seen
 
     @property
     def pack_key(self) -> str:
@@ -37,7 +49,7 @@ class Place:
     @property
     def share(self) -> float:
         """How much of the segment is over, 0 to 1."""
-        begun = 0 if self.member.begun is None else self.member.begun.samples_seen
+        begun = self.first_sample
         return min(1.0, (self.member.samples_seen - begun) / max(1, self.member.end_samples - begun))
 
 
@@ -101,36 +113,88 @@ class Packs:
             pack.notes.clear()
         return {packs[number][0]: error for number, error in failures.items()}
 
+    def park(self) -> bool:
+        """Keep where all trials stand on the host, and close the packs, drained, for what needs their memory.
+
+        `seat` has them go on from there. Whether there were any. Raises as `checkpoint` does.
+        """
+        is_any = bool(self._packs)
+        for pack in self._packs.values():
+            for member in pack.members:
+                member.begun = self._checkpoint(pack, member)
+        self.close()
+        free_memory(self._choices.device)
+        return is_any
+
     def measure(self, places: Sequence[Place]) -> list[Evaluation | str]:
-        """Of each on the validation data; a sentence for one whose model cannot be evaluated. Raises DataError."""
-        found: dict[int, Evaluation | str] = {}
+        """Of each on the validation data; a sentence for one whose model cannot be evaluated.
+
+        Where memory does not hold it beside packs they are parked.
+
+        Raises:
+            DataError: the data cannot be loaded.
+            DeviceLostError: the device does nothing any more.
+        """
+        found: dict[int, Evaluation | str | None] = {}
         for key, pack in self._packs.items():
             mine = [place for place in places if place.pack_key == key]
             found |= zip(map(id, mine), self._measured(pack, mine), strict=True)
-        return [found[id(place)] for place in places]
+        if any(each is None for each in found.values()):
+            self._message("Memory does not hold the evaluation of trials beside packs; they are closed meanwhile.")
+            self.park()
+        return [found[id(place)] or self._measured_alone(place) for place in places]
 
-    def _measured(self, pack: Pack, places: Sequence[Place]) -> list[Evaluation | str]:
-        """Of one pack; where that fails each is evaluated alone, to find out which it was."""
+    def _measured(self, pack: Pack, places: Sequence[Place]) -> list[Evaluation | str | None]:
+        """Of one pack; where that fails each is evaluated alone, to find out which it was. None: memory is short."""
         if not places:
             return []
         members, data = [place.member for place in places], self._roster.data.validation
-        evaluator = Evaluator(
-            pack.template, precision=self._choices.precision, loss=self._loss, metrics={},
-            batch_size=evaluation_batch_size(data.first_samples(1).inputs.numel()),
-            channels_last=self._job.settings.channels_last,
-        )  # fmt: skip
         try:
-            return list(pack.evaluate(members, evaluator, data))
+            return list(pack.evaluate(members, self._evaluator(pack.template), data))
         except DataError:
             raise
         except Exception as error:  # of the user's model
+            raise_if_lost(error, self._choices.device)
             if len(places) == 1:
-                return [f"its evaluation failed: {one_line(error)}"]
+                return [None if is_out_of_memory(error) else _failed(error)]
         return [found for place in places for found in self._measured(pack, [place])]
 
+    def _measured_alone(self, place: Place) -> Evaluation | str:
+        """Of one that is parked; with as many samples at once as memory holds."""
+        template, data = self._roster.template(place.described.signature), self._roster.data.validation
+        evaluator, state = self._evaluator(template), self.checkpoint(place).state
+        while True:
+            try:
+                return evaluator.evaluate(state, data)
+            except DataError:
+                raise
+            except Exception as error:  # of the user's model
+                raise_if_lost(error, self._choices.device)
+                if evaluator.batch_size == 1 or not is_out_of_memory(error):
+                    return _failed(error)
+            evaluator.batch_size //= 2
+            free_memory(self._choices.device)
+
+    def _evaluator(self, template: nn.Module) -> Evaluator:
+        few = self._roster.data.validation.first_samples(1)
+        return Evaluator(
+            template, precision=self._choices.precision, loss=self._loss, metrics={},
+            batch_size=evaluation_batch_size(few.inputs.numel()), channels_last=self._job.settings.channels_last,
+        )  # fmt: skip
+
     def checkpoint(self, place: Place) -> Checkpoint:
-        """Where a place's trial stands."""
-        return self._packs[place.pack_key].checkpoint(place.member)
+        """Where a place's trial stands. Raises DeviceLostError when the device does not say any more."""
+        if place.pack_key in self._packs:
+            return self._checkpoint(self._packs[place.pack_key], place.member)
+        assert place.member.begun is not None, "it is parked"
+        return place.member.begun
+
+    def _checkpoint(self, pack: Pack, member: Member) -> Checkpoint:
+        try:
+            return pack.checkpoint(member)
+        except RuntimeError as error:
+            raise_if_lost(error, self._choices.device)
+            raise
 
     def end(self, key: str) -> None:
         """Close a pack, if it is there. Does not raise."""
@@ -141,3 +205,7 @@ class Packs:
         """Close all. Does not raise."""
         for key in list(self._packs):
             self.end(key)
+
+
+def _failed(error: Exception) -> str:
+    return f"its evaluation failed: {one_line(error)}"

@@ -12,8 +12,9 @@ from torch import nn
 
 from crossbow_py.calibration import Effort
 from crossbow_py.data.feed import Feed
+from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError
+from crossbow_py.errors import CrossbowError, DataError, DeviceLostError
 from crossbow_py.packing.policies import Waiting
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
@@ -78,6 +79,7 @@ class Roster:
 
     Attributes:
         stopped: whether the search is to end, so that nothing is to be measured any more.
+        make_room: gives memory back that packs hold, which they take again later; whether there was any.
     """
 
     def __init__(
@@ -96,21 +98,27 @@ class Roster:
         self._settings, self._choices, self._loss = settings, choices, loss
         self._most, self._announce, self._num_samples = most, announce, num_samples
         self.stopped: Callable[[], bool] = lambda: False
+        self.make_room: Callable[[], bool] = lambda: False
         self._measuring_s, self._fastest = 0.0, 0.0
         self._described: dict[int, Described | str] = {}
         self._kinds: dict[str, Kind] = {}
 
     def of(self, trial: int, params: Mapping[str, Any]) -> Described | str:
-        """What is known of a trial; a sentence where it cannot train."""
+        """What is known of a trial; a sentence where it cannot train.
+
+        Raises:
+            DataError: the data cannot be loaded.
+            DeviceLostError: the device does nothing any more.
+        """
         if trial not in self._described:
             try:
                 self._described[trial] = self._describe(trial, params)
-            except DataError:
+            except (DataError, DeviceLostError):
                 raise
-            except CrossbowError as error:
-                self._described[trial] = " ".join(str(error).split())
             except Exception as error:  # of the user's model
-                self._described[trial] = one_line(error)
+                raise_if_lost(error, self._choices.device)
+                is_said = isinstance(error, CrossbowError)
+                self._described[trial] = " ".join(str(error).split()) if is_said else one_line(error)
         return self._described[trial]
 
     def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:
@@ -134,6 +142,16 @@ class Roster:
         return Waiting(trial, name, described.settings.batch_size, described.features, share)
 
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+        """Where memory is short beside packs, once more without them."""
+        try:
+            return self._found_kind(settings, model)
+        except Exception as error:
+            if not (is_out_of_memory(error) and self.make_room()):
+                raise
+        free_memory(self._choices.device)
+        return self._found_kind(settings, model)
+
+    def _found_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
         with closing(self.data.feed_of(settings.batch_size)) as feed:
             return self._measured_kind(settings, model.to(self._choices.device), feed)
 
@@ -146,7 +164,7 @@ class Roster:
         begun = time.perf_counter()
         width, notes = measured_width(
             self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce,
-            self._effort(),
+            self.make_room, self._effort(),
         )  # fmt: skip
         self._measuring_s += time.perf_counter() - begun
         self._fastest = max(self._fastest, *width.rates.values())

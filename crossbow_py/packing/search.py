@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from crossbow_py.engine.denormals import flushed_denormals
-from crossbow_py.engine.memory import free_memory, is_device_lost, is_out_of_memory
+from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError, DeviceLostError, UserError
+from crossbow_py.errors import CrossbowError, DataError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.packing.hyperband import Results, Segment, TrialState, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.packing.pack import Member, PackJob
@@ -87,6 +87,7 @@ class Search:
         planned = epoch_samples(longest, self.num_samples)
         self._job = PackJob(settings, choices, loss, planned, roster.executor)
         self.packs = Packs(self._job, roster, choices, loss, hooks.message)
+        roster.make_room = self._make_room
         self.places: list[Place] = []
         self._alone: set[int] = set()
         self._concluded: set[int] = set()
@@ -120,6 +121,8 @@ class Search:
                     return True
                 num_failed = self._num_failed
                 self._admit()
+                if stopped():  # packs that made room are not there
+                    break
                 if not self.places:
                     if num_failed == self._num_failed:
                         self._wait()
@@ -170,6 +173,11 @@ class Search:
             self._is_stale = False
             for key, error in self.packs.seat(self.places).items():
                 self._give_up(key, error)
+
+    def _make_room(self) -> bool:
+        """Park all packs, which are drained, until members are seated again; whether there were any."""
+        self._is_stale = True
+        return self.packs.park()
 
     def _most_packs(self, num_trials: int) -> int:
         """Side by side: one where samples are streamed, as each loads its own; as many as cores on a CPU."""
@@ -290,10 +298,9 @@ class Search:
 
         A trial that fails alone has failed. Raises what is no trial's fault.
         """
+        raise_if_lost(error, self.choices.device)
         if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
             raise error
-        if is_device_lost(error):
-            raise DeviceLostError(error.__cause__ or error) from error
         self.packs.end(key)
         mine = [place for place in self.places if place.pack_key == key]
         self.places = [place for place in self.places if place.pack_key != key]

@@ -51,6 +51,12 @@ class Checkpoint:
     num_rounds: int
     row: Row
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """The model's state dict, tied parameters once, on the host."""
+        stacked = {**self.row["weights"], **self.row["buffers"]}
+        return {**{name: value[0] for name, value in stacked.items()}, **self.row["integer_buffers"][0]}
+
 
 def signature(settings: TrialSettings, model: nn.Module) -> str:
     """Equal for trials that can share a bank: architecture, batch size, and what the optimizer shares.

@@ -103,14 +103,18 @@ def measured_width(
     loss: Loss,
     limit: int,
     announce: Callable[[str], None],
+    make_room: Callable[[], bool],
     effort: Effort,
 ) -> tuple[Width, list[str]]:
     """The width for trials like `trial`, with at most `limit` side by side, and no more than memory holds.
 
     Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
-    no time for that. Also returns sentences for the user.
+    no time for that. Where memory is short, `make_room` gives back what it can, and says whether there was any. Also
+    returns sentences for the user.
     """
     bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
+    if bound < limit and make_room():
+        bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
     what = f"{trial.name} with batches of {trial.batch_size}"
     why_alone = _ASKED_FOR if limit == 1 else "memory holds no more"
     names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
@@ -138,7 +142,10 @@ def measured_width(
 
         return Candidate(name, count, build, needs_gain=count > max(_LARGE_SIZES))
 
-    result = calibrate([candidate(*each) for each in asked], feed.batch_size, choices.device, effort)
+    every = [candidate(*each) for each in asked]
+    result = calibrate(every, feed.batch_size, choices.device, effort)
+    if _is_short_of_memory(result) and make_room():
+        result = calibrate(every, feed.batch_size, choices.device, effort)
     able = [each for each in asked if each[0] not in {name for name, _ in result.refused}]
     if result.is_short and not _has_packs(result.images_per_s) and any(each in able for each in _late_packs(result)):
         return _unmeasured(able, what, is_exportable, _LITTLE), notes
@@ -165,11 +172,14 @@ def _why_no_packs(result: Calibration) -> str:
     return f"no packs of them could be measured ({'; '.join(left_out)})"
 
 
+def _is_short_of_memory(result: Calibration) -> bool:
+    return any(refusal.is_passing for refusal in result.refused.values())
+
+
 def _is_lasting(result: Calibration, width: Width) -> bool:
     """Whether the next measurement would say the same: memory may hold more then, and there may be time for packs."""
-    may_run = any(refusal.is_passing for refusal in result.refused.values())
     may_pay = width.size == 1 and bool(_late_packs(result))
-    return not (result.is_busy or may_run or may_pay)
+    return not (result.is_busy or _is_short_of_memory(result) or may_pay)
 
 
 def _notes(result: Calibration, what: str) -> list[str]:

@@ -12,7 +12,8 @@ from torch import nn
 
 from crossbow_py import Trainer, calibration
 from crossbow_py.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
-from crossbow_py.errors import CrossbowError, UserError
+from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.errors import CrossbowError, DeviceLostError, UserError
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 RECALL, REMEMBER = RememberedChoices.recall, RememberedChoices.remember  # before `conftest` pretends
@@ -330,3 +331,28 @@ def test_executor_that_nothing_was_compared_with_is_not_called_the_fastest(clock
     found = calibrate([candidate("serial", 2, slow), candidate("fused", 4, slow)], 10, CPU)
     assert found.sentence.startswith("Executor serial is taken, the only one there was time to measure")
     assert len(found.notes) == 1
+
+
+def failing(error):
+    """A candidate that cannot run."""
+
+    def fails():
+        raise error
+
+    return Candidate("fused", 2, fails)
+
+
+def test_device_that_is_lost_ends_calibration_and_is_no_refusal(clock):
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    sides = [candidate("streams", 2, FakeExecutor(clock, 0.1)), failing(lost)]
+    with pytest.raises(DeviceLostError, match="illegal memory access") as caught:
+        calibrate(sides, 1, torch.device("cuda"))
+    assert caught.value.__cause__ is lost
+    assert list(calibrate(sides, 1, CPU).refused) == [("fused", 2)]  # words of a model's own
+
+
+@pytest.mark.parametrize(("error", "expected"), [(MemoryError(), True), (RuntimeError("no kernel"), False)])
+def test_refusals_say_whether_more_memory_might_have_helped(error, expected, clock):
+    with pytest.raises(UserError, match="no executor can run this model") as caught:
+        calibrate([failing(error), Candidate("serial", 2, failing(RuntimeError("no way")).build)], 1, CPU)
+    assert is_out_of_memory(caught.value) is expected

@@ -54,6 +54,11 @@ def test_prediction_counts_activations_of_learners_that_run_at_once():
         memory.predicted_bytes(own, 4, at_once=5)
 
 
+def caused_by(error, cause):
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
@@ -63,6 +68,7 @@ def test_prediction_counts_activations_of_learners_that_run_at_once():
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (caused_by(UserError("the model cannot take the data"), torch.OutOfMemoryError()), True),
         (RuntimeError("size mismatch"), False),
         (ValueError("not enough memory"), False),
         (None, False),
@@ -78,11 +84,7 @@ def with_code(error, code):
     return error
 
 
-def caused_by(error, cause):
-    error.__cause__ = cause
-    return error
-
-
+CUDA = torch.device("cuda")
 ASSERTED = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
 
 
@@ -108,8 +110,18 @@ ASSERTED = torch.AcceleratorError("CUDA error: device-side assert triggered\nCom
     ids=repr,
 )
 def test_errors_that_mean_the_device_is_lost(error, expected):
-    assert memory.is_device_lost(error) is expected
-    assert not (memory.is_device_lost(error) and memory.is_out_of_memory(error))
+    assert memory.is_device_lost(error, CUDA) is expected
+    assert not (memory.is_device_lost(error, CUDA) and memory.is_out_of_memory(error))
+    assert not memory.is_device_lost(error, torch.device("cpu"))
+
+
+def test_loss_of_the_device_is_raised_from_the_error_with_what_the_device_said():
+    error = caused_by(LearnerError("learning(1)", 3, "learner 1", ASSERTED), caused_by(UserError("no"), ASSERTED))
+    with pytest.raises(DeviceLostError, match="device-side assert triggered") as caught:
+        memory.raise_if_lost(error, CUDA)
+    assert caught.value.__cause__ is error
+    memory.raise_if_lost(ValueError(), CUDA)
+    memory.raise_if_lost(RuntimeError("misaligned address"), torch.device("cpu"))  # of a model that runs there
 
 
 def test_loss_of_the_device_is_said_in_one_line_with_the_remedy():

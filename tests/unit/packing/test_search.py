@@ -20,7 +20,6 @@ from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine import memory
 from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import DataError, DeviceLostError, LearnerError, UserError
-from crossbow_py.evaluation import Evaluator
 from crossbow_py.evaluation import Evaluation, Evaluator
 from crossbow_py.packing import outcome, places, roster
 from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, ready, standing
@@ -628,8 +627,15 @@ def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_wit
 
 
 def test_trial_that_no_memory_measures_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting.space = ONE_SIZE
-    setting.make = lambda trial: partial(Hungry, 4, 3) if trial in (1, 3) else partial(nn.Linear, 4, 3)
+    setting.space, evaluate = ONE_SIZE, Evaluator.evaluate
+    setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial not in (1, 3))
+
+    def short(evaluator: Evaluator, *args: Any) -> Any:
+        if getattr(evaluator.template, "bias", None) is None:
+            raise MemoryError
+        return evaluate(evaluator, *args)
+
+    monkeypatch.setattr(Evaluator, "evaluate", short)
     assert setting.search().run(never)
     assert setting.study().reasons() == dict.fromkeys((1, 3), "its evaluation failed: MemoryError")
 
@@ -783,15 +789,6 @@ class Unmeasurable(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if not self.training and len(inputs) > 2:
             raise ArithmeticError("no evaluation")
-        return super().forward(inputs)
-
-
-class Hungry(nn.Linear):
-    """Which finds no memory in evaluation, but where it is tried."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if not self.training and len(inputs) != 2:
-            raise MemoryError
         return super().forward(inputs)
 
 

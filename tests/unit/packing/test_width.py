@@ -120,6 +120,7 @@ def measure(
     told: list[str] | None = None,
     model: Callable[[], nn.Module] = lambda: nn.Linear(4, 3),
     effort: Effort | None = None,
+    make_room: Callable[[], bool] = lambda: False,
 ) -> Any:
     trial = TrialSettings(0, model, "linear", 4, SGD(), Constant(), name="linear")
     choices = Choices(torch.device("cpu"), FP32, executor)
@@ -134,6 +135,7 @@ def measure(
         nn.functional.cross_entropy,
         limit,
         said.append,
+        make_room,
         effort or Effort(),
     )
 
@@ -324,6 +326,29 @@ def test_what_was_measured_beside_other_workers_of_the_search_is_remembered_for_
     assert len(asked) == 1
     measure(4)
     assert len(asked) == 2
+
+
+def test_width_that_memory_bounds_is_bounded_anew_where_there_is_room_to_be_made(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room: list[str] = []
+    monkeypatch.setattr(width_module, "_memory_bound", lambda *_: (8, []) if room else (2, ["Memory holds 2."]))
+    width, notes = measure(8)
+    assert (width.size, notes) == (2, ["Memory holds 2."])  # nothing is given back
+    width, notes = measure(8, make_room=lambda: room.append("made") or True)
+    assert (width.size, notes, room) == (8, [], ["made"])
+    measure(8, make_room=lambda: pytest.fail("memory is not short"))
+
+
+def test_packs_that_memory_refuses_are_measured_again_where_there_is_room_to_be_made(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room: list[str] = []
+    short = Calibration("serial", {("serial", 1): 10.0}, {("fused", 8): MEMORY})
+    ample = Calibration("fused", {("serial", 1): 10.0, ("fused", 8): 80.0})
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: ample if room else short)
+    assert measure(8)[0].size == 1
+    assert measure(8, make_room=lambda: room.append("made") or True)[0].size == 8
 
 
 def test_large_packs_are_doubled_up_to_nearly_all_that_there_can_be() -> None:
