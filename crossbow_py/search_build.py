@@ -28,7 +28,7 @@ from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
 from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
 from crossbow_py.packing.report.search_file import recorded_summary
 from crossbow_py.packing.roster import Roster, SearchData
-from crossbow_py.packing.rules import SearchRules, epoch_samples, num_samples
+from crossbow_py.packing.rules import SearchRules, epoch_samples, total_samples
 from crossbow_py.packing.search import Search, SearchHooks
 from crossbow_py.packing.search_events import (
     SEARCH_FILE,
@@ -92,7 +92,7 @@ class SearchRun:
         data = self._search_data()
         self.roster = Roster(
             self.trial_settings, space, data, self.settings, self.choices, LOSS, most, self._say,
-            num_samples=num_samples(self.rules.brackets, data.num_samples),
+            total_samples=total_samples(self.rules.brackets, data.num_samples),
         )  # fmt: skip
         self._check_corners()
         self._loading_s = time.perf_counter() - self._begun

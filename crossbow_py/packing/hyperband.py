@@ -77,6 +77,11 @@ class TrialState(StrEnum):
     COMPLETE = "complete"
     FAILED = "failed"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it trains no more, for good."""
+        return self in (TrialState.PRUNED, TrialState.COMPLETE, TrialState.FAILED)
+
 
 _MEASURED_FOR_GOOD = (TrialState.PRUNED, TrialState.COMPLETE)
 
@@ -251,7 +256,7 @@ def best(brackets: Sequence[Bracket], results: Results, *, maximize: bool) -> in
     Only values at the most epochs that any trial has been measured at are compared. A trial that has failed counts no
     longer, whatever it reached before.
     """
-    return _best_of(brackets, standing(brackets, results, maximize=maximize), maximize)
+    return best_of(brackets, standing(brackets, results, maximize=maximize), maximize=maximize)
 
 
 def beaten(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], *, maximize: bool) -> set[int]:
@@ -261,12 +266,13 @@ def beaten(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], 
     What is beaten stays beaten.
     """
     ended = {trial: where for trial, where in standings.items() if where.state in _MEASURED_FOR_GOOD}
-    last_resort = _best_of(brackets, ended, maximize)
+    last_resort = best_of(brackets, ended, maximize=maximize)
     lost = (TrialState.FAILED, TrialState.PRUNED)
     return {trial for trial, where in standings.items() if where.state in lost and trial != last_resort}
 
 
-def _best_of(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], maximize: bool) -> int | None:
+def best_of(brackets: Sequence[Bracket], standings: Mapping[int, TrialStanding], *, maximize: bool) -> int | None:
+    """As `best`, by where trials are."""
     measured: dict[float, dict[int, Outcome]] = {}
     for trial, where in standings.items():
         if where.rung is not None and where.state is not TrialState.FAILED:

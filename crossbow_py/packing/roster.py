@@ -75,10 +75,11 @@ class Roster:
         loss: of all trials.
         most: trials side by side at most.
         announce: is told before what takes long, and what was found.
-        num_samples: that the whole search trains on: a tenth of the time of that may go into measuring packs.
+        total_samples: that the whole search trains on: a tenth of the time of that may go into measuring packs.
 
     Attributes:
         stopped: whether the search is to end, so that nothing is to be measured any more.
+        is_alone: whether no other worker shares the search now: what those do while packs are measured is part of it.
         make_room: gives memory back that packs hold, which they take again later; whether there was any.
     """
 
@@ -92,12 +93,13 @@ class Roster:
         loss: Loss,
         most: int,
         announce: Callable[[str], None],
-        num_samples: int | None = None,
+        total_samples: int | None = None,
     ) -> None:
         self._make_trial, self._space, self.data = make_trial, space, data
         self._settings, self._choices, self._loss = settings, choices, loss
-        self._most, self._announce, self._num_samples = most, announce, num_samples
+        self._most, self._announce, self._total_samples = most, announce, total_samples
         self.stopped: Callable[[], bool] = lambda: False
+        self.is_alone = True
         self.make_room: Callable[[], bool] = lambda: False
         self._measuring_s, self._fastest = 0.0, 0.0
         self._described: dict[int, Described | str] = {}
@@ -174,7 +176,7 @@ class Roster:
 
     def _effort(self) -> Effort:
         """For the next kind: what those before left of that for all; by their throughput it may be nothing."""
-        effort = Effort(BUDGET_S, self._num_samples, self._measuring_s, self.stopped)
+        effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
         return replace(effort, budget_s=0.0) if self._fastest and effort.seconds(self._fastest) <= 0 else effort
 
     def template(self, key: str) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,10 +43,18 @@ def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
     return planned
 
 
-def num_samples(brackets: Sequence[Bracket], samples_per_epoch: int) -> int:
+def segment_lengths(bracket: Bracket) -> list[float]:
+    """Epochs between its rungs, the first from 0."""
+    return [end - begin for begin, end in pairwise((0.0, *bracket.epochs))]
+
+
+def planned_epochs(brackets: Iterable[Bracket]) -> float:
+    """Epochs of training of a whole search when no trial fails."""
+    return sum(
+        size * length for each in brackets for size, length in zip(each.sizes, segment_lengths(each), strict=True)
+    )
+
+
+def total_samples(brackets: Iterable[Bracket], samples_per_epoch: int) -> int:
     """That a whole search trains on when no trial fails."""
-    epochs = 0.0
-    for bracket in brackets:
-        steps = [after - before for before, after in pairwise((0.0, *bracket.epochs))]
-        epochs += sum(size * step for size, step in zip(bracket.sizes, steps, strict=True))
-    return round(epochs * samples_per_epoch)
+    return round(planned_epochs(brackets) * samples_per_epoch)

@@ -19,7 +19,7 @@ from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lo
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError, UserError
 from crossbow_py.evaluation import Evaluation
-from crossbow_py.packing.hyperband import Results, Segment, TrialState, beaten, is_over, ready, standing, to_epochs
+from crossbow_py.packing.hyperband import Results, Segment, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.packing.pack import Member, PackJob
 from crossbow_py.packing.places import Packs, Place
 from crossbow_py.packing.policies import Waiting, admit, fair_share, few_kinds
@@ -32,7 +32,6 @@ from crossbow_py.targets import one_line
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left
-_ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
 
 
 @dataclass
@@ -159,6 +158,7 @@ class Search:
         if self.places and now == self._admitted_at and not self._is_stale:
             return
         segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
+        self.roster.is_alone = self.study.num_workers() == 1
         waiting, running = self._waiting(segments), self._running()
         if self.roster.stopped():  # while packs were measured
             return
@@ -374,7 +374,7 @@ class Search:
         brackets, maximize = self.rules.brackets, self.rules.maximize
         standings = standing(brackets, self.results, maximize=maximize)
         for trial, where in standings.items():
-            if where.state in _ENDED and trial not in self._concluded:
+            if where.state.has_ended and trial not in self._concluded:
                 self._concluded.add(trial)
                 self.study.conclude(trial, where.state, where.value)
         for trial in beaten(brackets, standings, maximize=maximize) - self._forgotten:

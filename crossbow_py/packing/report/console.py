@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from crossbow_py.packing.report.lines import final_lines, header_lines, progress_line, value_line
-from crossbow_py.packing.report.standing import last_epochs, leader, planned_epochs, running_epochs, trained_epochs
+from crossbow_py.packing.report.standing import last_epochs, leader, running_epochs, trained_epochs
 from crossbow_py.packing.report.table import live_table
+from crossbow_py.packing.rules import planned_epochs
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.telemetry.screen import Screen
 
@@ -73,7 +74,7 @@ class SearchConsole(SearchListener):
             self._begun = self._clock(), trained_epochs(self._info.brackets, trials)
         new = sorted(values - self._said) if self._said is not None else []
         self._said = values
-        best = leader(trials, maximize=self._info.maximize)
+        best = leader(self._info.brackets, trials, maximize=self._info.maximize)
         by_number = {trial.trial: trial for trial in trials}
         for number, epochs in new:
             if by_number[number].worker == self._info.worker:

@@ -78,11 +78,12 @@ def final_lines(summary: SearchSummary) -> list[str]:
 
 def _leader_lines(summary: SearchSummary) -> list[str]:
     """Of a search that did not come to choose its best."""
-    best = leader(summary.trials, maximize=summary.info.maximize)
+    info = summary.info
+    best = leader(info.brackets, summary.trials, maximize=info.maximize)
     if best is None:
         return [f"  best           none: {_why_none(summary)}"]
     at = last_epochs(best)
-    return [f"  best so far    trial {best.trial}: {_metric(summary.info)} {best.values[at]:.4f} after {_epochs(at)}"]
+    return [f"  best so far    trial {best.trial}: {_metric(info)} {best.values[at]:.4f} after {_epochs(at)}"]
 
 
 def _why_none(summary: SearchSummary) -> str:

@@ -148,7 +148,7 @@ def info_plain(info: SearchInfo) -> dict[str, Any]:
 
 def _leader(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[str, Any] | None:
     """The trial that leads, with the keys of `BestTrial`; null for what is found out when a search is over."""
-    trial = leader(trials, maximize=info.maximize)
+    trial = leader(info.brackets, trials, maximize=info.maximize)
     if trial is None:
         return None
     plain = dict.fromkeys(_BEST_KEYS)

@@ -9,7 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from crossbow_py.packing.hyperband import Bracket, TrialState, bracket_of
+from crossbow_py.packing.hyperband import Bracket, TrialStanding, TrialState, best_of, bracket_of
+from crossbow_py.packing.rules import segment_lengths
 from crossbow_py.packing.search_events import RunningTrial, TrialRecord
 
 
@@ -24,10 +25,12 @@ def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord
     return [each for *_, each in sorted(finite, key=lambda own: (*own[:3], own[3].trial))]
 
 
-def leader(trials: Iterable[TrialRecord], *, maximize: bool) -> TrialRecord | None:
-    """The search's best as `hyperband.best` has it: the first of those ranked, if it has not failed."""
-    first = next(iter(ranked(trials, maximize=maximize)), None)
-    return None if first is None or _failed(first) else first
+def leader(brackets: Sequence[Bracket], trials: Iterable[TrialRecord], *, maximize: bool) -> TrialRecord | None:
+    """The record of the search's best, as `hyperband.best` has it."""
+    records = {each.trial: each for each in trials}
+    standings = {number: TrialStanding(each.state, each.rung, each.value) for number, each in records.items()}
+    best = best_of(brackets, standings, maximize=maximize)
+    return None if best is None else records[best]
 
 
 def _failed(trial: TrialRecord) -> bool:
@@ -62,13 +65,6 @@ def num_results(trial: TrialRecord) -> int:
     return (0 if trial.rung is None else trial.rung + 1) + (trial.state is TrialState.FAILED)
 
 
-def planned_epochs(brackets: Iterable[Bracket]) -> float:
-    """Epochs of training in all when no trial fails."""
-    return sum(
-        size * length for each in brackets for size, length in zip(each.sizes, segment_lengths(each), strict=True)
-    )
-
-
 def trained_epochs(brackets: Sequence[Bracket], trials: Iterable[TrialRecord]) -> float:
     """Epochs of the segments that are over; one in which a trial failed counts as if it had trained to the end."""
     return sum(sum(segment_lengths(bracket_of(brackets, each.trial))[: num_results(each)]) for each in trials)
@@ -77,11 +73,6 @@ def trained_epochs(brackets: Sequence[Bracket], trials: Iterable[TrialRecord]) -
 def running_epochs(brackets: Sequence[Bracket], running: Iterable[RunningTrial]) -> float:
     """Epochs of training so far in segments that are not over."""
     return sum(each.share * segment_lengths(bracket_of(brackets, each.trial))[each.rung] for each in running)
-
-
-def segment_lengths(bracket: Bracket) -> list[float]:
-    """Epochs between its rungs, the first from 0."""
-    return [end - begin for begin, end in zip((0.0, *bracket.epochs[:-1]), bracket.epochs, strict=True)]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

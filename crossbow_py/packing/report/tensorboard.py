@@ -30,7 +30,6 @@ from crossbow_py.packing.search_events import SearchInfo, SearchListener, Search
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
 PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker
 
-_ENDED = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED)
 _LAST = 10**6  # place of the file that is read last
 _FLUSH_S = 10
 _FILE_VERSION = "brain.Event:2"  # the format TensorBoard reads
@@ -75,7 +74,7 @@ class SearchTensorBoard(SearchListener):
                 self._known[trial.trial] = (num_results(trial), trial.state)
                 self._write_trial(self._info, trial)
         self._samples = samples_of_all(self._info, trials)
-        best = leader(trials, maximize=self._info.maximize)
+        best = leader(self._info.brackets, trials, maximize=self._info.maximize)
         if best is not None and best.value is not None and self._best_point != (self._samples, best.value):
             self._best_point = (self._samples, best.value)
             self._writer.add_scalar(BEST_TAG, best.value, self._samples)
@@ -147,7 +146,7 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
         if value is not None and math.isfinite(value):
             samples = epoch_samples(epochs, info.num_train_samples)
             found[_file_name(1 + rung, f"rung_{rung}")] = [(samples, _scalar(trial_tag(info), value))]
-    if trial.state in _ENDED:
+    if trial.state.has_ended:
         found[_file_name(_LAST, "end")] = [(0, _end_summary(trial.state, now))]
     return found
 

@@ -296,3 +296,8 @@ def test_optuna_pruners_in_lockstep_keep_what_the_order_says_where_nine_should_s
         ours = survivors(dict(enumerate(map(float, values))), 9, maximize=True)
         assert sorted(values[trial] for trial in ours) == list(range(18, 27))
     assert found == left and 9 not in found
+
+
+def test_trials_have_ended_that_train_no_more() -> None:
+    ended = {state for state in TrialState if state.has_ended}
+    assert ended == {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAILED}

@@ -76,6 +76,14 @@ def test_kinds_share_a_tenth_of_the_time_of_the_search(efforts: list[Effort]) ->
     assert {each.num_samples for each in efforts} == {1000}
 
 
+def test_packs_are_measured_beside_other_workers_of_the_search_as_a_part_of_it(efforts: list[Effort]) -> None:
+    roster = new_roster(10_000_000)
+    roster.of(0, {"model.width": 1})
+    roster.is_alone = False
+    roster.of(1, {"model.width": 2})
+    assert [each.is_alone for each in efforts] == [True, False]
+
+
 def test_kinds_of_a_long_search_are_all_measured(efforts: list[Effort]) -> None:
     describe_all(new_roster(10_000_000))
     assert [each.budget_s for each in efforts] == [BUDGET_S] * 3

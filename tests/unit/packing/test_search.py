@@ -277,17 +277,21 @@ def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
     assert later.spent.samples + search.spent.samples == search.num_samples * (9 * 1 + 3 * 2 + 1 * 6)
 
 
-def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting) -> None:
+def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.space, setting.width = ONE_SIZE, 9
+    alone: list[bool] = []
+    measured = roster.measured_width
+    monkeypatch.setattr(roster, "measured_width", lambda *args: alone.append(args[-1].is_alone) or measured(*args))
     other = setting.study("other")
     other.renew()  # it lives
     search = setting.search(setting.study("first"))
     search._admit()
     assert [place.segment.trial for place in search.places] == [0, 1, 2, 3, 4]
+    assert alone == [False] and not search.roster.is_alone
     other.leave()
     search._admitted_at = (-1, ())
     search._admit()
-    assert len(search.places) == 9
+    assert len(search.places) == 9 and search.roster.is_alone
     search.close()
     assert setting.study("third").num_workers() == 1  # but for itself all have left
 

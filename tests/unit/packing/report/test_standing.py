@@ -11,13 +11,13 @@ from crossbow_py.packing.hyperband import Segment, TrialState, best
 from crossbow_py.packing.report.standing import (
     as_text,
     leader,
-    planned_epochs,
     ranked,
     running_epochs,
     short_names,
     trained_epochs,
     value_range,
 )
+from crossbow_py.packing.rules import planned_epochs
 from crossbow_py.packing.search_events import RunningTrial
 
 
@@ -35,15 +35,18 @@ def test_ranked_first_is_the_best_that_hyperband_names(searched: Any) -> None:
     results: dict[Segment, float | None] = {Segment(3, 0): None}
     for trial in searched.trials():
         results |= {Segment(trial.trial, rung): value for rung, value in enumerate(trial.values.values())}
-    assert ranked(searched.trials(), maximize=True)[0].trial == best(searched.info().brackets, results, maximize=True)
+    brackets = searched.info().brackets
+    expected, found = best(brackets, results, maximize=True), leader(brackets, searched.trials(), maximize=True)
+    assert found is not None and ranked(searched.trials(), maximize=True)[0].trial == expected == found.trial
 
 
 def test_ranked_trials_that_failed_are_the_last_and_never_lead(searched: Any) -> None:
     failed = searched.trial(1, state=TrialState.FAILED)
     assert [trial.trial for trial in ranked([failed, searched.trial(0)], maximize=True)] == [0, 1]
-    found = leader([failed, searched.trial(0)], maximize=True)
+    brackets = searched.info().brackets
+    found = leader(brackets, [failed, searched.trial(0)], maximize=True)
     assert found is not None and found.trial == 0
-    assert leader([failed], maximize=True) is None
+    assert leader(brackets, [failed], maximize=True) is None
 
 
 def test_epochs_of_a_search_are_those_of_its_segments(searched: Any) -> None:

@@ -102,7 +102,7 @@ def test_space_of_choices_has_filters_where_all_are_of_one_type(
 
 
 def test_trial_that_goes_on_is_added_to_and_nothing_is_written_twice(tmp_path: Path, searched: Any) -> None:
-    early = searched.trial(1, rung=0, value=0.75, values={1.0: 0.75}, state="paused")
+    early = searched.trial(1, rung=0, value=0.75, values={1.0: 0.75}, state=TrialState.PAUSED)
     _written(tmp_path, searched, (early,), searched.trials(), searched.trials())
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("trial_*/*")}
     _written(tmp_path, searched, searched.trials())  # a second worker, or the same search gone on with
@@ -136,7 +136,10 @@ def test_worker_has_best_value_and_pace_by_samples_of_all_trials(tmp_path: Path,
 
 def test_search_that_goes_on_draws_to_the_right_of_where_it_was_killed(tmp_path: Path, searched: Any) -> None:
     """In a container its process has the same number again, and so the same run."""
-    early = (searched.trial(0), searched.trial(1, rung=1, value=0.8, values={1.0: 0.75, 2.0: 0.8}, state="promoted"))
+    early = (
+        searched.trial(0),
+        searched.trial(1, rung=1, value=0.8, values={1.0: 0.75, 2.0: 0.8}, state=TrialState.PROMOTED),
+    )
     killed = SearchTensorBoard(tmp_path, print)
     killed.on_start(searched.info())
     killed.on_trials(early)
