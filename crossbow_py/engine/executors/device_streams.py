@@ -214,7 +214,7 @@ class CudaStreams(DeviceStreams):
 
     def is_over(self, event: torch.cuda.Event) -> bool:
         """See DeviceStreams."""
-        return bool(event.query())
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
     def synchronize_event(self, event: torch.cuda.Event) -> None:
         """See DeviceStreams."""

@@ -51,9 +51,7 @@ class FusedExecutor(Executor):
     FUSES = True
     ORDER = "blocks"
 
-    def __init__(
-        self, tasks: RoundTasks, device: DeviceStreams | None = None, kernels: bool | None = None
-    ) -> None:
+    def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None, kernels: bool | None = None) -> None:
         super().__init__(tasks)
         bank = tasks.bank
         kernels = bank.device.type == "cuda" if kernels is None else kernels

@@ -117,9 +117,7 @@ def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(
 
 @pytest.mark.parametrize("num_learners", [1, 2, 5])
 def test_any_number_of_learners_equals_serial(num_learners):
-    ours, reference = (
-        make_tasks(norm_model, num_learners=num_learners, data=IMAGES, order="blocks") for _ in range(2)
-    )
+    ours, reference = (make_tasks(norm_model, num_learners=num_learners, data=IMAGES, order="blocks") for _ in range(2))
     found = run(FusedExecutor(ours, RecordingStreams()), ours, 6)
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
 
