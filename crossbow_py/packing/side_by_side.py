@@ -1,7 +1,7 @@
 """Several packs on one device: on a CPU in a thread each, on CUDA on streams of their own.
 
-Operators that a pack's thread runs itself take a share of a CPU's cores. Executors that have threads of their own keep as
-many as they have alone, and the system shares out the cores: executors for fewer threads would have to be made anew
+Operators that a pack's thread runs itself take a share of a CPU's cores. Executors that have threads of their own keep
+as many as they have alone, and the system shares out the cores: executors for fewer threads would have to be made anew
 whenever a pack comes or goes.
 """
 
