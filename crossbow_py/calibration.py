@@ -73,7 +73,7 @@ class Effort:
 
     Attributes:
         budget_s: at most, but for the first candidate.
-        num_samples: to be trained on in all, where that is known: a tenth of the time they take is not exceeded either.
+        total_samples: to be trained on, where that is known: a tenth of the time they take is not exceeded either.
         spent_s: seconds that went into measuring for them before.
         stopped: whether there is nothing to be trained any more.
         is_alone: whether what else runs meanwhile is no part of the same run or search, as its other ranks and workers
@@ -81,7 +81,7 @@ class Effort:
     """
 
     budget_s: float = _BUDGET_S
-    num_samples: int | None = None
+    total_samples: int | None = None
     spent_s: float = 0.0
     stopped: Callable[[], bool] = lambda: False
     is_alone: bool = True
@@ -90,7 +90,7 @@ class Effort:
         """That may be spent, when the best throughput so far is `fastest` images/s."""
         if self.stopped():
             return 0.0
-        worth_s = math.inf if self.num_samples is None else _WORTH * self.num_samples / fastest - self.spent_s
+        worth_s = math.inf if self.total_samples is None else _WORTH * self.total_samples / fastest - self.spent_s
         return min(self.budget_s, worth_s)
 
 

@@ -25,7 +25,7 @@ from crossbow_py.schedules import Schedule
 from crossbow_py.settings import to_mapping
 from crossbow_py.supply import WorkerSupply
 from crossbow_py.tuning import LearnerTuning
-from crossbow_py.weights_file import save_weights
+from crossbow_py.weights_file import MODEL_FILE, save_weights
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
 _CHANGEABLE = ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers")
@@ -80,7 +80,7 @@ class Run:
         if self.output_dir is None:
             return None
         single = self.parts.rule.has_central_model
-        names = ["model.safetensors"] if single else [f"model_{j}.safetensors" for j in range(len(models))]
+        names = [MODEL_FILE] if single else [f"model_{j}.safetensors" for j in range(len(models))]
         with self.parts.ranks.together():
             for name, module in zip(names, models, strict=True) if self.parts.ranks.is_first else ():
                 try:

@@ -304,7 +304,7 @@ class SearchRun:
         values = [value for segment, value in results.items() if segment.trial == leader and value is not None]
         progress = SearchProgress(
             running=tuple(
-                RunningTrial(place.segment.trial, place.segment.rung, place.share, search.packs.number_of(place))
+                RunningTrial(place.segment.trial, place.segment.rung, place.progress, search.packs.number_of(place))
                 for place in search.places
             ),
             num_finished=len(results),

@@ -15,9 +15,8 @@ from crossbow_py.errors import UserError
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.settings import to_mapping
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, read_json, read_summary
-from crossbow_py.weights_file import load_weights
+from crossbow_py.weights_file import MODEL_FILE, load_weights
 
-MODEL_FILE = "model.safetensors"
 _OF_A_LEARNER = re.compile(r"model_(\d+)\.safetensors")
 # What may differ between runs on the same test data.
 _NOT_OF_TEST_DATA = ("validation_fraction", "crop_padding", "flip", "root", "download", "cache_dir")

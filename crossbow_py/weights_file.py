@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from crossbow_py.errors import CheckpointError
 from crossbow_py.file_writing import replacing
 
+MODEL_FILE = "model.safetensors"  # of the one model of a run, in its folder
+
 
 def save_weights(module: nn.Module, path: Path) -> None:
     """Write a model as safetensors, atomically; tied parameters are stored once. Raises OSError."""

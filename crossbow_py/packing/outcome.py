@@ -26,9 +26,8 @@ from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.records import CONFIG_FILE, write_atomically
-from crossbow_py.weights_file import save_weights
+from crossbow_py.weights_file import MODEL_FILE, save_weights
 
-MODEL_FILE = "model.safetensors"
 _LOCK_FILE = ".lock"
 
 

@@ -47,7 +47,7 @@ class Place:
         return f"{signature} {self.segment.trial}" if self.alone else signature
 
     @property
-    def share(self) -> float:
+    def progress(self) -> float:
         """How much of the segment is over, 0 to 1."""
         begun = self.first_sample
         return min(1.0, (self.member.samples_seen - begun) / max(1, self.member.end_samples - begun))

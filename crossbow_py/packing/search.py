@@ -283,7 +283,7 @@ class Search:
         now = self.hooks.clock()
         for place in self.places:
             member = place.member
-            if member.is_over or now - place.kept_at < every_s or not place.share:
+            if member.is_over or now - place.kept_at < every_s or not place.progress:
                 continue
             checkpoint = self.packs.checkpoint(place)
             underway = Underway(checkpoint, member.loss_sum, member.num_losses, place.seconds)

@@ -72,11 +72,11 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class RunningTrial:
-    """A trial on a row of this worker: `share` of its segment is over, 0 to 1."""
+    """A trial on a row of this worker: `progress` is how much of its segment is over, 0 to 1."""
 
     trial: int
     rung: int
-    share: float
+    progress: float
     pack: int
 
 

@@ -72,7 +72,7 @@ def trained_epochs(brackets: Sequence[Bracket], trials: Iterable[TrialRecord]) -
 
 def running_epochs(brackets: Sequence[Bracket], running: Iterable[RunningTrial]) -> float:
     """Epochs of training so far in segments that are not over."""
-    return sum(each.share * segment_lengths(bracket_of(brackets, each.trial))[each.rung] for each in running)
+    return sum(each.progress * segment_lengths(bracket_of(brackets, each.trial))[each.rung] for each in running)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

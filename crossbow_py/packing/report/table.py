@@ -139,9 +139,9 @@ def _epochs(row: Row, rungs: Sequence[float]) -> str:
 def _state(row: Row) -> RenderableType:
     if row.running is None:
         return "" if row.record is None else str(row.record.state)
-    done = round(_BAR * row.running.share)
+    done = round(_BAR * row.running.progress)
     bar = Text("━" * done, style="green")
-    return bar.append("─" * (_BAR - done), style="dim").append(f" {row.running.share:4.0%}", style="none")
+    return bar.append("─" * (_BAR - done), style="dim").append(f" {row.running.progress:4.0%}", style="none")
 
 
 def _parameter(row: Row, key: str) -> str:

@@ -47,7 +47,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[Effort]:
     return asked
 
 
-def new_roster(num_samples: int | None) -> Roster:
+def new_roster(total_samples: int | None) -> Roster:
     feed = make_feed(blobs(40), 1, 0)
     assert isinstance(feed, ResidentFeed)
     data = SearchData(feed.with_batch_size, 40, make_feed(blobs(30), 1), None, (3, True))
@@ -62,7 +62,7 @@ def new_roster(num_samples: int | None) -> Roster:
 
     choices = Choices(torch.device("cpu"), FP32, "auto")
     loss, settings = nn.functional.cross_entropy, RunSettings(device="cpu")
-    return Roster(trial, SPACE, data, settings, choices, loss, 8, lambda _: None, num_samples)
+    return Roster(trial, SPACE, data, settings, choices, loss, 8, lambda _: None, total_samples)
 
 
 def describe_all(roster: Roster) -> None:
@@ -73,7 +73,7 @@ def describe_all(roster: Roster) -> None:
 def test_kinds_share_a_tenth_of_the_time_of_the_search(efforts: list[Effort]) -> None:
     describe_all(new_roster(1000))  # a second
     assert [(each.budget_s, each.spent_s) for each in efforts] == [(BUDGET_S, 0.0), (BUDGET_S, 0.75), (0.0, 1.5)]
-    assert {each.num_samples for each in efforts} == {1000}
+    assert {each.total_samples for each in efforts} == {1000}
 
 
 def test_packs_are_measured_beside_other_workers_of_the_search_as_a_part_of_it(efforts: list[Effort]) -> None:

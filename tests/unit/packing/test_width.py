@@ -195,12 +195,12 @@ def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(
     alone = Calibration("serial", {("serial", 1): 10.0}, late=late, is_short=True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(width_module, "calibrate", lambda *_: alone)
-    width, _ = measure(32, effort=Effort(20.0, num_samples=100))
+    width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert width.size == 16 and "not measured" in width.sentence
     refused = {(name, 16): Refusal("no such graph") for name in ("fused", "fused_threads")}
     one_late = dataclasses.replace(alone, refused=refused, late=late[:2])
     monkeypatch.setattr(width_module, "calibrate", lambda *_: one_late)
-    width, _ = measure(32, effort=Effort(20.0, num_samples=100))
+    width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert (width.size, width.executor(2)) == (2, "threads")  # not one that cannot run
 
 
@@ -310,10 +310,10 @@ def test_what_a_short_search_measured_is_remembered_for_short_ones(
 ) -> None:
     short = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, late=(("fused", 16),), is_short=True)
     monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or short)
-    first, _ = measure(4, effort=Effort(20.0, num_samples=800))  # a second
-    again, _ = measure(4, effort=Effort(20.0, num_samples=400))
+    first, _ = measure(4, effort=Effort(20.0, total_samples=800))  # a second
+    again, _ = measure(4, effort=Effort(20.0, total_samples=400))
     assert first == again and len(asked) == 1
-    measure(4, effort=Effort(20.0, num_samples=80_000))
+    measure(4, effort=Effort(20.0, total_samples=80_000))
     assert len(asked) == 2
 
 
