@@ -234,6 +234,7 @@ def test_stopped_search_gives_back_what_it_held(setting: Setting) -> None:
 
 
 def one_round(packs: Any, *args: Any, **kwargs: Any) -> dict[int, Exception]:
+    assert packs, "there is something to train"
     for pack in packs:
         pack.step()
         pack.drain()
@@ -524,22 +525,22 @@ def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_w
     expected: Callable[[Setting], dict[Segment, Any]],
     error: Exception,
 ) -> None:
-    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    setting.policy, setting.make, setting.width = "random", two_architectures, 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(places, "advance", one_round)  # the first kind is in the middle of its segments
+    monkeypatch.setattr(places, "advance", one_round)
     whole = expected(setting)
     search = setting.search()
     probe, beside = roster.probe, []
 
     def short(*args: Any, **kwargs: Any) -> Any:
         if search.packs.count:
-            beside.append(search.packs.count)
+            beside.extend(place.progress for place in search.places)
             raise error from (MemoryError() if isinstance(error, UserError) else None)
         return probe(*args, **kwargs)
 
     monkeypatch.setattr(roster, "probe", short)
     assert search.run(never)
-    assert beside and not setting.study().reasons()
+    assert 0 < max(beside) < 1 and not setting.study().reasons()  # in the middle of a segment
     assert values_of(setting) == whole
 
 
@@ -581,20 +582,19 @@ def test_width_of_a_kind_is_found_in_all_of_the_memory(setting: Setting, monkeyp
 def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, expected: Callable[[Setting], dict[Segment, Any]]
 ) -> None:
-    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    setting.policy, setting.make, setting.width = "random", two_architectures, 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(places, "advance", one_round)
-    whole = expected(setting)
+    whole, search = expected(setting), setting.search()
     measured, signals = roster.measured_width, []
 
     def signalled(*args: Any) -> Any:
-        if args[-2]():
+        if any(0 < place.progress < 1 for place in search.places) and args[-2]():
             signals.append("SIGTERM")
         return measured(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(roster, "measured_width", signalled)
-        search = setting.search()
         assert not search.run(lambda: bool(signals))
     later = setting.search()
     assert later.run(never)
