@@ -64,7 +64,8 @@ def test_command_with_odd_values_trains_or_says_one_line(examples: int) -> None:
         assert code in (0, 1, 2), code
         assert said.getvalue().count("\n") == (code != 0), said.getvalue()
         if code == 0:
-            assert read_summary(next(Path().glob("**/summary.json")).parent)["status"] == "finished"
+            status = read_summary(next(Path().glob("**/summary.json")).parent)["status"]
+            assert status in ("finished", "target_reached")
         for left in Path().iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
