@@ -21,7 +21,8 @@ from crossbow_py.telemetry.records import CONFIG_FILE, read_json, write_atomical
 
 JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"
-_LOCK_FILE = ".search.lock"  # beside the folders of an experiment; no run's, which is held as long as it trains
+_LOCK_FILE = ".search.lock"  # no run's, which is held as long as it trains
+_JOINED_FILE = ".joined"  # in a folder that other workers than the one that began there go on in
 _WHERE = ("storage", "study")
 _MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
@@ -43,7 +44,8 @@ class SearchFolder:
 def open_search_folder(config: SearchConfig) -> SearchFolder:
     """Choose the folder, and write config.yaml into one that is new. Several workers may have one folder.
 
-    Of workers that are started at once with `resume=auto`, one begins a search and the others join it.
+    Of workers that are started at once with `resume=auto`, one begins a search and the others join it, which keeps
+    it from being taken back.
 
     Raises:
         UserError: the folder holds another search or a run, or a search and `resume` is null; or it cannot be written.
@@ -53,42 +55,56 @@ def open_search_folder(config: SearchConfig) -> SearchFolder:
         return _named(Path(config.resume or "").expanduser(), ours, config, asked="resume")
     if config.output_dir:
         return _named(Path(config.output_dir).expanduser(), ours, config, asked="output_dir")
-    with _one_at_a_time(make_folder(RUNS / config.experiment)):
+    with _one_at_a_time(make_folder(RUNS / config.experiment) / _LOCK_FILE):
         found = _newest_to_go_on(config, ours) if config.resume == "auto" else None
         if found is not None:
-            return SearchFolder(found, True)
+            return _joined(found)
         return SearchFolder(_begun(new_folder(config.experiment), config), False, is_made=True)
 
 
 @contextmanager
-def _one_at_a_time(parent: Path) -> Iterator[None]:
-    """Others that choose among the folders of `parent` wait, until a new one is known by its configuration."""
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """Others that choose a folder there wait, until it is known by its configuration or is taken back."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(parent / _LOCK_FILE, lambda: None))
+            stack.enter_context(locked(lock, lambda: None))
         except OSError as error:
-            raise UserError(f"{parent} cannot be written ({error.strerror}); set output_dir to a folder.") from error
+            problem = f"{lock.parent} cannot be written ({error.strerror})"
+            raise UserError(f"{problem}; set output_dir to a folder.") from error
         yield
 
 
 @contextmanager
 def kept_unless_refused(folder: SearchFolder) -> Iterator[None]:
-    """Take back what was begun here when the block ends with the user's mistake before any trial was measured."""
+    """Take back what was begun here when the block ends with the user's mistake, before others joined.
+
+    And before any trial was measured.
+    """
     try:
         yield
     except UserError:
-        if not folder.is_known and not (folder.path / TRIALS_FOLDER).exists():
-            _take_back(folder)
+        if not folder.is_known:
+            with suppress(UserError), _one_at_a_time(_lock_of(folder.path)):
+                _take_back(folder)
         raise
 
 
 def _take_back(folder: SearchFolder) -> None:
+    """Where nobody else needs it; those that may join wait."""
+    if any((folder.path / name).exists() for name in (_JOINED_FILE, TRIALS_FOLDER)):
+        return
     if folder.is_made:
         shutil.rmtree(folder.path, ignore_errors=True)
         return
-    for name in (CONFIG_FILE, CONSOLE_LOG):  # the rest is somebody's
+    for name in (CONFIG_FILE, CONSOLE_LOG, _LOCK_FILE):  # the rest is somebody's
         with suppress(OSError):
             (folder.path / name).unlink()
+
+
+def _lock_of(path: Path) -> Path:
+    """Beside folders of an experiment; else in the folder, as what is around one that was named is not ours."""
+    beside = path.parent / _LOCK_FILE
+    return beside if beside.exists() else path / _LOCK_FILE
 
 
 def identity(config: SearchConfig) -> dict[str, Any]:
@@ -97,11 +113,20 @@ def identity(config: SearchConfig) -> dict[str, Any]:
 
 
 def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> SearchFolder:
+    is_made = not path.exists()
+    _has_search(path, ours, config, asked)  # before anything is written there
+    with _one_at_a_time(_lock_of(make_folder(path))):
+        if _has_search(path, ours, config, asked):  # others may have begun one meanwhile, or have taken it back
+            return _joined(path)
+        return SearchFolder(_begun(make_folder(path), config), False, is_made)
+
+
+def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> bool:
+    """Whether there is one to go on with, else it may begin there. Raises UserError."""
     if not (path / CONFIG_FILE).is_file():
         if asked == "resume":
             raise UserError(f"resume={path} is not the folder of a search; give one, or resume=auto for the newest.")
-        is_made = not path.exists()
-        return SearchFolder(_begun(make_folder(path), config), False, is_made)
+        return False
     if config.resume is None:
         raise UserError(f"{asked} {path} already holds a search or a run; set resume=auto or take another.")
     found = read_yaml(path / CONFIG_FILE)
@@ -111,7 +136,7 @@ def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str
     if changed:
         shown = "; ".join(changed[:4])
         raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")
-    return SearchFolder(path, True)
+    return True
 
 
 def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | None:
@@ -127,8 +152,21 @@ def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | No
 
 
 def _begun(path: Path, config: SearchConfig) -> Path:
-    try:
+    with _writing(path):
+        (path / _JOINED_FILE).unlink(missing_ok=True)
         write_atomically(path / CONFIG_FILE, write_yaml(config_to_mapping(config)))
+    return path
+
+
+def _joined(path: Path) -> SearchFolder:
+    with _writing(path):
+        (path / _JOINED_FILE).touch()
+    return SearchFolder(path, True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(f"output_dir {path} cannot be written ({error.strerror}); choose another folder.") from error
-    return path

@@ -197,6 +197,43 @@ def test_refused_search_takes_back_the_folder_it_made() -> None:
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize("changes", [{}, {"output_dir": "new"}])
+def test_refused_search_leaves_the_folder_to_those_that_joined(changes: dict[str, Any]) -> None:
+    first = open_search_folder(config(**changes))
+    joined = open_search_folder(config(**changes))
+    assert joined == SearchFolder(first.path, is_known=True)
+    refuse(first, UserError("a mistake"))
+    assert (first.path / "config.yaml").exists() and (first.path / "console.log").exists()
+    assert open_search_folder(config(**changes)) == joined
+
+
+@pytest.mark.parametrize("changes", [{}, {"output_dir": "new"}])
+def test_search_that_is_taken_back_while_another_would_join_begins_anew(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, found = open_search_folder(config(**changes)), []
+    take_back = search_folder._take_back
+    other = threading.Thread(target=lambda: found.append(open_search_folder(config(**changes))))
+
+    def slowly(folder: SearchFolder) -> None:
+        other.start()
+        other.join(0.2)
+        take_back(folder)
+
+    monkeypatch.setattr(search_folder, "_take_back", slowly)
+    refuse(first, UserError("a mistake"))
+    other.join(10)
+    assert not found[0].is_known and (found[0].path / "config.yaml").exists()
+
+
+def test_search_that_begins_where_one_was_joined_is_taken_back_alone() -> None:
+    open_search_folder(config(output_dir="mine"))
+    joined = open_search_folder(config(output_dir="mine"))
+    (joined.path / "config.yaml").unlink()
+    refuse(open_search_folder(config(output_dir="mine")), UserError("a mistake"))
+    assert list(joined.path.iterdir()) == []
+
+
 def test_refused_search_leaves_what_was_in_a_folder_before() -> None:
     Path("mine").mkdir()
     Path("mine/notes.txt").write_text("mine")
