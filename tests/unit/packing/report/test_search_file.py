@@ -104,6 +104,14 @@ def test_file_of_an_ended_search_is_read_as_it_was_written(searched: Any) -> Non
         assert recorded_summary(plain, summary.info, summary.trials) == summary
 
 
+def test_file_from_before_loading_was_told_apart_is_read(searched: Any) -> None:
+    summary = searched.summary()
+    plain = json.loads(json.dumps(ended_plain(summary)))
+    del plain["loading_time_s"]
+    assert summary.loading_time_s == 0.0
+    assert recorded_summary(plain, summary.info, summary.trials) == summary
+
+
 def test_file_that_is_of_no_ended_search_or_not_whole_is_not_read(searched: Any) -> None:
     info, trials, ended = searched.info(), searched.trials(), ended_plain(searched.summary())
     for plain in (
