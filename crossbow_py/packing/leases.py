@@ -47,6 +47,11 @@ class Lease:
         """Numbers and text by field."""
         return asdict(self)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its process runs on this host, in a container of its own or not."""
+        return self.host.partition(" ")[0] == _host().partition(" ")[0]
+
     def is_over_for_others(self, now: float) -> bool:
         """Whether what its holder had may be taken."""
         return now >= self.until + _LATE * self.lease_s or self._has_ended()

@@ -79,7 +79,8 @@ class Roster:
 
     Attributes:
         stopped: whether the search is to end, so that nothing is to be measured any more.
-        is_alone: whether no other worker shares the search now: what those do while packs are measured is part of it.
+        is_alone: whether no other worker on this host shares the search now: what those do while packs are measured is
+            part of it.
         make_room: gives memory back that packs hold, which they take again later; whether there was any.
     """
 

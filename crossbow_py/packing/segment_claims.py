@@ -166,10 +166,11 @@ class SegmentClaims:
         lost, self._lost = sorted(self._lost), set()
         return lost
 
-    def num_workers(self) -> int:
-        """Workers that live, as their leases tell, and this one."""
+    def num_workers(self, *, here: bool = False) -> int:
+        """Workers that live, as their leases tell, and this one; those on this host alone where `here`."""
         now = self._clock()
-        others = {holder for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
+        living = {holder: lease for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
+        others = {holder for holder, lease in living.items() if lease.is_here or not here}
         return len(others | {self._holder})
 
     def leave(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState as OptunaState
 
+from crossbow_py.packing import leases
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.journal import StorageError
 from crossbow_py.packing.storage import open_storage
@@ -133,6 +134,21 @@ def test_workers_count_while_their_leases_last_and_until_they_leave(address: str
     assert second.num_workers() == 1
     first.renew()
     assert second.num_workers() == 2
+
+
+def test_workers_of_a_host_are_counted_by_the_machine_their_leases_name(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = {"first": "boot pid:[1] 0", "container": "boot pid:[2] 0", "elsewhere": "other pid:[1] 0"}
+    clock = Clock()
+    studies = [worker(address, name, clock) for name in hosts]
+    for study, host in zip(studies, hosts.values(), strict=True):
+        monkeypatch.setattr(leases, "_host", lambda host=host: host)
+        study.renew()
+    monkeypatch.setattr(leases, "_host", lambda: hosts["first"])
+    assert (studies[0].num_workers(), studies[0].num_workers(here=True)) == (3, 2)
+    studies[1].leave()
+    assert (studies[0].num_workers(), studies[0].num_workers(here=True)) == (2, 1)
 
 
 def test_segment_that_is_not_held_is_neither_finished_nor_given_back(address: str) -> None:
