@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.engine.memory import free_memory, is_out_of_memory, raising_if_lost
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss, count_correct
 
@@ -150,6 +151,27 @@ class Evaluator:
         if ranks.num_ranks > 1:
             measured = _weighted_means(measured, count, ranks)
         return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}
+
+
+def evaluate_in_memory(evaluator: Evaluator, state: State, feed: Feed, device: torch.device) -> Evaluation:
+    """As `Evaluator.evaluate`, with as many samples at once as the memory of `device` holds: `batch_size`, or halves.
+
+    `batch_size` stays at what was held.
+
+    Raises:
+        DataError: the data cannot be loaded.
+        DeviceLostError: the device does nothing any more.
+        Exception: what the model raises; that memory is short where it does not hold a single sample.
+    """
+    with raising_if_lost(device):
+        while True:
+            try:
+                return evaluator.evaluate(state, feed)
+            except Exception as error:
+                if evaluator.batch_size == 1 or not is_out_of_memory(error):
+                    raise
+            evaluator.batch_size //= 2
+            free_memory(device)
 
 
 def _weighted_means(own: Mapping[str, Tensor], count: int, ranks: Ranks) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
-from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
+from crossbow_py.packing.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
 from crossbow_py.packing.report.search_file import recorded_summary
 from crossbow_py.packing.roster import Roster, SearchData
 from crossbow_py.packing.rules import SearchRules, epoch_samples, total_samples
@@ -269,18 +269,18 @@ class SearchRun:
 
     def _best(self) -> tuple[BestTrial | None, float]:
         """The best trial, in a folder as a run's is: `predict` and fine-tuning take it; and the seconds of its test."""
-        leader = find_leader(self.rules, self.study)
-        if leader is None:
-            return None, 0.0
+        return kept_best(
+            partial(find_leader, self.rules, self.study), self._run_of, self.roster.data, self.states, self.choices,
+            LOSS, self.folder.path / BEST_FOLDER,
+        )  # fmt: skip
+
+    def _run_of(self, leader: Leader) -> LeaderRun:
         own = self._trial_config(leader.trial, leader.params)
         if not leader.is_at_end:  # a stop that leaves the length its schedule was planned for
             samples = epoch_samples(leader.epochs, self.roster.data.num_samples)
             own = dataclasses.replace(own, max_rounds=-(-samples // own.batch_size))
-        return kept_best(
-            leader, self.trial_settings(leader.trial, leader.params), train_command(own),
-            write_yaml(config_to_mapping(own)), self.roster.data, self.states, self.choices, LOSS,
-            self.folder.path / BEST_FOLDER,
-        )  # fmt: skip
+        settings = self.trial_settings(leader.trial, leader.params)
+        return LeaderRun(settings, train_command(own), write_yaml(config_to_mapping(own)))
 
     # --- telling ------------------------------------------------------------------------------------------------------
 

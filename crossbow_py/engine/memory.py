@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +142,18 @@ def raise_if_lost(error: BaseException, device: torch.device) -> None:
     if is_device_lost(error, device):
         said = next((each for each in _causes(error) if _says_lost(each)), error)
         raise DeviceLostError(said) from error
+
+
+@contextmanager
+def raising_if_lost(device: torch.device) -> Iterator[None]:
+    """Have the block raise DeviceLostError in place of an error that leaves `device` unusable."""
+    try:
+        yield
+    except DeviceLostError:
+        raise
+    except Exception as error:
+        raise_if_lost(error, device)
+        raise
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from crossbow_py.engine.memory import raising_if_lost
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
-from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
+from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.file_locks import locked
 from crossbow_py.packing.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
 from crossbow_py.packing.roster import SearchData
@@ -27,8 +29,6 @@ from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.records import CONFIG_FILE, write_atomically
 from crossbow_py.weights_file import MODEL_FILE, save_weights
-
-_LOCK_FILE = ".lock"
 
 
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
@@ -97,51 +97,70 @@ def find_leader(rules: SearchRules, study: SharedStudy) -> Leader | None:
     return Leader(trial, last, epochs, value, study.params(trial), is_at_end)
 
 
+@dataclass(frozen=True)
+class LeaderRun:
+    """How the best trial is trained: its settings, and the command line and the text of the configuration that do."""
+
+    settings: TrialSettings
+    command: str
+    config: str
+
+
 def kept_best(
-    leader: Leader,
-    settings: TrialSettings,
-    command: str,
-    config: str,
+    find: Callable[[], Leader | None],
+    run_of: Callable[[Leader], LeaderRun],
     data: SearchData,
     states: TrialStates,
     choices: Choices,
     loss: Loss,
     folder: Path,
-) -> tuple[BestTrial, float]:
+) -> tuple[BestTrial | None, float]:
     """The best trial, its model and configuration written to `folder` and the model measured on the test data.
 
     Its files are with the worker that trained it; where they are not here, model and test accuracy are left out, and
-    what `folder` has of another trial is removed. `settings` are the trial's; `command` is the command line, and
-    `config` the text of the configuration, that train it.
+    what `folder` has of another trial is removed. Of workers that end at once each finds the best trial after the
+    one before has written: the last knows the most results.
+
+    Args:
+        find: gives the best trial by what is known now.
+        run_of: how it is trained.
+        data, states, choices, loss: of the search.
+        folder: of the best trial; the search's is around it.
 
     Returns:
-        The trial, and the seconds that measuring took.
+        The trial, None where there is none, and the seconds that measuring took.
 
     Raises:
         UserError: the folder cannot be written.
+        DeviceLostError: the device does nothing any more.
     """
-    state = states.load(leader.last)
-    evaluation: Evaluation | None = None
-    seconds = 0.0
-    if state is None:
-        model_path = _without_others(folder, config)
-    else:
-        evaluator = _evaluator(settings.new_model(), data, choices, loss)
-        model_path = _put(folder, config, evaluator.module(state.state))
-        if data.test is not None:
-            begun = time.perf_counter()
-            evaluation = evaluator.evaluate(state.state, data.test)
-            seconds = time.perf_counter() - begun
+    with raising_if_lost(choices.device):
+        with _alone_at(folder):
+            leader = find()
+            if leader is None:
+                return None, 0.0
+            own, state = run_of(leader), states.load(leader.last)
+            _clear_of_others(folder, own.config)
+            test: Callable[[], Evaluation] | None = None
+            if state is not None:
+                evaluator = _evaluator(own.settings.new_model(), data, choices, loss)
+                _put(folder, own.config, evaluator.module(state.state))
+                if data.test is not None:
+                    test = partial(evaluate_in_memory, evaluator, state.state, data.test, choices.device)
+            is_there = (folder / MODEL_FILE).exists()
+        begun = time.perf_counter()
+        evaluation = None if test is None else test()
+        seconds = 0.0 if test is None else time.perf_counter() - begun
     found = BestTrial(
         trial=leader.trial,
         value=leader.value,
         epochs=leader.epochs,
         params=leader.params,
-        seed=settings.seed,
+        seed=own.settings.seed,
         test_accuracy=None if evaluation is None else evaluation.accuracy,
         test_loss=None if evaluation is None else evaluation.loss,
-        model_path=None if model_path is None else str(model_path),
-        command=command,
+        model_path=str(folder / MODEL_FILE) if is_there else None,
+        command=own.command,
     )
     return found, seconds
 
@@ -154,37 +173,40 @@ def _evaluator(model: nn.Module, data: SearchData, choices: Choices, loss: Loss)
     )  # fmt: skip
 
 
-def _put(folder: Path, config: str, model: nn.Module) -> Path:
-    """Write the best trial's configuration and model. Returns the model's file."""
-    with _alone_in(folder):
-        _clear_of_others(folder, config)  # first, so that a crash leaves no model, and not that of another trial
-        write_atomically(folder / CONFIG_FILE, config)
-        save_weights(model, folder / MODEL_FILE)
-    return folder / MODEL_FILE
-
-
-def _without_others(folder: Path, config: str) -> Path | None:
-    """Where the best trial's model is, when it was written before; what is there of another trial is removed."""
-    if not folder.exists():
-        return None
-    with _alone_in(folder):
-        _clear_of_others(folder, config)
-        return folder / MODEL_FILE if (folder / MODEL_FILE).exists() else None
-
-
 def _clear_of_others(folder: Path, config: str) -> None:
-    kept = folder / CONFIG_FILE
-    if not kept.exists() or kept.read_text(encoding="utf-8") != config:
-        (folder / MODEL_FILE).unlink(missing_ok=True)
-        kept.unlink(missing_ok=True)
+    """Remove what is there of another trial, or not whole. Raises UserError."""
+    kept, model = folder / CONFIG_FILE, folder / MODEL_FILE
+    with _writing(folder):
+        if not (model.exists() and kept.exists() and kept.read_text(encoding="utf-8") == config):
+            kept.unlink(missing_ok=True)  # first: the configuration says that there is a model
+            model.unlink(missing_ok=True)
+
+
+def _put(folder: Path, config: str, model: nn.Module) -> None:
+    """Write the best trial's model, and its configuration once that is there. Raises UserError."""
+    with _writing(folder):
+        folder.mkdir(exist_ok=True)
+        save_weights(model, folder / MODEL_FILE)
+        write_atomically(folder / CONFIG_FILE, config)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _alone_at(folder: Path) -> Iterator[None]:
     """Workers that end at the same moment may not agree yet on who is the best: one after another. Raises UserError."""
+    with ExitStack() as stack:
+        with _writing(folder):
+            stack.enter_context(locked(lock_of(folder), lambda: None))
+        yield
+
+
+def lock_of(folder: Path) -> Path:
+    """What is locked while the best trial is found and written: beside its folder, which there may be none of."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
     try:
-        folder.mkdir(exist_ok=True)
-        with locked(folder / _LOCK_FILE, lambda: None):
-            yield
+        yield
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({error}); make room there, and search again.") from error

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
+from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError
-from crossbow_py.evaluation import Evaluation, Evaluator, evaluation_batch_size
+from crossbow_py.errors import CrossbowError, DataError, DeviceLostError
+from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.pack import Member, Pack, PackJob
 from crossbow_py.packing.roster import Described, Roster
@@ -123,7 +123,8 @@ class Packs:
             for member in pack.members:
                 member.begun = self._checkpoint(pack, member)
         self.close()
-        free_memory(self._choices.device)
+        with raising_if_lost(self._choices.device):
+            free_memory(self._choices.device)
         return is_any
 
     def measure(self, places: Sequence[Place]) -> list[Evaluation | str]:
@@ -151,10 +152,10 @@ class Packs:
         members, data = [place.member for place in places], self._roster.data.validation
         try:
             return list(pack.evaluate(members, self._evaluator(pack.template), data))
-        except DataError:
-            raise
         except Exception as error:  # of the user's model
             raise_if_lost(error, self._choices.device)
+            if isinstance(error, DataError):
+                raise
             if len(places) == 1:
                 return [None if is_out_of_memory(error) else _failed(error)]
         return [found for place in places for found in self._measured(pack, [place])]
@@ -162,18 +163,14 @@ class Packs:
     def _measured_alone(self, place: Place) -> Evaluation | str:
         """Of one that is parked; with as many samples at once as memory holds."""
         template, data = self._roster.template(place.described.signature), self._roster.data.validation
-        evaluator, state = self._evaluator(template), self.checkpoint(place).state
-        while True:
-            try:
-                return evaluator.evaluate(state, data)
-            except DataError:
-                raise
-            except Exception as error:  # of the user's model
-                raise_if_lost(error, self._choices.device)
-                if evaluator.batch_size == 1 or not is_out_of_memory(error):
-                    return _failed(error)
-            evaluator.batch_size //= 2
-            free_memory(self._choices.device)
+        state, device = self.checkpoint(place).state, self._choices.device
+        try:
+            with raising_if_lost(device):
+                return evaluate_in_memory(self._evaluator(template), state, data, device)
+        except (DataError, DeviceLostError):
+            raise
+        except Exception as error:  # of the user's model
+            return _failed(error)
 
     def _evaluator(self, template: nn.Module) -> Evaluator:
         few = self._roster.data.validation.first_samples(1)
@@ -190,11 +187,8 @@ class Packs:
         return place.member.begun
 
     def _checkpoint(self, pack: Pack, member: Member) -> Checkpoint:
-        try:
+        with raising_if_lost(self._choices.device):
             return pack.checkpoint(member)
-        except RuntimeError as error:
-            raise_if_lost(error, self._choices.device)
-            raise
 
     def end(self, key: str) -> None:
         """Close a pack, if it is there. Does not raise."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from crossbow_py.engine.denormals import flushed_denormals
-from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
+from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError, UserError
 from crossbow_py.evaluation import Evaluation
@@ -158,7 +158,7 @@ class Search:
         if self.places and now == self._admitted_at and not self._is_stale:
             return
         segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
-        self.roster.is_alone = self.study.num_workers() == 1
+        self.roster.is_alone = self.study.num_workers(here=True) == 1
         waiting, running = self._waiting(segments), self._running()
         if self.roster.stopped():  # while packs were measured
             return
@@ -319,7 +319,8 @@ class Search:
             self.hooks.message(f"A pack of {len(mine)} failed ({one_line(cause)}); its trials train one at a time now.")
         for place in mine if len(mine) > 1 else ():
             self.study.release(place.segment)
-        free_memory(self.choices.device)
+        with raising_if_lost(self.choices.device):
+            free_memory(self.choices.device)
 
     # --- measuring and telling ----------------------------------------------------------------------------------------
 

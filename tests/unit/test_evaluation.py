@@ -10,7 +10,8 @@ from torch import nn
 
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.evaluation import Evaluation, Evaluator, mean_evaluation
+from crossbow_py.errors import DeviceLostError
+from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, mean_evaluation
 from tests.support import features, linear_model, norm_model
 
 INPUTS, TARGETS = features(10)
@@ -130,3 +131,43 @@ def test_mean_evaluation_averages_every_figure():
     each = [Evaluation(1.0, 0.5, 10, {"a": 2.0}), Evaluation(2.0, 0.7, 10, {"a": 4.0})]
     assert mean_evaluation(each) == Evaluation(1.5, pytest.approx(0.6), 10, {"a": 3.0})
     assert mean_evaluation([Evaluation(1.0, None, 10)]).accuracy is None
+
+
+class Short:
+    """Raises this where there are more samples than memory holds."""
+
+    def __init__(self, most, error):
+        self.most, self.error, self.sizes = most, error, []
+
+    def __call__(self, outputs, targets):
+        self.sizes.append(len(outputs))
+        if len(outputs) > self.most:
+            raise self.error
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+def test_evaluation_in_little_memory_halves_its_batches_and_finds_the_same():
+    model, feed = linear_model(), feed_of(INPUTS, TARGETS)
+    loss = Short(3, MemoryError())
+    evaluator = make_evaluator(model, loss=loss, batch_size=8)
+    found = evaluate_in_memory(evaluator, model.state_dict(), feed, torch.device("cpu"))
+    assert loss.sizes == [8, 4, 2, 2, 2, 2, 2] and evaluator.batch_size == 2
+    assert found.loss == pytest.approx(make_evaluator(model).evaluate(model.state_dict(), feed).loss, rel=1e-12)
+
+
+@pytest.mark.parametrize(("error", "sizes"), [(MemoryError(), [4, 2, 1]), (ArithmeticError("no"), [4])])
+def test_evaluation_raises_what_fewer_samples_do_not_change(error, sizes):
+    model, loss = linear_model(), Short(0, error)
+    with pytest.raises(type(error)):
+        evaluate_in_memory(
+            make_evaluator(model, loss=loss), model.state_dict(), feed_of(INPUTS, TARGETS), torch.device("cpu")
+        )
+    assert loss.sizes == sizes
+
+
+def test_evaluation_on_a_device_that_is_lost_says_so():
+    model, loss = linear_model(), Short(0, RuntimeError("CUDA error: device-side assert triggered"))
+    with pytest.raises(DeviceLostError):
+        evaluate_in_memory(
+            make_evaluator(model, loss=loss), model.state_dict(), feed_of(INPUTS, TARGETS), torch.device("cuda")
+        )

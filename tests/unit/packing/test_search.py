@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Constant
+from crossbow_py import SGD, Constant, evaluation
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine import memory
 from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import DataError, DeviceLostError, LearnerError, UserError
 from crossbow_py.evaluation import Evaluation, Evaluator
+from crossbow_py.file_locks import locked
 from crossbow_py.packing import outcome, places, roster
+from crossbow_py.packing import search as search_module
 from crossbow_py.packing.hyperband import Segment, TrialState, best, make_brackets, ready, standing
-from crossbow_py.packing.outcome import find_leader, kept_best, trial_records
+from crossbow_py.packing.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of, trial_records
 from crossbow_py.packing.pack import Pack
 from crossbow_py.packing.places import Place
 from crossbow_py.packing.policies import Policy
@@ -297,6 +299,19 @@ def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting, mon
     assert setting.study("third").num_workers() == 1  # but for itself all have left
 
 
+def test_workers_on_other_hosts_share_the_trials_and_are_no_company_while_packs_are_measured(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space, setting.width = ONE_SIZE, 9
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("crossbow_py.packing.leases._host", lambda: "another 1 0")
+        setting.study("other").renew()
+    search = setting.search(setting.study("first"))
+    search._admit()
+    assert len(search.places) == 5 and search.roster.is_alone
+    search.close()
+
+
 def test_promoted_trials_whose_files_are_elsewhere_are_left_to_others_while_there_is_something_else(
     setting: Setting, tmp_path: Path
 ) -> None:
@@ -458,6 +473,8 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         (Pack, "drain", lost),
         (Pack, "evaluate", lost),
         (Pack, "checkpoint", lost),
+        (Pack, "evaluate", lost_samples),
+        (places, "Evaluator", lost),
     ],
 )
 @pytest.mark.usefixtures("as_on_cuda")
@@ -481,6 +498,37 @@ def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
     search = setting.search()
     with pytest.raises(DeviceLostError, match="device-side assert"):
         search.run(lambda: search.spent.samples > 0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(places, "free_memory"), (places, "evaluate_in_memory"), (evaluation, "free_memory")]
+)
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_while_packs_make_room_for_evaluation_ends_the_search(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def short(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "evaluate", short)
+        patched.setattr(owner, name, lost)
+        with pytest.raises(DeviceLostError, match="device-side assert"):
+            setting.search().run(never)
+    assert setting.study().results() == {}
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_as_a_pack_has_failed_ends_the_search(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(_: Pack) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(Pack, "step", short)
+    monkeypatch.setattr(search_module, "free_memory", lost)
+    with pytest.raises(DeviceLostError, match="device-side assert"):
+        setting.search().run(never)
 
 
 def test_trial_on_a_cpu_whose_model_says_what_cuda_says_fails_alone(
@@ -668,14 +716,16 @@ def test_state_that_is_lost_is_trained_again_from_the_beginning(setting: Setting
 def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, tmp_path: Path) -> None:
     search = setting.search()
     assert search.run(never)
-    leader = find_leader(setting.rules(), setting.study())
-    assert leader is not None and leader.is_at_end
-    settings = setting.trial(leader.trial, leader.params)
     best_folder = tmp_path / "best"
-    found, _ = kept_best(
-        leader, settings, "train it", "seed: 1\n", search.roster.data, search.states, CHOICES, LOSS, best_folder
-    )
-    assert (found.trial, found.epochs, found.seed) == (setting.best(), 9, leader.trial)
+
+    def run_of(leader: Leader) -> LeaderRun:
+        assert leader.is_at_end
+        return LeaderRun(setting.trial(leader.trial, leader.params), "train it", "seed: 1\n")
+
+    find = partial(find_leader, setting.rules(), setting.study())
+    found, _ = kept_best(find, run_of, search.roster.data, search.states, CHOICES, LOSS, best_folder)
+    assert found is not None
+    assert (found.trial, found.epochs, found.seed) == (setting.best(), 9, setting.best())
     assert found.command == "train it" and found.params.keys() == {"batch_size", "optimizer.learning_rate"}
     assert found.value == max(value for value in setting.study().results().values() if value is not None)
     assert found.test_accuracy is not None and math.isfinite(found.test_accuracy)
@@ -685,28 +735,46 @@ def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, t
     assert left == [f"{found.trial:05}"]  # the files of the others are gone
 
 
+def test_best_trial_of_a_search_without_any_value_is_nobody(setting: Setting, tmp_path: Path) -> None:
+    def run_of(_: Leader) -> LeaderRun:
+        raise AssertionError("there is nothing to train")
+
+    search = setting.search()
+    data = search.roster.data
+    assert kept_best(lambda: None, run_of, data, search.states, CHOICES, LOSS, tmp_path / "best") == (None, 0.0)
+    assert not (tmp_path / "best").exists()
+    search.close()
+
+
+Keep = Callable[..., tuple[BestTrial, float]]
+
+
 @pytest.fixture
-def kept(setting: Setting, tmp_path: Path) -> Callable[..., tuple[BestTrial, float]]:
+def kept(setting: Setting, tmp_path: Path) -> Keep:
     """`kept_best` of a finished search, with a configuration, into `best`, where that of another trial is."""
     search = setting.search()
     assert search.run(never)
     leader = find_leader(setting.rules(), setting.study())
     assert leader is not None
-    settings = setting.trial(leader.trial, leader.params)
+    first = leader
     (tmp_path / "best").mkdir()
     (tmp_path / "best/config.yaml").write_text("seed: 0\n")
     (tmp_path / "best/model.safetensors").write_text("of another trial")
 
-    def keep(config: str, states: TrialStates = search.states) -> tuple[BestTrial, float]:
-        data, folder = search.roster.data, tmp_path / "best"
-        return kept_best(leader, settings, "train it", config, data, states, CHOICES, LOSS, folder)
+    def keep(
+        config: str, states: TrialStates = search.states, find: Callable[[], Leader] = lambda: first
+    ) -> tuple[BestTrial, float]:
+        def run_of(leader: Leader) -> LeaderRun:
+            return LeaderRun(setting.trial(leader.trial, leader.params), "train it", config.format(leader.value))
+
+        found, seconds = kept_best(find, run_of, search.roster.data, states, CHOICES, LOSS, tmp_path / "best")
+        assert found is not None
+        return found, seconds
 
     return keep
 
 
-def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(
-    kept: Callable[..., tuple[BestTrial, float]], tmp_path: Path
-) -> None:
+def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(kept: Keep, tmp_path: Path) -> None:
     elsewhere = TrialStates(tmp_path / "elsewhere")
     found, seconds = kept("seed: 1\n", elsewhere)
     assert (found.model_path, found.test_accuracy, seconds) == (None, None, 0)
@@ -716,20 +784,63 @@ def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(
 
 
 def test_best_trial_whose_model_cannot_be_written_leaves_no_model_of_another(
-    kept: Callable[..., tuple[BestTrial, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(outcome, "save_weights", full)
-    with pytest.raises(UserError, match=r"cannot write to .*best \(.*No space left.*\); make room there"):
-        kept("seed: 1\n")
-    assert not (tmp_path / "best/model.safetensors").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(outcome, "save_weights", full)
+        with pytest.raises(UserError, match=r"cannot write to .*best \(.*No space left.*\); make room there"):
+            kept("seed: 1\n")
+    assert list((tmp_path / "best").iterdir()) == []  # nor a configuration, which would say that there is a model
+    (tmp_path / "best/config.yaml").write_text("seed: 1\n")  # of an earlier version, without its model
+    kept("seed: 1\n", TrialStates(tmp_path / "elsewhere"))
+    assert list((tmp_path / "best").iterdir()) == []
 
 
-def test_seconds_of_the_best_trial_are_those_of_its_measurement(
-    kept: Callable[..., tuple[BestTrial, float]], monkeypatch: pytest.MonkeyPatch
+def test_best_trial_is_the_one_that_is_known_once_no_other_worker_writes(kept: Keep, tmp_path: Path) -> None:
+    leader = Leader(0, Segment(0, 0), 1.0, 0.25, {"optimizer.learning_rate": 0.1}, False)
+    known, found = [leader], []
+    with locked(lock_of(tmp_path / "best"), lambda: None):
+        other = threading.Thread(target=lambda: found.append(kept("value: {}\n", find=lambda: known[-1])))
+        other.start()
+        other.join(0.2)
+        known.append(replace(leader, value=0.5))
+    other.join(10)
+    assert found[0][0].value == 0.5
+
+
+def test_best_trial_is_tested_with_as_many_samples_as_memory_holds(kept: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, sizes = Evaluator.evaluate, []
+    ample, _ = kept("seed: 1\n")
+
+    def short(evaluator: Evaluator, *args: Any) -> Any:
+        sizes.append(evaluator.batch_size)
+        if evaluator.batch_size > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return evaluate(evaluator, *args)
+
+    monkeypatch.setattr(Evaluator, "evaluate", short)
+    found, _ = kept("seed: 1\n")
+    assert sizes == [256, 128, 64, 32, 16, 8]
+    assert (found.test_accuracy, found.test_loss) == (ample.test_accuracy, pytest.approx(ample.test_loss))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(outcome, "_evaluator"), (Evaluator, "module"), (Evaluator, "evaluate"), (outcome, "save_weights")],
+)
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_while_the_best_trial_is_tested_says_so(
+    kept: Keep, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
+    monkeypatch.setattr(owner, name, lost)
+    with pytest.raises(DeviceLostError, match="device-side assert"):
+        kept("seed: 1\n")
+
+
+def test_seconds_of_the_best_trial_are_those_of_its_measurement(kept: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def saved(model: nn.Module, path: Path) -> None:
