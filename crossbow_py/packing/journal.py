@@ -22,7 +22,7 @@ from crossbow_py.errors import SearchError
 from crossbow_py.file_locks import locked
 
 _POLL_S = 0.002
-_BEGIN = b'{"op_code":'  # of every record
+BEGIN = b'{"op_code":'  # of every record
 
 
 class StorageError(SearchError):
@@ -75,7 +75,7 @@ class JournalFile(BaseJournalBackend):
         file.seek(self._starts[-1])
         torn = file.read().rpartition(b"\n")[2]
         if torn:
-            if torn[: len(_BEGIN)] != _BEGIN[: len(torn)]:  # somebody's text, given by mistake
+            if torn[: len(BEGIN)] != BEGIN[: len(torn)]:  # somebody's text, given by mistake
                 raise self._damaged("the last line")
             file.truncate(file.tell() - len(torn))
 

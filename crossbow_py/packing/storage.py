@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,7 +16,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from crossbow_py.errors import UserError
-from crossbow_py.packing.journal import JournalFile, StorageError
+from crossbow_py.packing.journal import BEGIN, JournalFile, StorageError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -23,6 +24,7 @@ _T = TypeVar("_T")
 _DATABASES = ("sqlite", "postgresql", "mysql")
 _SQLITE_WAIT_S = 1.0  # for its lock; then it is our turn to be patient
 _WAITS_S = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+_JOURNAL_BEGIN, _SQLITE_BEGIN = BEGIN, b"SQLite format 3\x00"
 _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
 
 
@@ -76,7 +78,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
     patience = Patience(shown_address(storage), sleep)
     if storage.startswith("journal:") or ("://" not in storage and storage.endswith((".log", ".journal"))):
         path = Path(storage.removeprefix("journal:"))
-        _require_folder(path)
+        _require_file(path, _JOURNAL_BEGIN, "journal of a search")
         return patience.call(lambda: JournalStorage(JournalFile(path)))
     if storage.partition("://")[0].partition("+")[0] not in _DATABASES:
         raise UserError(
@@ -104,7 +106,7 @@ def _open_database(storage: str) -> BaseStorage:
     try:
         url = make_url(storage)
         if is_sqlite and url.database:
-            _require_folder(Path(url.database))
+            _require_file(Path(url.database), _SQLITE_BEGIN, "SQLite data base")
         opened = RDBStorage(storage, {"connect_args": {"timeout": _SQLITE_WAIT_S}} if is_sqlite else None)
     except ImportError as error:
         raise UserError(
@@ -136,10 +138,17 @@ def _lock_whole_transactions(engine: Engine) -> None:
     engine.dispose()  # connections made before
 
 
-def _require_folder(path: Path) -> None:
+def _require_file(path: Path, begin: bytes, kind: str) -> None:
+    """Raise UserError where there can be no such file, or is another one, which does not `begin` so."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UserError(f"storage: the folder {folder} does not exist; make it, or give another.")
+    if path.is_dir():
+        raise UserError(f"storage: {path} is a folder; give a file.")
+    with suppress(OSError), path.open("rb") as file:  # what cannot be read for now is tried again
+        found = file.read(len(begin))
+        if not begin.startswith(found):
+            raise UserError(f"storage: {path} is no {kind}; give another path, or move the file away.")
 
 
 def _said(error: BaseException) -> str:

@@ -139,7 +139,7 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
     """
     if trial.params is None or not num_results(trial):
         return {}
-    started = summary_v2.hparams_pb(flat_params(trial.params), f"trial {trial.trial}", now)
+    started = summary_v2.hparams_pb(flat_params(trial.params), _group(info, trial), now)
     found = {_file_name(0, "start"): [(0, started)]}
     for rung, epochs in enumerate(bracket_of(info.brackets, trial.trial).epochs):
         value = trial.values.get(epochs)
@@ -149,6 +149,15 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
     if trial.state.has_ended:
         found[_file_name(_LAST, "end")] = [(0, _end_summary(trial.state, now))]
     return found
+
+
+def _group(info: SearchInfo, trial: TrialRecord) -> str:
+    """A name of the trial among those of all searches: TensorBoard takes runs of one name for repetitions of one.
+
+    Names sort as their numbers do.
+    """
+    number = f"trial {trial.trial:0{len(str(info.num_trials - 1))}}"
+    return number if info.output_dir is None else f"{Path(info.output_dir)} {number}"
 
 
 def flat_params(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

@@ -33,6 +33,10 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
         ("sqlite://:x:y", "^storage is no URL of a data base: "),
         ("journal:{}/none/a", "^storage: the folder .*/none does not exist; make it, or give another.$"),
         ("sqlite:///{}/none/a.db", "^storage: the folder .*/none does not exist"),
+        ("sqlite:///{}", "^storage: .* is a folder; give a file.$"),
+        ("journal:{}", "^storage: .* is a folder; give a file.$"),
+        ("sqlite:///{}/notes.txt", "^storage: .*/notes.txt is no SQLite data base; give another path, or move the"),
+        ("journal:{}/notes.txt", "^storage: .*/notes.txt is no journal of a search; give another path, or move the"),
         (
             "mysql+nothing://me:secret@host/x",
             "^storage is no URL of a data base: 'mysql.nothing://me:...@host/x'",
@@ -40,6 +44,7 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
     ],
 )
 def test_storage_of_an_address_that_is_none_is_the_users_mistake(tmp_path: Path, address: str, said: str) -> None:
+    (tmp_path / "notes.txt").write_text("milk and bread, milk and bread")
     with pytest.raises(UserError, match=said):
         open_storage(address.format(tmp_path))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def test_trial_has_its_parameters_and_how_it_ended(tmp_path: Path, searched: Any
     _written(tmp_path, searched, searched.trials())
     content = _hparams(tmp_path / "trial_00001", metadata.SESSION_START_INFO_TAG)
     started = metadata.parse_session_start_info_plugin_data(content)
-    assert started.group_name == "trial 1"
+    info = searched.info()
+    # By the search's folder: trials of several searches below one log folder are not repetitions of one.
+    assert started.group_name == f"{info.output_dir} trial 1" if info.output_dir else "trial 1"
     assert started.hparams["optimizer"].string_value == "sgd"
     assert started.hparams["optimizer.learning_rate"].number_value == 0.01
     statuses = {}
@@ -185,3 +188,14 @@ def test_folder_that_cannot_be_written_is_said_and_does_not_end_the_search(tmp_p
     board.close()
     assert said
     assert all("was not written" in line for line in said)
+
+
+def test_trials_of_two_searches_have_names_that_differ_and_sort_as_numbers(searched: Any) -> None:
+    def name(number: int, folder: str | None) -> str:
+        info = replace(searched.info(), output_dir=folder, num_trials=27)
+        (_, started), *_ = next(iter(trial_files(info, searched.trial(number, values={1.0: 0.5}), 0.0).values()))
+        content = next(value for value in started.value if value.tag == metadata.SESSION_START_INFO_TAG)
+        return str(metadata.parse_session_start_info_plugin_data(content.metadata.plugin_data.content).group_name)
+
+    assert name(2, "runs/a") == "runs/a trial 02" and name(2, "runs/b") == "runs/b trial 02"
+    assert name(2, None) == "trial 02"
