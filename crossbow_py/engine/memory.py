@@ -163,6 +163,13 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Have an error, and what it came from, hold nothing any more of what was there when it was raised."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def free_memory(device: torch.device) -> None:
     """Give back what torch keeps for later; call it when what failed is no longer referred to."""
     gc.collect()

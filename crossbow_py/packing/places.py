@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
+from crossbow_py.engine.memory import forget_frames, free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError, DeviceLostError
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
@@ -79,7 +79,10 @@ class Packs:
         return list(self._packs).index(place.pack_key) if place.pack_key in self._packs else 0
 
     def seat(self, places: Sequence[Place]) -> dict[str, Exception]:
-        """Have packs of these places from now on; those that go on keep their rows. Why packs failed, by key."""
+        """Have packs of these places from now on; those that go on keep their rows. Why packs failed, by key.
+
+        What failed is closed, and holds no memory while the next is seated.
+        """
         groups: dict[str, list[Place]] = {}
         for place in places:
             groups.setdefault(place.pack_key, []).append(place)
@@ -91,7 +94,16 @@ class Packs:
                 self._seat(key, group)
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 failures[key] = error
+            if key in failures:
+                self.end(key)
+                self._let_go(failures[key])
         return failures
+
+    def _let_go(self, error: Exception) -> None:
+        """Of memory that was short."""
+        if is_out_of_memory(error):
+            forget_frames(error)
+            free_memory(self._choices.device)
 
     def _seat(self, key: str, places: Sequence[Place]) -> None:
         members, signature = [place.member for place in places], places[0].described.signature

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from crossbow_py.engine.denormals import flushed_denormals
-from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
+from crossbow_py.engine.memory import forget_frames, free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError, DataError, UserError
 from crossbow_py.evaluation import Evaluation
@@ -86,7 +86,7 @@ class Search:
         planned = epoch_samples(longest, self.num_samples)
         self._job = PackJob(settings, choices, loss, planned, roster.executor)
         self.packs = Packs(self._job, roster, choices, loss, hooks.message)
-        roster.make_room = self._make_room
+        roster.make_room, roster.has_packs = self._make_room, lambda: self.packs.count > 0
         self.places: list[Place] = []
         self._alone: set[int] = set()
         self._concluded: set[int] = set()
@@ -171,8 +171,7 @@ class Search:
         self._admitted_at = (len(self.results), tuple(place.segment for place in self.places))
         if claimed or self._is_stale:
             self._is_stale = False
-            for key, error in self.packs.seat(self.places).items():
-                self._give_up(key, error)
+            self._give_up_all(self.packs.seat(self.places))
 
     def _make_room(self) -> bool:
         """Park all packs, which are drained, until members are seated again; whether there were any."""
@@ -273,8 +272,7 @@ class Search:
         self.spent.samples += self._samples() - samples
         for place in self.places:
             place.seconds += seconds / len(self.places)
-        for key, error in failures.items():
-            self._give_up(key, error)
+        self._give_up_all(failures)
         if self.rules.checkpoint_every_s is not None:
             self._keep_underway(self.rules.checkpoint_every_s)
 
@@ -293,10 +291,17 @@ class Search:
     def _samples(self) -> int:
         return sum(place.member.samples_seen for place in self.places)
 
-    def _give_up(self, key: str, error: Exception) -> None:
+    def _give_up_all(self, failures: Mapping[str, Exception]) -> None:
+        """Packs failed, by key: each of them beside the others, whichever of those failed with it."""
+        is_beside = len({place.pack_key for place in self.places}) > 1
+        for key, error in failures.items():
+            self._give_up(key, error, is_beside=is_beside)
+
+    def _give_up(self, key: str, error: Exception, *, is_beside: bool) -> None:
         """A pack failed: its trials begin their segments anew, fewer of them where memory was short, else alone.
 
-        A trial that fails alone has failed. Raises what is no trial's fault.
+        A trial that fails alone has failed; for want of memory only where no other pack could hold any. Raises what is
+        no trial's fault.
         """
         raise_if_lost(error, self.choices.device)
         if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
@@ -306,7 +311,7 @@ class Search:
         self.places = [place for place in self.places if place.pack_key != key]
         cause = error.__cause__ or error
         self._admitted_at = (-1, ())  # what is given back may be admitted again
-        if len(mine) == 1 and self.packs.count and is_out_of_memory(cause):
+        if len(mine) == 1 and is_beside and is_out_of_memory(cause):
             self._alone.add(mine[0].segment.trial)
             self.study.release(mine[0].segment)
         elif len(mine) == 1:
@@ -319,6 +324,7 @@ class Search:
             self.hooks.message(f"A pack of {len(mine)} failed ({one_line(cause)}); its trials train one at a time now.")
         for place in mine if len(mine) > 1 else ():
             self.study.release(place.segment)
+        forget_frames(error)
         with raising_if_lost(self.choices.device):
             free_memory(self.choices.device)
 

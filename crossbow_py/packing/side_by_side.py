@@ -60,6 +60,7 @@ def _in_turn(packs: Sequence[Pack], is_enough: Callable[[], bool]) -> Failures:
             except Exception as error:
                 failures[place] = error
                 goes_on = False
+                break  # the others are tried again when what it held is given back
         if goes_on and is_idle:
             time.sleep(_PAUSE_S)  # every pack has a round behind the one it waits for: no device runs dry
     for place, pack in enumerate(packs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -440,6 +441,51 @@ def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, mo
     assert max(widths) == 4 and set(widths[1:]) == {1, 2} and not setting.study().reasons()
 
 
+@pytest.fixture
+def side_by_side(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """A search with trials of two kinds, one of each beside the other now and then."""
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return setting
+
+
+def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
+    side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, failed = places.advance, []
+
+    def short(packs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(packs) == 1:
+            return advance(packs, *args, **kwargs)
+        failed.append(len(packs))
+        return {number: torch.OutOfMemoryError("CUDA out of memory") for number in range(len(packs))}
+
+    monkeypatch.setattr(places, "advance", short)
+    assert side_by_side.search().run(never)
+    assert failed and not side_by_side.study().reasons()
+
+
+def test_trials_that_memory_does_not_seat_beside_each_other_train_alone(
+    side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, seat = side_by_side.search(), Pack.seat
+    banks: list[weakref.ref[nn.Module]] = []
+    num_held: list[int] = []
+
+    def short(pack: Pack, *args: Any) -> None:
+        num_held.append(sum(bank() is not None for bank in banks))
+        if len({place.pack_key for place in search.places}) > 1:
+            bank = nn.Linear(4, 3)
+            banks.append(weakref.ref(bank))
+            raise MemoryError
+        seat(pack, *args)
+
+    monkeypatch.setattr(Pack, "seat", short)
+    assert search.run(never)
+    assert banks and not side_by_side.study().reasons()
+    assert set(num_held) == {0}  # half-made banks are gone when the next is made
+
+
 LOST = "CUDA error: device-side assert triggered"
 
 
@@ -596,16 +642,20 @@ def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
-    probe = roster.probe
+    search, probe = setting.search(), roster.probe
+    counts: dict[nn.Module, list[int]] = {}
 
     def short(template: nn.Module, *args: Any) -> Any:
         if getattr(template, "bias", None) is None:
+            counts.setdefault(template, []).append(search.packs.count)
             raise MemoryError
         return probe(template, *args)
 
     monkeypatch.setattr(roster, "probe", short)
-    assert setting.search().run(never)
+    assert search.run(never)
     assert setting.study().reasons() == dict.fromkeys(range(3, 9), "MemoryError")
+    assert max(map(max, counts.values())) > 0
+    assert {each[-1] for each in counts.values()} == {0}
 
 
 def test_width_of_a_kind_is_found_in_all_of_the_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -681,15 +731,19 @@ def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_wit
 def test_trial_that_no_memory_measures_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.space, evaluate = ONE_SIZE, Evaluator.evaluate
     setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial not in (1, 3))
+    search = setting.search()
+    counts: list[int] = []
 
     def short(evaluator: Evaluator, *args: Any) -> Any:
         if getattr(evaluator.template, "bias", None) is None:
+            counts.append(search.packs.count)
             raise MemoryError
         return evaluate(evaluator, *args)
 
     monkeypatch.setattr(Evaluator, "evaluate", short)
-    assert setting.search().run(never)
+    assert search.run(never)
     assert setting.study().reasons() == dict.fromkeys((1, 3), "its evaluation failed: MemoryError")
+    assert counts[0] > 0 and counts[-1] == 0
 
 
 def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Setting) -> None:

@@ -111,6 +111,12 @@ def test_pack_that_fails_ends_its_own_rounds_and_is_named(device: str) -> None:
     assert packs[0].drained == 1 and packs[1].drained == 0
 
 
+def test_packs_on_cuda_begin_no_round_beside_one_that_has_failed() -> None:
+    packs = [Counted(10**9, fails_at=0), Counted(10**9)]
+    assert list(run(packs, "cuda")) == [0]
+    assert packs[1].taken == 0 and packs[1].drained == 1
+
+
 def test_enough_stops_a_pack_that_is_alone() -> None:
     pack = Counted(10**9)
     run([pack], "cpu", lambda: pack.taken >= 7)
