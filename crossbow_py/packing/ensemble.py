@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.precision import PrecisionName, choose_device, choose_precision
 from crossbow_py.engine.replicas import ReplicaBank
@@ -178,11 +179,18 @@ class Ensemble:
         return fastest({name: lambda own=own: self._finished(own, inputs) for name, own in runs.items()})  # type: ignore[misc]
 
     def _not_fused(self, name: str, inputs: Tensor) -> str | None:
-        """Why an executor that fuses cannot run the models; None when it can."""
+        """Why an executor that fuses cannot run the models; None when it can.
+
+        Raises CaptureError, which says what to do, where a CUDA graph cannot hold them and the executor was asked for.
+        """
         try:
             self._predictor(name).probabilities(inputs)
         except FusionError as error:
             return str(error)
+        except CaptureError as error:
+            if self._executor != "auto":
+                raise
+            return f"a CUDA graph cannot hold them ({error.reason})"
         return None
 
     def _finished(self, predictor: Predictor, inputs: Tensor) -> None:

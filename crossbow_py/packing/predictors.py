@@ -135,7 +135,8 @@ class ProgramsPredictor(Predictor):
 class FusedPredictor(ProgramsPredictor):
     """A graph a bank, and banks side by side.
 
-    Raises FusionError, in `probabilities`, for models that cannot be fused.
+    Raises, in `probabilities`, FusionError for models that cannot be fused, and CaptureError for those that a CUDA
+    graph cannot hold.
     """
 
     NAME = "fused"

@@ -15,6 +15,7 @@ from torch import nn
 
 from crossbow_py import Ensemble
 from crossbow_py.engine.executors import EXECUTORS as EXECUTORS_OF_TRAINING
+from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.errors import UserError
 from crossbow_py.packing import ensemble as ensembles
 from crossbow_py.packing import predictors
@@ -145,6 +146,24 @@ def test_models_that_cannot_be_fused_run_by_auto_with_a_note_and_are_refused_by_
             pytest.raises(UserError, match=rf"executor={executor} cannot run these models: .*; set executor=auto\."),
         ):
             ensemble.predict(batch)
+
+
+def test_models_that_no_cuda_graph_holds_run_by_auto_with_a_note_and_are_refused_by_fused(monkeypatch):
+    def refused(predictor, inputs):
+        raise CaptureError(predictor.NAME, "prediction", "RuntimeError: it waits for the device")
+
+    monkeypatch.setattr(predictors.FusedPredictor, "probabilities", refused)
+    models, batch = seeded(mlp, 2), torch.randn(2, 12)
+    with Ensemble(models, device="cpu") as ensemble:
+        assert_as_by_hand(ensemble, models, batch)
+        (note,) = ensemble.notes
+        assert "a CUDA graph cannot hold them (RuntimeError: it waits for the device)" in note
+        assert set(ensemble.chosen.values()) <= {"serial", "threads"}
+    with (
+        Ensemble(models, executor="fused", device="cpu") as ensemble,
+        pytest.raises(CaptureError, match="set executor"),
+    ):
+        ensemble.predict(batch)
 
 
 @pytest.fixture
