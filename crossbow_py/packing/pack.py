@@ -54,7 +54,7 @@ class Member:
     """A trial on a row: where it is, and how far it is to be trained.
 
     Attributes:
-        begun: where it stood when its segment began; None for a new trial.
+        begun: where it stood when its segment began, or later, when its pack was last parked; None for a new trial.
         end_samples: where the segment ends.
         dropout_rate: of the model's dropout layers; read where trials of its signature may have different ones.
         loss_sum, num_losses: over the rounds of this segment.
