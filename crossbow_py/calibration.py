@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,10 @@ class Effort:
             return 0.0
         worth_s = math.inf if self.total_samples is None else _WORTH * self.total_samples / fastest - self.spent_s
         return min(self.budget_s, worth_s)
+
+    def after(self, seconds: float) -> Effort:
+        """What is left of it when so many more are spent."""
+        return replace(self, budget_s=max(0.0, self.budget_s - seconds), spent_s=self.spent_s + seconds)
 
 
 @dataclass(frozen=True)
@@ -178,25 +182,30 @@ class Calibration:
 
 
 def calibrate(
-    candidates: Sequence[Candidate], batch_size: int, device: torch.device, effort: Effort = Effort()
+    candidates: Sequence[Candidate],
+    batch_size: int,
+    device: torch.device,
+    effort: Effort = Effort(),
+    known: Mapping[Key, float] | None = None,
 ) -> Calibration:
     """Measure the candidates one after another, in the order given: of the first of an executor depends what follows.
 
-    A candidate that would take longer than what is left of `effort` is left out.
+    A candidate that would take longer than what is left of `effort` is left out; `known` are images/s of some that
+    need not be measured again.
 
     Raises:
         UserError: none of them can run; from a MemoryError where one might with more memory.
         DeviceLostError: the device does nothing any more.
     """
     begun, before = time.perf_counter(), LoadSnapshot.take()
-    rates: dict[Key, float] = {}
+    rates: dict[Key, float] = dict(known or {})
     refused: dict[Key, Refusal] = {}
     late: list[Key] = []
     cores = torch.get_num_threads() if device.type == "cpu" else 1
     with torch.random.fork_rng(), kept_host_state():  # a run must not hang on whether its executor was remembered
         for candidate in candidates:
             key = candidate.executor, candidate.num_learners
-            if _is_refused(key, refused) or _is_spared(candidate, rates, cores):
+            if key in rates or _is_refused(key, refused) or _is_spared(candidate, rates, cores):
                 continue
             if rates and _predicted_s(candidate, rates, batch_size) > _left_s(effort, rates, begun):
                 late.append(key)

@@ -81,6 +81,7 @@ class Roster:
         stopped: whether the search is to end, so that nothing is to be measured any more.
         is_alone: whether no other worker on this host shares the search now: what those do while packs are measured is
             part of it.
+        has_packs: whether packs hold memory.
         make_room: gives memory back that packs hold, which they take again later; whether there was any.
     """
 
@@ -101,6 +102,7 @@ class Roster:
         self._most, self._announce, self._total_samples = most, announce, total_samples
         self.stopped: Callable[[], bool] = lambda: False
         self.is_alone = True
+        self.has_packs: Callable[[], bool] = lambda: False
         self.make_room: Callable[[], bool] = lambda: False
         self._measuring_s, self._fastest = 0.0, 0.0
         self._described: dict[int, Described | str] = {}
@@ -165,11 +167,13 @@ class Roster:
         few = self.data.validation.first_samples(2)
         probe_evaluation(template, self._choices.precision, few, self._loss, "validation")
         begun = time.perf_counter()
-        width, notes = measured_width(
-            self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce,
-            self.make_room, self._effort(),
-        )  # fmt: skip
-        self._measuring_s += time.perf_counter() - begun
+        try:
+            width, notes = measured_width(
+                self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce,
+                self.has_packs(), self.make_room, self._effort(),
+            )  # fmt: skip
+        finally:
+            self._measuring_s += time.perf_counter() - begun
         self._fastest = max(self._fastest, *width.rates.values())
         for note in (*notes, width.sentence):
             self._announce(note)

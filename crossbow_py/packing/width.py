@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -103,57 +104,93 @@ def measured_width(
     loss: Loss,
     limit: int,
     announce: Callable[[str], None],
+    has_packs: bool,
     make_room: Callable[[], bool],
     effort: Effort,
 ) -> tuple[Width, list[str]]:
     """The width for trials like `trial`, with at most `limit` side by side, and no more than memory holds.
 
     Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
-    no time for that. Where memory is short, `make_room` gives back what it can, and says whether there was any. Also
-    returns sentences for the user.
+    no time for that. Where memory is short for measuring, `make_room` gives back what it can, and says whether there
+    was any; `has_packs` says whether packs hold some, which what is remembered need not fit beside. Also returns
+    sentences for the user.
     """
-    bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
-    if bound < limit and make_room():
+
+    def memory_bound() -> tuple[int, list[str]]:
         bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
+        return (bound if bound >= limit else _steady(bound)), notes
+
+    def recalled() -> Width | None:
+        found = memory.recall(effort, bound, has_packs=has_packs)
+        width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone) if found else None
+        # The key says what a model consists of, not what its forward does: that may have changed since.
+        is_fused = width is not None and EXECUTORS[width.executor(width.size)].FUSES
+        return width if not is_fused or _is_exportable(template, feed, choices) else None
+
+    bound, notes = memory_bound()
     what = f"{trial.name} with batches of {trial.batch_size}"
     why_alone = _ASKED_FOR if limit == 1 else "memory holds no more"
     names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
+    memory = _Memory(_fingerprint(choices, trial, template, feed, names, limit, effort.is_alone))
+    width = recalled()
+    if width is None and bound < limit and make_room():
+        has_packs = False
+        bound, notes = memory_bound()
+        width = recalled()
+    if width is not None:
+        return width, [] if has_packs else notes
     asked = _asked(names, bound)
-    memory = _Memory(_fingerprint(choices, trial, template, feed, asked, effort.is_alone))
-    if (found := memory.recall(effort)) is not None:
-        width = choose_width(found.rates, what, bound, found.why_no_packs or why_alone)
-        # The key says what a model consists of, not what its forward does: that may have changed since.
-        if not EXECUTORS[width.executor(width.size)].FUSES or _is_exportable(template, feed, choices):
-            return width, notes
     is_exportable = any(EXECUTORS[name].FUSES for name, _ in asked) and _is_exportable(template, feed, choices)
     if len(asked) == 1 or effort.budget_s <= 0:
         why = f"as {why_alone}" if len(asked) == 1 else _LITTLE
         return _unmeasured(asked, what, is_exportable, why), notes
     announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
-
-    def candidate(name: str, count: int) -> Candidate:
-        def build() -> tuple[Executor, Callable[[int], Round]]:
-            bank = new_bank(template, count, name, settings, choices, trial.optimizer)
-            update, _ = choose_update(trial.optimizer, Independent(), choices.device, choices.precision.master)
-            tasks = RoundTasks(
-                bank, update=update, feed=feed.for_measuring(), loss=loss, seed=0, collective=Collective()
-            )
-            return EXECUTORS[name](tasks), lambda index: _still_round(index, count, feed.batch_size)
-
-        return Candidate(name, count, build, needs_gain=count > max(_LARGE_SIZES))
-
-    every = [candidate(*each) for each in asked]
-    result = calibrate(every, feed.batch_size, choices.device, effort)
-    if _is_short_of_memory(result) and make_room():
-        result = calibrate(every, feed.batch_size, choices.device, effort)
+    every = [_candidate(*each, settings, choices, trial, template, feed, loss) for each in asked]
+    result, is_whole = _calibrated(every, feed.batch_size, choices.device, effort, make_room)
     able = [each for each in asked if each[0] not in {name for name, _ in result.refused}]
     if result.is_short and not _has_packs(result.images_per_s) and any(each in able for each in _late_packs(result)):
         return _unmeasured(able, what, is_exportable, _LITTLE), notes
-    found = _Found(dict(result.images_per_s), _why_no_packs(result))
-    width = choose_width(found.rates, what, bound, found.why_no_packs or why_alone)
-    if _is_lasting(result, width):
+    found = _Found(dict(result.images_per_s), _why_no_packs(result), bound, _most(result, bound))
+    width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
+    if is_whole and _is_lasting(result, width, effort):
         memory.keep(found, is_short=result.is_short)
     return width, [*notes, *_notes(result, what)]
+
+
+def _candidate(
+    name: str,
+    count: int,
+    settings: RunSettings,
+    choices: Choices,
+    trial: TrialSettings,
+    template: nn.Module,
+    feed: Feed,
+    loss: Loss,
+) -> Candidate:
+    def build() -> tuple[Executor, Callable[[int], Round]]:
+        bank = new_bank(template, count, name, settings, choices, trial.optimizer)
+        update, _ = choose_update(trial.optimizer, Independent(), choices.device, choices.precision.master)
+        tasks = RoundTasks(bank, update=update, feed=feed.for_measuring(), loss=loss, seed=0, collective=Collective())
+        return EXECUTORS[name](tasks), lambda index: _still_round(index, count, feed.batch_size)
+
+    return Candidate(name, count, build, needs_gain=count > max(_LARGE_SIZES))
+
+
+def _calibrated(
+    candidates: Sequence[Candidate],
+    batch_size: int,
+    device: torch.device,
+    effort: Effort,
+    make_room: Callable[[], bool],
+) -> tuple[Calibration, bool]:
+    """Once more, for what memory refused, where room can be made; and whether there was time for all of that."""
+    begun = time.perf_counter()
+    first = calibrate(candidates, batch_size, device, effort)
+    if not (_is_short_of_memory(first) and make_room()):
+        return first, True
+    left = effort.after(time.perf_counter() - begun)
+    second = calibrate(candidates, batch_size, device, left, first.images_per_s)
+    return replace(second, others=max(first.others, second.others)), not second.late
 
 
 def _has_packs(rates: Rates) -> bool:
@@ -176,10 +213,21 @@ def _is_short_of_memory(result: Calibration) -> bool:
     return any(refusal.is_passing for refusal in result.refused.values())
 
 
-def _is_lasting(result: Calibration, width: Width) -> bool:
-    """Whether the next measurement would say the same: memory may hold more then, and there may be time for packs."""
+def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
+    """Whether the next measurement would say the same: memory may hold more then, and there may be time for packs.
+
+    Memory that holds packs, but none so large as it was thought to, is no larger the next time, unless others had some.
+    """
+    measured = {name for name, count in result.images_per_s if count > 1}
+    may_fit = any(each.is_passing and name not in measured for (name, _), each in result.refused.items())
+    may_fit = may_fit or (_is_short_of_memory(result) and not effort.is_alone)
     may_pay = width.size == 1 and bool(_late_packs(result))
-    return not (result.is_busy or _is_short_of_memory(result) or may_pay)
+    return not (result.is_busy or may_fit or may_pay)
+
+
+def _most(result: Calibration, bound: int) -> int:
+    """Trials a pack may have: `bound`, or what was measured where memory refused more."""
+    return max(count for _, count in result.images_per_s) if _is_short_of_memory(result) else bound
 
 
 def _notes(result: Calibration, what: str) -> list[str]:
@@ -238,6 +286,12 @@ def _sizes(bound: int) -> list[int]:
     return list(dict.fromkeys(min(size, bound) for size in (*_LARGE_SIZES, *doubled, *_SMALL_SIZES)))
 
 
+def _steady(bound: int) -> int:
+    """`bound` rounded down to 1, 2, 3, 4, 6, 8, 12 and so on: free memory is never quite the same."""
+    power = 1 << (bound.bit_length() - 1)
+    return power + power // 2 if 2 * bound >= 3 * power else power
+
+
 def _still_round(index: int, count: int, batch_size: int) -> Round:
     """All take one batch, at a learning rate of 0."""
     return Round(index, (index * batch_size,) * count, (0.0,) * count, None)
@@ -262,10 +316,24 @@ def _memory_bound(
 
 @dataclass(frozen=True)
 class _Found:
-    """What is remembered of measuring: throughputs, and why no packs are among them, where some were to be."""
+    """What is remembered of measuring.
+
+    Attributes:
+        rates: throughputs.
+        why_no_packs: why no packs are among them, where some were to be.
+        bound: trials side by side that memory was thought to hold then.
+        most: that a pack may have.
+    """
 
     rates: Rates
     why_no_packs: str
+    bound: int
+    most: int
+
+    def within(self, bound: int) -> _Found | None:
+        """What of it counts where memory holds no more trials than that; None where that is nothing."""
+        rates = {key: rate for key, rate in self.rates.items() if key[1] <= bound}
+        return replace(self, rates=rates, most=min(self.most, bound)) if rates else None
 
 
 class _Memory:
@@ -274,27 +342,34 @@ class _Memory:
     def __init__(self, key: str) -> None:
         self._known, self._key, self._short_key = Remembered("packs.json"), key, f"{key} short"
 
-    def recall(self, effort: Effort) -> _Found | None:
-        """What is known; of what a short search measured only in another one."""
-        if (found := self._read(self._key)) is not None:
-            return found
-        found = self._read(self._short_key)
-        return found if found and effort.seconds(max(found.rates.values())) < effort.budget_s else None
+    def recall(self, effort: Effort, bound: int, *, has_packs: bool) -> _Found | None:
+        """What is known of as many trials as memory holds, `bound`; of what a short search measured only in another.
+
+        Where packs hold memory it is what memory held without them.
+        """
+        found = self._read(self._key)
+        if found is None or found.bound < bound:
+            found = self._read(self._short_key)
+            if not found or effort.seconds(max(found.rates.values())) >= effort.budget_s or found.bound < bound:
+                return None
+        return found if has_packs else found.within(bound)
 
     def keep(self, found: _Found, *, is_short: bool) -> None:
         """Keep it for the next time."""
         rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
-        plain = json.dumps({"rates": rates, "why_no_packs": found.why_no_packs})
+        plain = json.dumps(
+            {"rates": rates, "why_no_packs": found.why_no_packs, "bound": found.bound, "most": found.most}
+        )
         self._known.remember(self._short_key if is_short else self._key, plain)
 
     def _read(self, key: str) -> _Found | None:
         try:
             plain = json.loads(self._known.recall(key) or "{}")
             rates = {(str(name), int(count)): float(rate) for name, count, rate in plain["rates"]}
-            why = str(plain["why_no_packs"])
+            why, bound, most = str(plain["why_no_packs"]), int(plain["bound"]), int(plain["most"])
         except (ValueError, TypeError, KeyError):
             return None
-        return _Found(rates, why) if rates and all(name in EXECUTORS for name, _ in rates) else None
+        return _Found(rates, why, bound, most) if rates and all(name in EXECUTORS for name, _ in rates) else None
 
 
 def _fingerprint(
@@ -302,7 +377,8 @@ def _fingerprint(
     trial: TrialSettings,
     template: nn.Module,
     feed: Feed,
-    asked: list[tuple[str, int]],
+    names: Sequence[str],
+    limit: int,
     is_alone: bool,
 ) -> str:
     inputs = feed.first_samples(1).inputs
@@ -314,7 +390,7 @@ def _fingerprint(
         device=str(choices.device),
         precision=choices.precision.name,
         optimizer=trial.optimizer.shared(),
-        packs=asked,
+        packs=(list(names), limit),
         **({} if is_alone else {"beside": "other workers"}),
     )
 

@@ -89,6 +89,17 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     assert found.notes == ("Executor fused is left out: measuring it with 4 learners takes too long.",)
 
 
+def test_what_is_known_is_compared_and_not_measured_again(clock):
+    sides = [candidate("serial", 1, FakeExecutor(clock, 1.0)), candidate("fused", 4, FakeExecutor(clock, 1.0))]
+    left = Effort(20.0, total_samples=1000, spent_s=2.0).after(15.0)
+    assert (left.budget_s, left.spent_s) == (5.0, 17.0)
+    found = calibrate(sides, 1, CPU, Effort(9.0), {("serial", 1): 1.0})
+    # Twice a round of 4 images would take 8 seconds at 1 image/s.
+    assert found.images_per_s == pytest.approx({("serial", 1): 1.0, ("fused", 4): 4.0})
+    found = calibrate(sides, 1, CPU, Effort(7.0), {("serial", 1): 1.0})
+    assert (found.images_per_s, found.late) == ({("serial", 1): 1.0}, (("fused", 4),))
+
+
 def test_calibration_takes_no_more_than_a_tenth_of_the_time_of_what_is_to_be_trained(clock):
     quick = [candidate("fused", k, FakeExecutor(clock, 0.01 * k)) for k in (8, 4, 2)]
     serial = candidate("serial", 1, FakeExecutor(clock, 0.01))

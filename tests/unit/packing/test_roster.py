@@ -76,6 +76,24 @@ def test_kinds_share_a_tenth_of_the_time_of_the_search(efforts: list[Effort]) ->
     assert {each.total_samples for each in efforts} == {1000}
 
 
+def test_time_of_measuring_that_ran_out_of_memory_counts(
+    efforts: list[Effort], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = module.measured_width
+
+    def short(*args: Any) -> Any:
+        found = measured(*args)
+        if len(efforts) == 1:
+            raise MemoryError
+        return found
+
+    monkeypatch.setattr(module, "measured_width", short)
+    roster = new_roster(10_000_000)
+    roster.make_room = lambda: True
+    assert not isinstance(roster.of(0, {"model.width": 1}), str)
+    assert [each.spent_s for each in efforts] == [0.0, 0.75]
+
+
 def test_packs_are_measured_beside_other_workers_of_the_search_as_a_part_of_it(efforts: list[Effort]) -> None:
     roster = new_roster(10_000_000)
     roster.of(0, {"model.width": 1})

@@ -120,7 +120,7 @@ def measure(
     told: list[str] | None = None,
     model: Callable[[], nn.Module] = lambda: nn.Linear(4, 3),
     effort: Effort | None = None,
-    make_room: Callable[[], bool] = lambda: False,
+    make_room: Callable[[], bool] | None = None,
 ) -> Any:
     trial = TrialSettings(0, model, "linear", 4, SGD(), Constant(), name="linear")
     choices = Choices(torch.device("cpu"), FP32, executor)
@@ -135,7 +135,8 @@ def measure(
         nn.functional.cross_entropy,
         limit,
         said.append,
-        make_room,
+        make_room is not None,
+        make_room or (lambda: False),
         effort or Effort(),
     )
 
@@ -202,6 +203,13 @@ def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(
     monkeypatch.setattr(width_module, "calibrate", lambda *_: one_late)
     width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert (width.size, width.executor(2)) == (2, "threads")  # not one that cannot run
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
 
 
 MEMORY = Refusal("CUDA out of memory.", is_passing=True)
@@ -333,11 +341,58 @@ def test_width_that_memory_bounds_is_bounded_anew_where_there_is_room_to_be_made
 ) -> None:
     room: list[str] = []
     monkeypatch.setattr(width_module, "_memory_bound", lambda *_: (8, []) if room else (2, ["Memory holds 2."]))
-    width, notes = measure(8)
+    width, notes = measure(8, effort=Effort(is_alone=False))
     assert (width.size, notes) == (2, ["Memory holds 2."])  # nothing is given back
     width, notes = measure(8, make_room=lambda: room.append("made") or True)
     assert (width.size, notes, room) == (8, [], ["made"])
     measure(8, make_room=lambda: pytest.fail("memory is not short"))
+
+
+def bounded_by(monkeypatch: pytest.MonkeyPatch, *bounds: int) -> None:
+    """Memory holds so many trials, each time it is asked."""
+    later = iter(bounds)
+    monkeypatch.setattr(width_module, "_memory_bound", lambda *_: (bound := next(later), [f"Memory holds {bound}."]))
+
+
+def test_width_that_is_remembered_parks_no_packs(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded_by(monkeypatch, 8, 2)
+    first, _ = measure(16)
+    again, notes = measure(16, make_room=lambda: pytest.fail("nothing is measured"))
+    assert first == again and first.size == 8 and notes == []  # what memory holds without the packs
+    assert len(asked) == 1
+
+
+def test_width_is_remembered_whatever_memory_is_free_as_long_as_it_is_no_more(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounded_by(monkeypatch, 27, 25, 31, 5, 33)
+    widths = [measure(64)[0] for _ in range(4)]
+    assert [width.size for width in widths] == [24, 24, 24, 4] and len(asked) == 1
+    assert max(count for _, count in widths[-1].rates) == 4
+    assert measure(64)[0].size == 32 and len(asked) == 2  # memory holds more
+
+
+@pytest.mark.parametrize(
+    ("bound", "steady"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 6), (7, 6), (11, 8), (12, 12), (63, 48), (64, 64)]
+)
+def test_bound_by_memory_is_rounded_down_to_sizes_far_apart(bound: int, steady: int) -> None:
+    assert width_module._steady(bound) == steady
+
+
+def test_packs_below_the_size_that_memory_refuses_are_remembered(
+    asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {("serial", 1): 10.0, ("fused", 16): 160.0, ("fused", 32): 320.0}
+    short = Calibration("fused", rates, {("fused", 40): MEMORY})
+    monkeypatch.setattr(width_module, "calibrate", lambda *_: asked.append([]) or short)
+    for _ in range(2):
+        assert measure(40)[0].size == 32  # not nearly all, which memory refused
+    assert len(asked) == 1
+    for _ in range(2):
+        measure(40, effort=Effort(is_alone=False))  # others may have had the memory
+    assert len(asked) == 3
 
 
 def test_packs_that_memory_refuses_are_measured_again_where_there_is_room_to_be_made(
@@ -349,6 +404,31 @@ def test_packs_that_memory_refuses_are_measured_again_where_there_is_room_to_be_
     monkeypatch.setattr(width_module, "calibrate", lambda *_: ample if room else short)
     assert measure(8)[0].size == 1
     assert measure(8, make_room=lambda: room.append("made") or True)[0].size == 8
+
+
+@pytest.mark.parametrize(("late", "num_measured"), [((), 2), ((("fused", 4),), 3)])
+def test_packs_are_measured_again_in_the_time_that_is_left_and_without_what_is_known(
+    asked: list[list[tuple[str, int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    late: tuple[tuple[str, int], ...],
+    num_measured: int,
+) -> None:
+    clock, calls = Clock(), []
+    monkeypatch.setattr(width_module, "time", clock)
+    short = Calibration("serial", {("serial", 1): 10.0}, {("fused", 8): MEMORY}, others=0.1)
+    ample = Calibration("fused", {("serial", 1): 10.0, ("fused", 8): 80.0}, late=late)
+
+    def calibrate(_: Any, batch_size: int, device: Any, effort: Effort, known: Any = None) -> Calibration:
+        calls.append((effort.budget_s, effort.spent_s, known))
+        clock.now += 15
+        return short if len(calls) == 1 else ample
+
+    monkeypatch.setattr(width_module, "calibrate", calibrate)
+    effort = Effort(20.0, spent_s=1.0)
+    assert measure(8, make_room=lambda: True, effort=effort)[0].size == 8
+    assert calls == [(20.0, 1.0, None), (5.0, 16.0, short.images_per_s)]
+    measure(8, effort=effort)
+    assert len(calls) == num_measured  # not remembered where the rest of the time was too short
 
 
 def test_large_packs_are_doubled_up_to_nearly_all_that_there_can_be() -> None:
