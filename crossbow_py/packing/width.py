@@ -58,8 +58,8 @@ class Width:
         if not rounds:
             return 0.0  # nothing was measured: there is one executor
         alone = max((rate for (_, count), rate in self.rates.items() if count == 1), default=0.0)
-        if alone:
-            rounds.setdefault(1, 1 / (_SLOW_START * alone))
+        if alone:  # and a round of one takes no longer than one of more
+            rounds.setdefault(1, min(1 / (_SLOW_START * alone), rounds[min(rounds)]))
         below = max((count for count in rounds if count <= num_trials), default=None)
         above = min((count for count in rounds if count >= num_trials), default=None)
         if above is None or above == below:

@@ -463,3 +463,11 @@ def test_executor_that_was_asked_for_is_the_only_one(asked: list[list[tuple[str,
     measure(2, "serial")
     measure(2, "fused")
     assert asked == [[(name, 1), (name, 2)] for name in ("threads", "serial", "fused")]
+
+
+def test_trial_alone_goes_by_what_two_take_where_the_executor_for_one_collapses() -> None:
+    # On cores that others use, two threads a model lose by ten and more to one: a round of two trials takes 1.6 ms.
+    found = choose_width({("serial", 1): 100.0, ("threads", 2): 20_000.0}, "mlp", bound=27)
+    assert found.executor(1) == "threads"
+    quiet = choose_width({("serial", 1): 12_000.0, ("threads", 2): 20_000.0}, "mlp", bound=27)
+    assert quiet.executor(1) == "serial"
