@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from crossbow_py.averaging import SMA, AveragingRule, Independent
+from crossbow_py.averaging import PAPA, SMA, AveragingRule, DiLoCo, Elastic, Independent, LocalSGD, SlowMo
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
@@ -32,6 +32,7 @@ else:
 
 
 __all__ = [
+    "PAPA",
     "SGD",
     "SMA",
     "AdamW",
@@ -42,16 +43,20 @@ __all__ = [
     "Constant",
     "Cosine",
     "CrossbowError",
+    "DiLoCo",
     "DistributedSettings",
+    "Elastic",
     "Ensemble",
     "Exponential",
     "Independent",
     "Inverse",
     "LearnerError",
     "Listener",
+    "LocalSGD",
     "MultiStep",
     "NonFiniteError",
     "Result",
+    "SlowMo",
     "Step",
     "Trainer",
     "UserError",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.averaging import AveragingRule, LinearRound
+from crossbow_py.averaging import AveragingRule, OuterStep, Stage
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
@@ -20,6 +20,7 @@ from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.optimizers import Optimizer, for_learner
+from crossbow_py.engine.outer_step import take_outer_step
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
@@ -107,32 +108,38 @@ class Parts:
             label_smoothing=smoothing_rows(self.label_smoothing, self.bank),
         )
 
-    def plan(self, index: int, cursor: int, factor: float) -> Round:
-        """Round `index` from stream position `cursor`: which batch and learning rate each learner gets."""
+    def plan(self, index: int, cursor: int, factor: float, rounds_apart: int = 1) -> Round:
+        """Round `index` from stream position `cursor`: which batch and learning rate each learner gets.
+
+        For `factor` and `rounds_apart` see `Stage`.
+        """
         learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
         own = cursor + self.bank.first_learner * batch_size
+        rate = factor * self.rule.rate_scale(self.bank.total_learners)
+        rates = tuple(for_learner(self.optimizer.learning_rate, j) * rate for j in learners)
+        together = self.bank.num_learners * self.collective.num_devices
         return Round(
             index=index,
             starts=tuple(own + j * batch_size if self.rule.has_central_model else cursor for j in learners),
-            learning_rates=tuple(for_learner(self.optimizer.learning_rate, j) * factor for j in learners),
-            averaging=self.averaging(index),
+            learning_rates=rates,
+            together=self.rule.round(Stage(index, together, rates[0], factor, rounds_apart)),
             joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
         )
 
-    def averaging(self, index: int) -> LinearRound | None:
-        """Coefficients of round `index`, for the learners of all devices that average together in it."""
-        return self.rule.linear_round(index, self.bank.num_learners * self.collective.num_devices)
-
-    def sit_out(self, index: int) -> None:
-        """Take part in round `index` without learners of this device: nothing is added to the sum, and z moves alike.
+    def sit_out(self, plan: Round) -> None:
+        """Take part in a round without learners of this device: nothing is added to the sum, and z moves alike.
 
         The executor is closed or drained.
         """
-        coefficients, bank = self.averaging(index), self.bank
-        if coefficients is not None:
-            bank.total.zero_row(0)
-            plan = Round(index, (), (), coefficients, self.collective.apart and self.rule.joins_nodes(index))
+        if plan.averaging is not None:
+            self.bank.total.zero_row(0)
             self._tasks(seed=0).move(RoundOutcome(plan))
+        elif plan.outer_step is not None:
+            self.take_outer_step(plan.outer_step, sits_out=True)
+
+    def take_outer_step(self, step: OuterStep, sits_out: bool = False) -> None:
+        """See `engine/outer_step.py`; drained, all ranks together."""
+        take_outer_step(self.bank, step, self.collective, self.ranks.adder, sits_out=sits_out)
 
     def restart(self) -> None:
         """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together."""
@@ -252,7 +259,7 @@ def build_parts(
     choices = dataclasses.replace(choices, executor=ranks.from_first(settled))
     with ranks.together():
         most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
-        bank = _bank(template, settings, choices, optimizer, ranks)
+        bank = _bank(template, settings, choices, optimizer, rule, ranks)
     most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
     if not rule.has_central_model:
         _begin_apart(bank, make_model, settings.seed, init_from)
@@ -288,12 +295,17 @@ def _refusals(choices: Choices) -> list[str]:
 
 
 def _bank(
-    template: nn.Module, settings: RunSettings, choices: Choices, optimizer: Optimizer, ranks: Ranks
+    template: nn.Module,
+    settings: RunSettings,
+    choices: Choices,
+    optimizer: Optimizer,
+    rule: AveragingRule,
+    ranks: Ranks,
 ) -> ReplicaBank:
     try:
         return new_bank(
             template, settings.first_learners, choices.executor, settings, choices, optimizer,
-            num_devices=ranks.num_ranks, device_index=ranks.rank,
+            num_devices=ranks.num_ranks, device_index=ranks.rank, has_velocity=rule.has_velocity,
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
         raise UserError(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from crossbow_py.averaging.rule import AveragingRule
+from crossbow_py.averaging.rule import AveragingRule, Stage
 from crossbow_py.data.host_randomness import kept_host_state
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -63,7 +63,7 @@ def still_round(index: int, num_learners: int, batch_size: int, rule: AveragingR
         index=index,
         starts=tuple((index * num_learners + j) * batch_size for j in range(num_learners)),
         learning_rates=(0.0,) * num_learners,
-        averaging=rule.linear_round(index, num_learners),
+        together=rule.round(Stage(index, num_learners)),
     )
 
 

@@ -130,6 +130,7 @@ def new_bank(
     optimizer: Optimizer,
     num_devices: int = 1,
     device_index: int = 0,
+    has_velocity: bool = False,
 ) -> ReplicaBank:
     """A bank in the order the executor wants. Raises RuntimeError or MemoryError when memory does not hold it."""
     return ReplicaBank(
@@ -142,4 +143,5 @@ def new_bank(
         order=EXECUTORS[executor].ORDER,
         num_devices=num_devices,
         device_index=device_index,
+        has_velocity=has_velocity,
     )

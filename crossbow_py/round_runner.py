@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from crossbow_py.averaging.rule import OuterStep
 from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import Round, RoundOutcome
+from crossbow_py.engine.scheduler import AVERAGING_STREAM
+from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.errors import LearnerError
 from crossbow_py.reporter import Reporter
 from crossbow_py.run import Run
@@ -32,7 +35,7 @@ class RoundRunner:
         self.executor = run.parts.new_executor(run.settings.seed)
         self.out_of_memory = False
         self._sums_begun = self.parts.collective.num_sums
-        self._sums_due: deque[int] = deque()  # rounds submitted since, that average
+        self._sums_due: deque[Round] = deque()  # rounds submitted since, that average
         self._told: set[str] = set()
 
     def submit(self, plan: Round) -> bool:
@@ -41,14 +44,26 @@ class RoundRunner:
         On several ranks it is never tried again, as the others have gone on: its samples are not learned from then.
         """
         if self.out_of_memory:
-            self.parts.sit_out(plan.index)
+            self.parts.sit_out(plan)
             return True
-        if plan.averaging is not None:
-            self._sums_due.append(plan.index)
+        if plan.together is not None:
+            self._sums_due.append(plan)
             while len(self._sums_due) > _SUMS_REMEMBERED:
                 self._sums_due.popleft()
                 self._sums_begun += 1
-        return self._attempt(lambda: self.executor.submit(plan)) or not self.parts.collective.is_alone
+        done = self._attempt(lambda: self.executor.submit(plan))
+        if done and plan.outer_step is not None:
+            done = self._take_outer_step(plan, plan.outer_step)
+        return done or not self.parts.collective.is_alone
+
+    def _take_outer_step(self, plan: Round, step: OuterStep) -> bool:
+        """Once the round is over. False when memory did not hold it."""
+        if not self._attempt(self.executor.drain):
+            return False
+        with self.executor.span(AveragingTask.NAME, AVERAGING_STREAM, plan.index), self.parts.collective.awaiting():
+            self.parts.take_outer_step(step)
+        self._sums_settled()
+        return True
 
     def settle(self) -> None:
         """See Executor."""
@@ -59,9 +74,13 @@ class RoundRunner:
         """Wait for what is in flight; the bank may be read and changed then. False when memory did not hold it."""
         if self.out_of_memory or not self._attempt(self.executor.drain):
             return False
+        self._sums_settled()
+        return True
+
+    def _sums_settled(self) -> None:
+        """No sum of this rank is in flight."""
         self._sums_begun = self.parts.collective.num_sums
         self._sums_due.clear()
-        return True
 
     def _attempt(self, work: Callable[[], Sequence[RoundOutcome]]) -> bool:
         """Absorb what the executor yields. False when memory did not hold the learners; some are to be taken away.
@@ -80,8 +99,8 @@ class RoundRunner:
         self.out_of_memory = True
         if not self.parts.collective.is_alone:
             done = self.parts.collective.num_sums - self._sums_begun
-            for index in list(self._sums_due)[done:]:
-                self.parts.sit_out(index)
+            for plan in list(self._sums_due)[done:]:
+                self.parts.sit_out(plan)
         self._sums_due.clear()
         return False
 

@@ -16,7 +16,7 @@ from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differen
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.replicas import num_saved
+from crossbow_py.engine.saved_bank import CENTRAL, num_saved
 from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run_settings import RunSettings
@@ -29,7 +29,13 @@ from crossbow_py.weights_file import MODEL_FILE, save_weights
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
 _CHANGEABLE = ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers")
-_ADDED = (("node_period", 1), ("order_seed", None), ("label_smoothing", 0.0))
+_ADDED = (
+    ("node_period", 1),
+    ("order_seed", None),
+    ("label_smoothing", 0.0),
+    ("rate_scaling", "none"),
+    ("quadratic_period", None),
+)
 
 
 @dataclass
@@ -106,7 +112,8 @@ class Run:
             bank.adopt_learner()  # z is w
         own = bank.state_dict()
         if not (ranks.is_first or self.parts.collective.apart):
-            del own["z"], own["z_prev"]
+            for name in CENTRAL:
+                own.pop(name, None)
         return {
             "choices": self.parts.choices.to_plain(),
             "identity": self.identity(),
@@ -181,7 +188,7 @@ class Run:
         own = checkpoint.part(self.parts.ranks.rank)
         nodes = self.parts.nodes
         central = own["bank"] if nodes and nodes == own.get("nodes") else self._central(checkpoint)
-        self.parts.bank.load_state_dict({**own["bank"], "z": central["z"], "z_prev": central["z_prev"]})
+        self.parts.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
         self.state = RunState.from_plain(own["state"])
 
     def _take_share(self, checkpoint: SavedCheckpoint) -> None:
@@ -211,14 +218,15 @@ class Run:
         return sick
 
     def _central(self, checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
-        """z and z_prev: the first rank's, or their means over ranks where nodes had one each."""
+        """Of `CENTRAL` what there is: the first rank's, or their means over ranks where nodes had one each."""
         first = checkpoint.part(0)
         if not first.get("nodes"):
             return first["bank"]  # type: ignore[no-any-return]
         banks = [checkpoint.part(rank)["bank"] for rank in range(checkpoint.num_ranks)]
         return {
             name: {key: sum(bank[name][key] for bank in banks) / len(banks) for key in first["bank"][name]}
-            for name in ("z", "z_prev")
+            for name in CENTRAL
+            if name in first["bank"]
         }
 
     def identity(self) -> dict[str, Any]:

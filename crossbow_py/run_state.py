@@ -17,11 +17,13 @@ class RunState:
     `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
     The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
     classification. `best_accuracy` and `last_*` are of the data that stops look at: validation, where there is some.
+    `apart_since` is the first round after learners last averaged.
     `sick_learners` were gated, in which round, and wait to be reseeded. `wall_s` is the time of earlier
     processes, and what making the trainer took in this one.
     """
 
     round_index: int = 0
+    apart_since: int = 0
     samples_seen: int = 0
     last_round_start: int = 0
     last_recorded: int = -1

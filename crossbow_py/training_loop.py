@@ -160,7 +160,8 @@ class TrainingLoop:
         """The next round, from where training stands."""
         start = self.state.samples_seen
         factor = self.job.schedule.factor(start, self.num_samples, self.total_samples)
-        return self.parts.plan(self.state.round_index, start, factor)
+        apart = self.state.round_index + 1 - self.state.apart_since
+        return self.parts.plan(self.state.round_index, start, factor, rounds_apart=apart)
 
     def _await_batches(self, signals: StopSignal) -> None:
         """Block until the next round's batches are there, or a signal comes; or keep why they cannot be made.
@@ -249,6 +250,8 @@ class TrainingLoop:
         if not counts:
             return
         state.round_index, state.last_round_start = state.round_index + 1, start
+        if plan.together is not None:
+            state.apart_since = state.round_index
         state.samples_seen += self.job.samples_per_round
         images = self.settings.batch_size * bank.total_learners
         self._images += images

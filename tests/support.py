@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.averaging import SMA, AveragingRule
+from crossbow_py.averaging import SMA, AveragingRule, Stage
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.optimizers import SGD, Optimizer
+from crossbow_py.engine.outer_step import take_outer_step
 from crossbow_py.engine.precision import FP64, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Round, RoundTasks
@@ -70,7 +71,7 @@ def make_tasks(
     """Task bodies over a bank on CPU."""
     bank = ReplicaBank(
         make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order,
-        channels_last=channels_last,
+        channels_last=channels_last, has_velocity=rule.has_velocity,
     )  # fmt: skip
     feed = make_feed(
         data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute, kernels=kernels
@@ -85,22 +86,34 @@ def make_tasks(
     )
 
 
-def plan(tasks: RoundTasks, index: int, learning_rate: float = 0.1) -> Round:
-    """Round `index` at a constant learning rate, the stream shared out among the learners."""
+def plan(tasks: RoundTasks, index: int, learning_rate: float = 0.1, factor: float = 1.0) -> Round:
+    """Round `index` at a learning rate times a factor, the stream shared out among the learners."""
     learners, size = tasks.bank.num_learners, tasks.feed.batch_size
     return Round(
         index=index,
         starts=tuple((index * learners + learner) * size for learner in range(learners)),
-        learning_rates=(learning_rate,) * learners,
-        averaging=tasks.update.rule.linear_round(index, learners),
+        learning_rates=(learning_rate * factor,) * learners,
+        together=tasks.update.rule.round(Stage(index, learners, learning_rate * factor, factor)),
     )
 
 
-def run_rounds(tasks: RoundTasks, executor: str, num_rounds: int, learning_rate: float = 0.1) -> list[float]:
-    """Run rounds through an executor; returns every loss, in round and learner order."""
+def run_rounds(
+    tasks: RoundTasks,
+    executor: str,
+    num_rounds: int,
+    learning_rate: float = 0.1,
+    factor: Callable[[int], float] = lambda _: 1.0,
+) -> list[float]:
+    """Run rounds, with their outer steps, through an executor; returns every loss, in round and learner order."""
     runner: Executor = EXECUTORS[executor](tasks)
+    outcomes = []
     try:
-        outcomes = [o for n in range(num_rounds) for o in runner.submit(plan(tasks, n, learning_rate))]
+        for index in range(num_rounds):
+            own = plan(tasks, index, learning_rate, factor(index))
+            outcomes += runner.submit(own)
+            if own.outer_step is not None:
+                outcomes += runner.drain()
+                take_outer_step(tasks.bank, own.outer_step, tasks.collective)
         outcomes += runner.drain()
     finally:
         runner.close()

@@ -3,13 +3,42 @@
 import importlib
 import pkgutil
 
+from crossbow_py.averaging.central import CentralRule, PeriodicRule
+from crossbow_py.averaging.diloco import DiLoCo
+from crossbow_py.averaging.elastic import Elastic
 from crossbow_py.averaging.independent import Independent
-from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.averaging.local_sgd import LocalSGD
+from crossbow_py.averaging.papa import PAPA
+from crossbow_py.averaging.rule import AveragingRule, LinearRound, OuterStep, RoundAveraging, Stage
+from crossbow_py.averaging.slowmo import SlowMo
 from crossbow_py.averaging.sma import SMA
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-RULES: dict[str, type[AveragingRule]] = {rule.NAME: rule for rule in AveragingRule.__subclasses__()}
 
-__all__ = ["RULES", "SMA", "AveragingRule", "Independent", "LinearRound"]
+def _rules(base: type[AveragingRule]) -> list[type[AveragingRule]]:
+    """Those derived from a class that have a name of their own."""
+    derived = [rule for each in base.__subclasses__() for rule in _rules(each)]
+    return [base, *derived] if "NAME" in vars(base) else derived
+
+
+RULES: dict[str, type[AveragingRule]] = {rule.NAME: rule for rule in _rules(AveragingRule)}  # type: ignore[type-abstract]
+
+__all__ = [
+    "PAPA",
+    "RULES",
+    "SMA",
+    "AveragingRule",
+    "CentralRule",
+    "DiLoCo",
+    "Elastic",
+    "Independent",
+    "LinearRound",
+    "LocalSGD",
+    "OuterStep",
+    "PeriodicRule",
+    "RoundAveraging",
+    "SlowMo",
+    "Stage",
+]

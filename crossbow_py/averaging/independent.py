@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.averaging.rule import AveragingRule, Stage
 from crossbow_py.settings import check
 
 
@@ -19,6 +19,5 @@ class Independent(AveragingRule):
     def __post_init__(self) -> None:
         check(self)
 
-    def linear_round(self, round_index: int, num_learners: int) -> LinearRound | None:
-        """Never a correction."""
-        return None
+    def round(self, stage: Stage) -> None:
+        """Never anything."""

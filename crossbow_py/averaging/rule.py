@@ -1,58 +1,113 @@
-"""What an averaging rule declares: coefficients on (w, z), what is summed over learners, what is all-reduced and when.
+"""What an averaging rule declares: what is averaged in a round, with which coefficients, and who waits for whom.
 
-A rule whose round is linear in (w, z) returns a `LinearRound`; the engine then applies, for K learners on all devices,
+For every round a rule gives one of two things, or nothing. With K learners on all devices:
+
+`LinearRound`: as they step, learners are pulled towards z, which moves by the sum of the pulls; nobody waits::
 
     c_j  ← correction · (w_j − z)                 per learner, from the weights before its gradient step
     w_j  ← (gradient step of w_j) − c_j
     s    ← Σ_j c_j                                summed on the device in learner order, then one all-reduce of [P]
     z'   ← z + s + momentum · (z − z_prev)        alike on every device; z_prev ← z
 
-in every round for which it returns one. With a `node_period` H > 1 that is done by each node for itself, K and the
-sum being the node's, and in every H-th of these rounds
+`OuterStep`: after their steps learners wait for each other; z moves to their mean or beyond it, and they to z::
+
+    d    ← Σ_j (w_j − z) / K                      likewise
+    v    ← decay · v + intake · d                 the velocity of z
+    z'   ← z + along_mean · d + along_velocity · v
+    w_j  ← w_j + pull · (z' − w_j)
+
+With a `node_period` H > 1 the rounds of a `LinearRound` are done by each node for itself, K and the sum being the
+node's, and in every H-th of them
 
     z ← mean of z over nodes; z_prev ← mean of z_prev over nodes
 
-A rule that is not linear in (w, z) overrides `corrections` and `average`.
+A rule that pulls, and is not linear in (w, z), overrides `corrections` and `average`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+LearnerMomentum = Literal["reset", "keep", "average"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where training stands when a round is planned.
+
+    Attributes:
+        round_index: from 0.
+        num_learners: K, of all devices that average together.
+        learning_rate: γ of the first learner in this round.
+        factor: that ÷ the largest γ of the schedule, 0 to 1.
+        rounds_apart: how many rounds learners will have gone by themselves after this one, since they last averaged.
+    """
+
+    round_index: int
+    num_learners: int
+    learning_rate: float = 0.0
+    factor: float = 1.0
+    rounds_apart: int = 1
+
 
 @dataclass(frozen=True)
 class LinearRound:
-    """Coefficients of one round that averages."""
+    """Coefficients of a round in which learners are pulled towards z as they step."""
 
     correction: float
     momentum: float
 
 
+@dataclass(frozen=True)
+class OuterStep:
+    """Coefficients of a round that ends in an outer step, and what becomes of the learners' optimizer state there."""
+
+    decay: float = 0.0
+    intake: float = 0.0
+    along_velocity: float = 0.0
+    along_mean: float = 1.0
+    pull: float = 1.0
+    learner_momentum: LearnerMomentum = "keep"
+
+
+RoundAveraging = LinearRound | OuterStep
+
+
 class AveragingRule(ABC):
-    """Base of every rule. Frozen settings, no state: z and z_prev belong to the bank."""
+    """Base of every rule. Frozen settings, no state: z, z_prev and the velocity of z belong to the bank."""
 
     GROUP: ClassVar[str] = "averaging"
     NAME: ClassVar[str]
     has_central_model: ClassVar[bool]  # and so: learners share an epoch's samples out among them
-    restart_on_drop: bool = False
-    restart_momentum: str = "reset"
+    has_velocity: ClassVar[bool] = False  # whether outer steps use one
     averaging_period: int = 1
     node_period: int = 1  # beyond 1, nodes average for themselves and z differs between them
+    restart_on_drop: bool = False
+    restart_momentum: LearnerMomentum = "reset"
     batch_norm: str = "mean"
     recalibration_batches: int = 0
 
     @abstractmethod
-    def linear_round(self, round_index: int, num_learners: int) -> LinearRound | None:
-        """Coefficients for this round, or None when nothing is averaged in it."""
+    def round(self, stage: Stage) -> RoundAveraging | None:
+        """What is averaged in this round, or None."""
+
+    def linear_round(self, num_learners: int) -> LinearRound | None:
+        """Coefficients of the first round in which learners are pulled; None for a rule that averages otherwise."""
+        first = self.round(Stage(self.averaging_period - 1, num_learners))
+        return first if isinstance(first, LinearRound) else None
+
+    def rate_scale(self, num_learners: int) -> float:
+        """What the learning rate is multiplied by for K learners on all devices."""
+        return 1.0
 
     def joins_nodes(self, round_index: int) -> bool:
         """Whether z is averaged over nodes after this round, which averages, where each has its own meanwhile."""
-        return self.node_period > 1 and (round_index + 1) // self.averaging_period % self.node_period == 0
+        return False
 
     def corrections(self, out: list[Tensor], weights: list[Tensor], z: list[Tensor], coefficients: LinearRound) -> None:
         """Write c_j = correction · (w_j − z) of one learner into `out`; all are lists of vectors, side by side."""

@@ -13,40 +13,38 @@ For every learner j of K, with gradient g_j at w_j, momentum m and weight decay 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from crossbow_py.averaging.rule import AveragingRule, LinearRound
-from crossbow_py.settings import check, setting
+from crossbow_py.averaging.central import PeriodicRule
+from crossbow_py.averaging.rule import LinearRound, Stage
+from crossbow_py.errors import UserError
+from crossbow_py.settings import setting
 
 
-@dataclass(frozen=True)
-class SMA(AveragingRule):
+@dataclass(frozen=True, kw_only=True)
+class SMA(PeriodicRule):
     """Synchronous model averaging around a central average model z with heavy-ball momentum."""
 
     NAME: ClassVar[str] = "sma"
-    has_central_model: ClassVar[bool] = True
 
     correction_rate: float | None = setting(None, "α, the pull of z on a replica; null is 1/K", above=0, maximum=1)
     averaging_momentum: float = setting(0.9, "μ, heavy-ball momentum of z", minimum=0, below=1)
-    averaging_period: int = setting(1, "τ, corrections every that many rounds", minimum=1)
     node_period: int = setting(
         1, "H, average between nodes in every H-th averaging; in between each node is by itself", minimum=1
     )
-    restart_on_drop: bool = setting(True, "restart the learners from z when a step schedule drops the learning rate")
-    restart_momentum: Literal["reset", "keep", "average"] = setting(
-        "reset", "optimizer state at a restart: reset, keep or average over learners"
-    )
-    batch_norm: Literal["mean", "recalibrate"] = setting(
-        "mean", "BatchNorm statistics of z: mean of the learners' or recalibrated on training batches"
-    )
-    recalibration_batches: int = setting(32, "batches used by batch_norm=recalibrate", minimum=1)
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
+        if self.node_period > 1 and self.quadratic_period is not None:
+            raise UserError(
+                "averaging.node_period counts rounds that average, which averaging.quadratic_period spaces unevenly; "
+                "set one of them."
+            )
 
-    def linear_round(self, round_index: int, num_learners: int) -> LinearRound | None:
-        """The coefficients of round `round_index` (from 0) for K = `num_learners` over all devices."""
-        if num_learners == 1 or (round_index + 1) % self.averaging_period:
-            return None
-        alpha = 1.0 / num_learners if self.correction_rate is None else self.correction_rate
+    def joins_nodes(self, round_index: int) -> bool:
+        """See AveragingRule."""
+        return self.node_period > 1 and (round_index + 1) // self.averaging_period % self.node_period == 0
+
+    def _round(self, stage: Stage) -> LinearRound:
+        alpha = 1.0 / stage.num_learners if self.correction_rate is None else self.correction_rate
         return LinearRound(correction=alpha, momentum=self.averaging_momentum)

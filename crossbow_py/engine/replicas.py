@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.binding import bind
 from crossbow_py.engine.central import checksum, level, mean_buffers, norm
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.layout import (
@@ -26,7 +27,8 @@ from crossbow_py.engine.layout import (
     copy_present,
     parameter_layout,
 )
-from crossbow_py.engine.precision import Precision, full_precision_parameters
+from crossbow_py.engine.precision import Precision
+from crossbow_py.engine.saved_bank import num_saved
 
 _COUNTER = "num_batches_tracked"
 
@@ -46,10 +48,12 @@ class ReplicaBank:
         device_index: of this one among them.
         training: whether there is room for what training takes; without it a bank has weights and buffers alone, and no
             z of its own.
+        has_velocity: whether the averaging rule keeps a velocity of z.
 
     Attributes:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
         z, z_prev, total: `Rows` of one row, P values: average model, the one before, sum of the last corrections.
+        velocity: of z, likewise; None without.
         total_squares: sums of squares of that sum, piece by piece, from an update that leaves `total` alone; else None.
         step_counts: optimizer steps taken, per learner.
         has_dropout: whether modules draw from the learners' generators.
@@ -71,6 +75,7 @@ class ReplicaBank:
         num_devices: int = 1,
         device_index: int = 0,
         training: bool = True,
+        has_velocity: bool = False,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self.num_devices, self.device_index = num_devices, device_index
@@ -81,6 +86,7 @@ class ReplicaBank:
         self.num_trained = self.layout.count("decayed", "undecayed")
         self.num_learners, self._training = num_learners, training
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
+        self.velocity = self._rows(1) if has_velocity else None
         self.total_squares: Tensor | None = None
         self._allocate(max(capacity or num_learners, num_learners))
         self.z.load(0, dict(self.template.named_parameters()))
@@ -145,23 +151,12 @@ class ReplicaBank:
         )
 
     def _bind(self, learner: int) -> nn.Module:
-        """An ordinary module whose parameters and float buffers are views of row `learner`.
-
-        Bound with `p.data = view`: a Parameter built on a view would share its version counter with every row.
-        """
+        """The learner's module on row `learner`, as it trains, or for evaluation where the bank is not for training."""
         module = copy.deepcopy(self.template)
         self.has_dropout = replace_dropout(module, self.generators[learner])
-        full = full_precision_parameters(module)
+        counters = {name: self.counters[learner, place] for place, name in enumerate(self.counter_names)}
         master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
-        for name, parameter in module.named_parameters():
-            parameter.data = master[name] if name in full else shadow[name]
-        buffers = self.buffers.shaped(learner)
-        for name, buffer in module.named_buffers():
-            if name in buffers:
-                buffer.data = buffers[name]
-            elif name in self.counter_names:
-                counter = self.counters[learner, self.counter_names.index(name)]
-                buffer.data = counter.copy_(buffer)
+        bind(module, master, shadow, {**self.buffers.shaped(learner), **counters})
         return module.train(self._training)
 
     def module(self, learner: int) -> nn.Module:
@@ -210,9 +205,7 @@ class ReplicaBank:
     def reset_learner(self, learner: int) -> None:
         """w_j ← z with zero optimizer state: what a new learner starts from."""
         self.weights.copy_row(learner, self.z)
-        for rows in (self.corrections, *self.state.values()) if self._training else ():
-            rows.zero_row(learner)
-        self.step_counts[learner] = 0
+        self._zero_state(learner)
         self.refresh_shadow(learner)
 
     def resize(self, num_learners: int) -> None:
@@ -258,22 +251,32 @@ class ReplicaBank:
         self.buffers.load(learner, buffers)
 
     def restart(self, momentum: str, add: Callable[[Tensor], None] | None = None) -> None:
-        """SMA's restart: w_j ← z and z_prev ← z. Optimizer state per `momentum`: reset (zero), keep or average.
-
-        For `add` see `central_buffers`.
-        """
+        """Restart: w_j ← z, and z at rest. Optimizer state per `momentum`, see `settle_state`."""
         if self.is_single:
             return
-        if momentum == "average":
-            for rows in self.state.values():
-                for stacked in rows.stacked(self.num_learners).values():
-                    level(stacked, add, self.num_devices)
+        self.settle_state(momentum, add)
         for learner in range(self.num_learners):
-            if momentum == "reset":
-                self.reset_learner(learner)
             self.weights.copy_row(learner, self.z)
             self.refresh_shadow(learner)
         self.z_prev.copy_row(0, self.z)
+        if self.velocity is not None:
+            self.velocity.zero_row(0)
+
+    def settle_state(self, momentum: str, add: Callable[[Tensor], None] | None = None) -> None:
+        """Learners' optimizer state: reset to zero, keep as it is, or average over learners.
+
+        For `add` see `central_buffers`.
+        """
+        for rows in self.state.values() if momentum == "average" else ():
+            for stacked in rows.stacked(self.num_learners).values():
+                level(stacked, add, self.num_devices)
+        for learner in range(self.num_learners) if momentum == "reset" else ():
+            self._zero_state(learner)
+
+    def _zero_state(self, learner: int) -> None:
+        for rows in (self.corrections, *self.state.values()) if self._training else ():
+            rows.zero_row(learner)
+        self.step_counts[learner] = 0
 
     def adopt_learner(self) -> None:
         """z ← z_prev ← w of the only learner (K = 1 is plain SGD: z is w)."""
@@ -337,6 +340,7 @@ class ReplicaBank:
             "step_counts": rows["step_counts"],
             "z": clone_all(self.z.shaped()),
             "z_prev": clone_all(self.z_prev.shaped()),
+            **({} if self.velocity is None else {"velocity": clone_all(self.velocity.shaped())}),
         }
 
     def _active_rows(self) -> dict[str, Any]:
@@ -358,9 +362,11 @@ class ReplicaBank:
         self._load_rows(saved, self.num_learners)
 
     def load_central(self, saved: Mapping[str, Any]) -> None:
-        """z and z_prev alone, of `state_dict()`."""
+        """z, z_prev and the velocity alone, of `state_dict()`."""
         self.z.load(0, saved["z"])
         self.z_prev.load(0, saved["z_prev"])
+        if self.velocity is not None:
+            self.velocity.load(0, saved["velocity"])
 
     def _load_rows(self, saved: Mapping[str, Any], num_rows: int) -> None:
         for row in range(num_rows):
@@ -388,11 +394,3 @@ class ReplicaBank:
     def z_checksum(self) -> int:
         """52 bits that are others, in all likelihood, when a bit of z is. Host–device synchronisation."""
         return checksum(self.z.storage)
-
-
-def num_saved(saved: Mapping[str, Any]) -> int:
-    """How many learners a bank's `state_dict()` has. Raises ValueError when it is not one."""
-    number, counts = saved["num_learners"], saved["step_counts"]
-    if not number or len(counts) != number or any(type(count) is not int for count in counts):
-        raise ValueError(f"{number!r} learners with the step counts {counts!r}")
-    return len(counts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.averaging.rule import LinearRound, OuterStep, RoundAveraging
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import counter_seed
@@ -42,7 +42,7 @@ class Round:
         index: from 0 over the whole run.
         starts: position in the sample stream of each learner's batch.
         learning_rates: γ of each learner.
-        averaging: coefficients, or None when nothing is averaged in this round.
+        together: what is averaged in this round and how, or None.
         joins_nodes: whether nodes that average for themselves average z between them in this round.
         draws: where each learner's dropout draws from, when learners are not of one run; else none.
     """
@@ -50,9 +50,19 @@ class Round:
     index: int
     starts: tuple[int, ...]
     learning_rates: tuple[float, ...]
-    averaging: LinearRound | None
+    together: RoundAveraging | None
     joins_nodes: bool = False
     draws: tuple[Draws, ...] = ()
+
+    @property
+    def averaging(self) -> LinearRound | None:
+        """Coefficients of corrections and averaging, where learners are pulled towards z as they step."""
+        return self.together if isinstance(self.together, LinearRound) else None
+
+    @property
+    def outer_step(self) -> OuterStep | None:
+        """What follows once the round is over and nothing is in flight; executors have no part in it."""
+        return self.together if isinstance(self.together, OuterStep) else None
 
 
 @dataclass

@@ -257,7 +257,7 @@ class Pack:
             index=self._round_index,
             starts=tuple(stream + member.samples_seen for stream, member in zip(streams, self.members, strict=True)),
             learning_rates=tuple(self._learning_rate(member) for member in self.members),
-            averaging=None,
+            together=None,
             draws=tuple(Draws(member.settings.seed, member.num_rounds) for member in self.members),
         )
 

@@ -158,7 +158,7 @@ def _update_bytes(sizes: ModelSizes, job: Job) -> int:
     weights, gradients, corrections, z, z_prev = (rows() for _ in range(5))
     state = {name: rows() for name in job.optimizer.STATE}
     row = TrainedRow(weights, gradients, corrections, state, z, None, num_decayed=1)
-    update, averaging = TorchUpdate(job.optimizer, job.rule), job.rule.linear_round(0, 2)
+    update, averaging = TorchUpdate(job.optimizer, job.rule), job.rule.linear_round(num_learners=2)
     tracker = _tracker(*weights, *gradients, *corrections, *z, *z_prev, *(v for own in state.values() for v in own))
     with tracker:
         update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=1))

@@ -132,7 +132,7 @@ class TrainingRun:
         return max(1, small + (limit_bytes - below) * (large - small) // max(above - below, 1))
 
     def _round(self, batch_size: int) -> None:
-        averaging = self._update.rule.linear_round(0, self.num_learners)
+        averaging = self._update.rule.linear_round(self.num_learners)
         staged = [self._stage(batch_size) for _ in range(staged_batches(self.num_learners))]
         for first in range(0, self.num_learners, self.at_once):
             together = range(first, first + self.at_once)

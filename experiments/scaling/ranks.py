@@ -27,7 +27,7 @@ import torch.distributed
 from crossbow_py import SGD, SMA, Trainer
 from crossbow_py.assembly import Parts
 from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
-from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.executors import Executor
 from crossbow_py.foreign_load import LoadSnapshot
@@ -162,8 +162,8 @@ class Rank:
         rule = SMA(averaging_period=period or 1)
         for index in indices:
             plan = parts.plan(index, (index * NUM_RANKS + rank) * batch, 1.0)
-            averaging = rule.linear_round(index, NUM_RANKS) if period else None
-            executor.submit(dataclasses.replace(plan, averaging=averaging))
+            averaging = rule.round(Stage(index, NUM_RANKS)) if period else None
+            executor.submit(dataclasses.replace(plan, together=averaging))
 
     def _part(self, case: Case) -> Parts:
         if case not in self._parts:

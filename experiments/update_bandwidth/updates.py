@@ -77,7 +77,7 @@ def host_parts(bank: ReplicaBank) -> tuple[Part, ...]:
     update, note = choose_update(_OPTIMIZER, _RULE, bank.device, bank.precision.master)
     if not isinstance(update, NativeUpdate):
         raise UserError(note or "the update has no native code for this device; set device=cpu.")
-    k, rows, averaging = bank.num_learners, StackedRows(bank), _RULE.linear_round(0, bank.num_learners)
+    k, rows, averaging = bank.num_learners, StackedRows(bank), _RULE.linear_round(bank.num_learners)
     count, steps = num_values(bank), [Step(_LEARNING_RATE, step_count=1)] * k
     moved = update_bytes(k, averages=averaging is not None, has_shadow=bank.precision.has_shadow, writes_sum=True)
     return (
@@ -94,7 +94,7 @@ def device_parts(bank: ReplicaBank, *, captures: bool = True) -> tuple[Part, ...
     update, note = choose_kernel_update(bank, _OPTIMIZER, _RULE, moves=True)
     if update is None:
         raise UserError(note or "the update has no kernels for this device; set device=cpu.")
-    k, averaging = bank.num_learners, _RULE.linear_round(0, bank.num_learners)
+    k, averaging = bank.num_learners, _RULE.linear_round(bank.num_learners)
     results, rates, counts = (torch.ones(shape, dtype=torch.float64, device=bank.device) for shape in ((k, 2), k, k))
     rates.fill_(_LEARNING_RATE)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import SGD, SMA
+from crossbow_py import PAPA, SGD, SMA, DiLoCo, Elastic, LocalSGD, SlowMo
 from crossbow_py.data.feeds import make_feed
 from tests import rank_jobs
 from tests.rank_jobs import Ended, Values
@@ -87,8 +87,13 @@ def test_one_round_of_two_ranks_is_that_of_one_in_float32(executor):
         SMA(correction_rate=0.1, averaging_momentum=0.5),
         SMA(restart_momentum="average"),
         SMA(batch_norm="recalibrate", recalibration_batches=5),
+        Elastic(averaging_period=2, rate_scaling="sqrt"),
+        LocalSGD(averaging_period=3, learner_momentum="average", quadratic_period=0.08),
+        DiLoCo(averaging_period=2),
+        SlowMo(averaging_period=3, learner_momentum="reset"),
+        PAPA(averaging_period=2, pull=0.3),
     ],
-    ids=["period", "rate", "restart", "recalibrate"],
+    ids=["period", "rate", "restart", "recalibrate", "elastic", "local_sgd", "diloco", "slowmo", "papa"],
 )
 def test_other_settings_of_averaging_follow_one_rank(averaging):
     options = {"averaging": averaging, "rounds": 14}  # the rate drops at 100 samples, in round 7

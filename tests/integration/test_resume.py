@@ -15,7 +15,21 @@ import torch
 from torch import nn
 
 import crossbow_py.train
-from crossbow_py import SGD, SMA, AdamW, Augmentation, CheckpointSettings, Independent, MultiStep, Trainer
+from crossbow_py import (
+    PAPA,
+    SGD,
+    SMA,
+    AdamW,
+    Augmentation,
+    CheckpointSettings,
+    DiLoCo,
+    Elastic,
+    Independent,
+    LocalSGD,
+    MultiStep,
+    SlowMo,
+    Trainer,
+)
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.engine import precision
 from crossbow_py.errors import CheckpointError
@@ -71,8 +85,16 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
         {"executor": "threads", "precision": "bf16"},
         {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3, batch_norm="recalibrate")},
         {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
+        {"averaging": Elastic(averaging_period=2)},
+        {"averaging": LocalSGD(averaging_period=2, quadratic_period=0.02)},
+        {"executor": "threads", "averaging": DiLoCo(averaging_period=2)},
+        {"averaging": SlowMo(averaging_period=2, learner_momentum="average")},
+        {"averaging": PAPA(averaging_period=2, pull=0.2), "executor": "fused"},
     ],
-    ids=["serial", "threads", "bf16", "three learners", "one learner"],
+    ids=[
+        "serial", "threads", "bf16", "three learners", "one learner", "elastic", "local_sgd", "diloco", "slowmo",
+        "papa",
+    ],
 )
 def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_every_bit(tmp_path, options):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py.averaging import SMA, Independent
+from crossbow_py.averaging import SMA, Independent, Stage
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
 from tests.support import features, linear_model, make_tasks, run_rounds
@@ -63,7 +63,7 @@ def test_sma_two_learners_one_weight_follows_numbers_worked_by_hand():
     rule, w = SMA(correction_rate=0.5), [torch.tensor([1.0]), torch.tensor([3.0])]
     z, z_prev = torch.tensor([1.0]), torch.tensor([1.0])
     for expected_w, expected_z in (([1.0, 2.0], 2.0), ([1.5, 2.0], 2.4)):
-        coefficients = rule.linear_round(0, 2)
+        coefficients = rule.round(Stage(0, 2))
         corrections = [torch.zeros(1), torch.zeros(1)]
         for weight, correction in zip(w, corrections, strict=True):
             rule.corrections([correction], [weight], [z], coefficients)
@@ -93,20 +93,20 @@ def test_sma_with_rate_one_over_k_and_no_central_momentum_makes_z_the_mean_of_th
 
 
 def test_sma_rate_follows_the_number_of_learners_unless_set():
-    assert SMA().linear_round(0, 4).correction == 0.25
-    assert SMA(correction_rate=0.1).linear_round(0, 4).correction == 0.1
+    assert SMA().round(Stage(0, 4)).correction == 0.25
+    assert SMA(correction_rate=0.1).round(Stage(0, 4)).correction == 0.1
 
 
 def test_sma_with_one_learner_averages_nothing():
-    assert SMA().linear_round(0, 1) is None
+    assert SMA().round(Stage(0, 1)) is None
 
 
 def test_sma_with_period_three_averages_every_third_round():
-    assert [SMA(averaging_period=3).linear_round(n, 2) is not None for n in range(6)] == [False, False, True] * 2
+    assert [SMA(averaging_period=3).round(Stage(n, 2)) is not None for n in range(6)] == [False, False, True] * 2
 
 
 def test_independent_never_averages_and_learners_keep_apart():
-    assert Independent().linear_round(0, 4) is None
+    assert Independent().round(Stage(0, 4)) is None
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_feed_used_by_the_reference_is_the_one_learners_use():
 )
 def test_joins_nodes_in_every_so_many_of_the_rounds_that_average(period, node_period, joining):
     rule = SMA(averaging_period=period, node_period=node_period)
-    averages = [index for index in range(12) if rule.linear_round(index, 4) is not None]
+    averages = [index for index in range(12) if rule.round(Stage(index, 4)) is not None]
     assert averages == list(range(period - 1, 12, period))
     assert [index for index in averages if rule.joins_nodes(index)] == joining
 

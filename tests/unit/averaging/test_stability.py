@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py.averaging import SMA
+from crossbow_py.averaging import SMA, Stage
 from crossbow_py.engine.optimizers import SGD
 
 
@@ -39,7 +39,7 @@ def final_distance(curvature, alpha, rounds=400):
     z, z_prev = torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
     state = [{"momentum": [torch.zeros(1, dtype=torch.float64)]} for _ in weights]
     for n in range(rounds):
-        coefficients, total = rule.linear_round(n, 2), torch.zeros(1, dtype=torch.float64)
+        coefficients, total = rule.round(Stage(n, 2)), torch.zeros(1, dtype=torch.float64)
         for learner, weight in enumerate(weights):
             correction = torch.zeros(1, dtype=torch.float64)
             rule.corrections([correction], [weight], [z], coefficients)

@@ -1,0 +1,74 @@
+"""What all rules with a central average model have in common: their settings, and when learners average."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from crossbow_py.averaging.rule import AveragingRule, LearnerMomentum, RoundAveraging, Stage
+from crossbow_py.settings import check, setting
+
+_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentralRule(AveragingRule):
+    """Base of rules that keep learners around z. K = 1 is plain SGD by any of them: nothing is averaged, and z is w."""
+
+    has_central_model: ClassVar[bool] = True
+
+    rate_scaling: Literal["none", "sqrt", "linear"] = setting(
+        "none", "multiply the learning rate by 1, √K or K, for K learners on all devices"
+    )
+    restart_on_drop: bool = setting(True, "restart the learners from z when a step schedule drops the learning rate")
+    restart_momentum: LearnerMomentum = setting(
+        "reset", "optimizer state at a restart: reset, keep or average over learners"
+    )
+    batch_norm: Literal["mean", "recalibrate"] = setting(
+        "mean", "BatchNorm statistics of z: mean of the learners' or recalibrated on training batches"
+    )
+    recalibration_batches: int = setting(32, "batches used by batch_norm=recalibrate", minimum=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def rate_scale(self, num_learners: int) -> float:
+        """See AveragingRule."""
+        return float(num_learners ** _POWERS[self.rate_scaling])
+
+    def round(self, stage: Stage) -> RoundAveraging | None:
+        """See AveragingRule."""
+        return self._round(stage) if stage.num_learners > 1 and self._averages(stage) else None
+
+    def _averages(self, stage: Stage) -> bool:
+        return True
+
+    @abstractmethod
+    def _round(self, stage: Stage) -> RoundAveraging:
+        """Of a round that averages, with two learners at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeriodicRule(CentralRule):
+    """Base of rules that average every so many rounds.
+
+    By the quadratic synchronisation rule (Gu et al., ICLR 2024) learners go the longer by themselves the smaller the
+    learning rate γ is: max(averaging_period, ⌊(quadratic_period / γ)²⌋) rounds.
+    """
+
+    averaging_period: int = setting(1, "τ, learners average every that many rounds", minimum=1)
+    quadratic_period: float | None = setting(
+        None, "a, the period grows to (a / learning rate)² rounds as the rate falls; null keeps it", above=0
+    )
+
+    def _averages(self, stage: Stage) -> bool:
+        if self.quadratic_period is None:
+            return (stage.round_index + 1) % self.averaging_period == 0
+        return stage.rounds_apart >= self._period(stage.learning_rate)
+
+    def _period(self, learning_rate: float) -> float:
+        assert self.quadratic_period is not None, "the period is constant"
+        longest = (self.quadratic_period / learning_rate) ** 2 if learning_rate > 0 else math.inf
+        return max(self.averaging_period, math.floor(longest) if math.isfinite(longest) else math.inf)

@@ -1,0 +1,35 @@
+"""Elastic averaging SGD (Zhang, Choromanska and LeCun, NeurIPS 2015), synchronous, with all learners in every round.
+
+With correction rate α, by default β/K for β = 0.9 as its authors have it, every τ rounds::
+
+    w_j ← w_j − γ·u_j − α·(w_j − z)
+    z'  ← z + Σ_j α·(w_j − z)
+
+It is SMA without momentum on z.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from crossbow_py.averaging.central import PeriodicRule
+from crossbow_py.averaging.rule import LinearRound, Stage
+from crossbow_py.settings import setting
+
+_BETA = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic(PeriodicRule):
+    """Learners and z pull each other with the same force."""
+
+    NAME: ClassVar[str] = "elastic"
+
+    correction_rate: float | None = setting(
+        None, f"α, the pull of z on a replica; null is {_BETA}/K", above=0, maximum=1
+    )
+
+    def _round(self, stage: Stage) -> LinearRound:
+        alpha = _BETA / stage.num_learners if self.correction_rate is None else self.correction_rate
+        return LinearRound(correction=alpha, momentum=0.0)

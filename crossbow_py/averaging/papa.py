@@ -1,0 +1,31 @@
+"""PAPA (Jolicoeur-Martineau et al., 2023): a population of models, each pulled a little towards the mean of all.
+
+With pull a, every τ rounds and in proportion to the learning rate γ, γ_0 being its largest::
+
+    z   ← Σ_j w_j / K
+    w_j ← w_j + a·(γ/γ_0)·(z − w_j)
+
+Replicas stay apart, so that they learn different things; what is evaluated and saved is their mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from crossbow_py.averaging.central import PeriodicRule
+from crossbow_py.averaging.rule import OuterStep, Stage
+from crossbow_py.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PAPA(PeriodicRule):
+    """A population that stays near its mean."""
+
+    NAME: ClassVar[str] = "papa"
+
+    averaging_period: int = setting(10, "τ, learners average every that many rounds", minimum=1)
+    pull: float = setting(0.01, "a, how far a replica goes towards the mean at the largest rate", above=0, maximum=1)
+
+    def _round(self, stage: Stage) -> OuterStep:
+        return OuterStep(pull=self.pull * stage.factor)

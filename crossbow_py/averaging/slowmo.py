@@ -1,0 +1,45 @@
+"""SlowMo (Wang et al., ICLR 2020): local SGD with slow momentum on z, in units of the learning rate γ of the moment.
+
+With slow learning rate a and slow momentum β, every τ rounds::
+
+    u   ← β·u + (z − Σ_j w_j / K) / γ
+    z   ← z − a·γ·u
+    w_j ← z
+
+In the terms of `OuterStep`, v = −u. Where γ is next to nothing, so that u cannot be told, z goes to the learners' mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from crossbow_py.averaging.central import PeriodicRule
+from crossbow_py.averaging.rule import LearnerMomentum, OuterStep, Stage
+from crossbow_py.settings import setting
+
+_LEAST_FACTOR = 1e-6  # of the largest learning rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowMo(PeriodicRule):
+    """Local SGD with slow momentum."""
+
+    NAME: ClassVar[str] = "slowmo"
+    has_velocity: ClassVar[bool] = True
+
+    averaging_period: int = setting(12, "τ, learners average every that many rounds", minimum=1)
+    slow_learning_rate: float = setting(1.0, "a, what a step of z is multiplied by", above=0)
+    slow_momentum: float = setting(0.7, "β, momentum of z", minimum=0, below=1)
+    learner_momentum: LearnerMomentum = setting(
+        "keep", "optimizer state at an outer step: reset, keep or average over learners"
+    )
+
+    def _round(self, stage: Stage) -> OuterStep:
+        gamma = stage.learning_rate
+        if stage.factor < _LEAST_FACTOR or gamma <= 0:
+            return OuterStep(learner_momentum=self.learner_momentum)
+        return OuterStep(
+            decay=self.slow_momentum, intake=1 / gamma, along_velocity=self.slow_learning_rate * gamma, along_mean=0.0,
+            pull=1.0, learner_momentum=self.learner_momentum,
+        )  # fmt: skip

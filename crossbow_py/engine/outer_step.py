@@ -1,0 +1,61 @@
+"""The outer step: z moves to the learners' mean or beyond it, and the learners to z, when no task is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.averaging.rule import OuterStep
+from crossbow_py.engine.replicas import ReplicaBank
+
+
+@torch.no_grad()
+def take_outer_step(
+    bank: ReplicaBank,
+    step: OuterStep,
+    collective: Collective,
+    add: Callable[[Tensor], None] | None = None,
+    *,
+    sits_out: bool = False,
+) -> None:
+    """The equations of `OuterStep` (averaging/rule.py) on a drained bank; all devices take it together.
+
+    `bank.total` is left as d, the mean over all devices' learners of w_j − z, summed in learner order. `add`, which
+    sums a vector over devices in place, is for averaging optimizer state. A device that sits out adds nothing to d.
+    """
+    mean_difference(bank, collective, range(0 if sits_out else bank.num_learners))
+    z, total = bank.z.trained(), bank.total.trained()
+    move = list(torch._foreach_mul(total, step.along_mean))
+    if bank.velocity is not None:
+        velocity = bank.velocity.trained()
+        torch._foreach_mul_(velocity, step.decay)
+        torch._foreach_add_(velocity, total, alpha=step.intake)
+        torch._foreach_add_(move, velocity, alpha=step.along_velocity)
+    bank.z_prev.copy_row(0, bank.z)
+    torch._foreach_add_(z, move)
+    for learner in range(bank.num_learners):
+        _pull(bank.weights.trained(learner), z, step.pull)
+        bank.refresh_shadow(learner)
+    bank.settle_state(step.learner_momentum, add)
+
+
+def mean_difference(bank: ReplicaBank, collective: Collective, learners: range) -> None:
+    """`bank.total` ← the mean over all devices' learners of w_j − z, of which this device adds those given."""
+    z, total = bank.z.trained(), bank.total.trained()
+    bank.total_squares = None  # `total` is written
+    torch._foreach_zero_(total)
+    for learner in learners:
+        torch._foreach_add_(total, torch._foreach_sub(bank.weights.trained(learner), z))
+    collective.all_reduce_sum(bank.total.storage)
+    torch._foreach_div_(total, float(bank.num_learners * collective.num_devices))
+
+
+def _pull(weights: list[Tensor], z: list[Tensor], share: float) -> None:
+    """w ← w + share · (z − w); a whole pull makes it z to the bit."""
+    if share == 1:
+        torch._foreach_copy_(weights, z)
+    elif share:
+        torch._foreach_lerp_(weights, z, share)

@@ -1,0 +1,190 @@
+"""Every rule against its equations, written out in NumPy and float64 for softmax regression."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from crossbow_py.averaging import (
+    PAPA,
+    RULES,
+    SMA,
+    AveragingRule,
+    DiLoCo,
+    Elastic,
+    Independent,
+    LocalSGD,
+    OuterStep,
+    SlowMo,
+    Stage,
+)
+from crossbow_py.engine.optimizers import SGD
+from crossbow_py.errors import UserError
+from tests.support import linear_model, make_tasks, run_rounds
+
+Vector = NDArray[np.float64]
+ROUNDS, LEARNERS, RATE, MOMENTUM, DECAY = 50, 3, 0.3, 0.8, 0.01
+
+
+def factor(index: int) -> float:
+    """A cosine over the rounds, not quite to zero."""
+    return 0.01 + 0.99 * (1 + math.cos(math.pi * index / ROUNDS)) / 2
+
+
+class Reference:
+    """K learners, z and whatever else a rule keeps, as flat vectors: 15 weights, which decay, and 3 biases."""
+
+    def __init__(self, feed: Any) -> None:
+        model = linear_model()
+        self.shape = model.weight.shape
+        flat = [model.weight.detach().double().numpy().ravel(), model.bias.detach().double().numpy()]
+        self.z: Vector = np.concatenate(flat)
+        self.z_prev = self.z.copy()
+        self.w: Vector = np.stack([self.z] * LEARNERS)
+        self.u, self.m = np.zeros_like(self.w), np.zeros_like(self.z)
+        self.decay = np.concatenate([np.full(flat[0].size, DECAY), np.zeros(flat[1].size)])
+        self.feed = feed
+
+    def gradients(self, index: int) -> Vector:
+        return np.stack([self._gradient(j, (index * LEARNERS + j) * 4) for j in range(LEARNERS)])
+
+    def _gradient(self, j: int, start: int) -> Vector:
+        inputs, targets = self.feed.batch(start)
+        x, y = inputs.numpy(), targets.numpy()
+        weight, bias = np.split(self.w[j], [self.shape.numel()])
+        logits = x @ weight.reshape(self.shape).T + bias
+        p = np.exp(logits - logits.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        p[np.arange(len(y)), y] -= 1
+        return np.concatenate([(p.T @ x / len(y)).ravel(), p.sum(0) / len(y)])
+
+    def step(self, index: int) -> Vector:
+        """The learners' steps: what is taken from w."""
+        self.u = MOMENTUM * self.u + self.gradients(index) + self.decay * self.w
+        return RATE * factor(index) * self.u
+
+
+def sma(r: Reference, n: int, alpha: float, mu: float, period: int) -> None:
+    step = r.step(n)
+    if (n + 1) % period:
+        r.w = r.w - step
+        return
+    c = alpha * (r.w - r.z)
+    r.w = r.w - step - c
+    r.z, r.z_prev = r.z + c.sum(0) + mu * (r.z - r.z_prev), r.z
+
+
+def local_sgd(r: Reference, n: int, period: int) -> None:
+    r.w = r.w - r.step(n)
+    if (n + 1) % period == 0:
+        r.z = r.w.mean(0)
+        r.w = np.stack([r.z] * LEARNERS)
+
+
+def diloco(r: Reference, n: int, period: int, eta: float, beta: float) -> None:
+    r.w = r.w - r.step(n)
+    if (n + 1) % period == 0:
+        delta = r.z - r.w.mean(0)
+        r.m = beta * r.m + delta
+        r.z = r.z - eta * (delta + beta * r.m)
+        r.w = np.stack([r.z] * LEARNERS)
+
+
+def slowmo(r: Reference, n: int, period: int, a: float, beta: float) -> None:
+    r.w = r.w - r.step(n)
+    if (n + 1) % period == 0:
+        gamma = RATE * factor(n)
+        r.m = beta * r.m + (r.z - r.w.mean(0)) / gamma
+        r.z = r.z - a * gamma * r.m
+        r.w = np.stack([r.z] * LEARNERS)
+
+
+def papa(r: Reference, n: int, period: int, pull: float) -> None:
+    r.w = r.w - r.step(n)
+    if (n + 1) % period == 0:
+        r.z = r.w.mean(0)
+        share = pull * factor(n)
+        r.w = (1 - share) * r.w + share * r.z
+
+
+CASES: dict[str, tuple[AveragingRule, Callable[[Reference, int], None]]] = {
+    "sma": (SMA(), lambda r, n: sma(r, n, 1 / LEARNERS, 0.9, 1)),
+    "sma with a period": (SMA(correction_rate=0.2, averaging_period=4), lambda r, n: sma(r, n, 0.2, 0.9, 4)),
+    "elastic": (Elastic(), lambda r, n: sma(r, n, 0.9 / LEARNERS, 0.0, 1)),
+    "elastic with a period": (Elastic(correction_rate=0.1, averaging_period=3), lambda r, n: sma(r, n, 0.1, 0.0, 3)),
+    "local_sgd": (LocalSGD(averaging_period=5), lambda r, n: local_sgd(r, n, 5)),
+    "diloco": (DiLoCo(averaging_period=5), lambda r, n: diloco(r, n, 5, 0.7, 0.9)),
+    "diloco every round": (
+        DiLoCo(averaging_period=1, outer_learning_rate=0.5, outer_momentum=0.6),
+        lambda r, n: diloco(r, n, 1, 0.5, 0.6),
+    ),
+    "slowmo": (SlowMo(averaging_period=4), lambda r, n: slowmo(r, n, 4, 1.0, 0.7)),
+    "papa": (PAPA(averaging_period=3, pull=0.25), lambda r, n: papa(r, n, 3, 0.25)),
+}
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_rule_after_fifty_rounds_is_what_its_equations_give(case: str, executor: str) -> None:
+    rule, follow = CASES[case]
+    tasks = make_tasks(num_learners=LEARNERS, optimizer=SGD(momentum=MOMENTUM, weight_decay=DECAY), rule=rule)
+    run_rounds(tasks, executor, ROUNDS, RATE, factor)
+    reference = Reference(tasks.feed)
+    for index in range(ROUNDS):
+        follow(reference, index)
+    z = tasks.bank.z.shaped()
+    found = np.concatenate([z["weight"].numpy().ravel(), z["bias"].numpy()])
+    assert np.linalg.norm(found - reference.z) <= 1e-8 * np.linalg.norm(reference.z)
+    stacked = tasks.bank.stacked()
+    w = np.concatenate([stacked["weight"].numpy().reshape(LEARNERS, -1), stacked["bias"].numpy()], 1)
+    assert np.linalg.norm(w - reference.w) <= 1e-8 * np.linalg.norm(reference.w)
+
+
+def test_every_rule_is_among_the_cases_or_averages_nothing() -> None:
+    covered = {type(rule) for rule, _ in CASES.values()}
+    assert set(RULES.values()) - covered == {Independent}
+
+
+@pytest.mark.parametrize("rule", [kind() for kind in RULES.values()], ids=list(RULES))
+def test_one_learner_averages_nothing_by_any_rule(rule: AveragingRule) -> None:
+    assert all(rule.round(Stage(index, 1)) is None for index in range(100))
+
+
+def test_quadratic_rule_averages_less_often_as_the_rate_falls() -> None:
+    rule = LocalSGD(averaging_period=2, quadratic_period=0.4)
+    # (0.4 / 0.2)² = 4 rounds; at 0.1 they are 16; at 0.8 the least, 2.
+    for rate, period in ((0.2, 4), (0.1, 16), (0.8, 2)):
+        averages = [apart for apart in range(1, 20) if rule.round(Stage(7, 4, rate, rounds_apart=apart)) is not None]
+        assert averages == list(range(period, 20))
+    assert rule.round(Stage(7, 4, 0.0, rounds_apart=10**6)) is None  # at rest there is nothing to average
+
+
+def test_slow_momentum_at_no_learning_rate_is_the_plain_mean() -> None:
+    assert SlowMo(averaging_period=1).round(Stage(0, 2, learning_rate=0.0, factor=0.0)) == OuterStep()
+
+
+@pytest.mark.parametrize(("scaling", "expected"), [("none", 1.0), ("sqrt", 4.0), ("linear", 16.0)])
+def test_learning_rate_is_scaled_with_the_number_of_learners(scaling: Any, expected: float) -> None:
+    assert SMA(rate_scaling=scaling).rate_scale(16) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (SMA, {"correction_rate": 1.5}, r"averaging\.correction_rate must be at most 1"),
+        (SMA, {"averaging_momentum": 1.0}, r"averaging\.averaging_momentum must be less than 1"),
+        (SMA, {"node_period": 2, "quadratic_period": 0.1}, r"averaging\.node_period counts rounds"),
+        (DiLoCo, {"outer_momentum": 1.0}, r"averaging\.outer_momentum must be less than 1"),
+        (SlowMo, {"slow_learning_rate": 0.0}, r"averaging\.slow_learning_rate must be greater than 0"),
+        (PAPA, {"pull": 2.0}, r"averaging\.pull must be at most 1"),
+        (LocalSGD, {"quadratic_period": 0.0}, r"averaging\.quadratic_period must be greater than 0"),
+    ],
+)
+def test_settings_outside_their_limits_are_refused(kind: type[AveragingRule], options: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        kind(**options)
