@@ -30,6 +30,7 @@ from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_si
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, start_method
 from crossbow_py.file_locks import locked
+from crossbow_py.file_writing import sync
 from crossbow_py.host import read_host
 from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
@@ -103,7 +104,7 @@ def _fill(files: ImageFiles, short_side: int, place: Path, timeout_s: float, pro
             partial.rename(place)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        _flush_folder(place.parent)
+        sync(place.parent)
         cache = ImageCache(place, len(files))
     return Opened(cache, (f"The image cache of {files.folder} was filled: {_room(cache.num_bytes)} in {place}.",))
 
@@ -142,7 +143,7 @@ def _write(files: ImageFiles, short_side: int, folder: Path, timeout_s: float, a
     with (folder / INDEX).open("wb") as out:
         np.save(out, index)
         _flush(out)
-    _flush_folder(folder)
+    sync(folder)
 
 
 def append(out: IO[bytes], pixels: Pixels) -> None:
@@ -248,15 +249,6 @@ def _bar(total: int, show: bool) -> Iterator[tuple[Advance, Callable[[str], None
 def _flush(out: IO[bytes]) -> None:
     out.flush()
     os.fsync(out.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make renames and new files in it last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _room(num_bytes: float) -> str:
