@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from crossbow_py.averaging import PAPA, SMA, AveragingRule, DiLoCo, Elastic, Independent, LocalSGD, SlowMo
+from crossbow_py.averaging import (
+    PAPA,
+    SMA,
+    AveragingRule,
+    DiLoCo,
+    Elastic,
+    GroupedSMA,
+    Independent,
+    LocalSGD,
+    SlowMo,
+    SynchronousSGD,
+)
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
@@ -48,6 +59,7 @@ __all__ = [
     "Elastic",
     "Ensemble",
     "Exponential",
+    "GroupedSMA",
     "Independent",
     "Inverse",
     "LearnerError",
@@ -58,6 +70,7 @@ __all__ = [
     "Result",
     "SlowMo",
     "Step",
+    "SynchronousSGD",
     "Trainer",
     "UserError",
     "__version__",

@@ -115,14 +115,14 @@ class Parts:
         """
         learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
         own = cursor + self.bank.first_learner * batch_size
-        rate = factor * self.rule.rate_scale(self.bank.total_learners)
+        devices = self.collective.num_devices
+        rate = factor * self.rule.rate_scale(self.bank.total_learners, self.bank.num_devices)
         rates = tuple(for_learner(self.optimizer.learning_rate, j) * rate for j in learners)
-        together = self.bank.num_learners * self.collective.num_devices
         return Round(
             index=index,
             starts=tuple(own + j * batch_size if self.rule.has_central_model else cursor for j in learners),
             learning_rates=rates,
-            together=self.rule.round(Stage(index, together, rates[0], factor, rounds_apart)),
+            together=self.rule.round(Stage(index, len(learners) * devices, rates[0], factor, rounds_apart, devices)),
             joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
         )
 
@@ -136,6 +136,13 @@ class Parts:
             self._tasks(seed=0).move(RoundOutcome(plan))
         elif plan.outer_step is not None:
             self.take_outer_step(plan.outer_step, sits_out=True)
+        elif self.bank.replicas_alike:
+            self._tasks(seed=0).step_by_others(RoundOutcome(plan))
+
+    def settle(self) -> None:
+        """Once nothing is in flight: z is one of the learners, where they are alike."""
+        if self.bank.replicas_alike:
+            self.bank.adopt_learner()
 
     def take_outer_step(self, step: OuterStep, sits_out: bool = False) -> None:
         """See `engine/outer_step.py`; drained, all ranks together."""
@@ -267,7 +274,9 @@ def build_parts(
         template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_evaluation_batches,
         batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
     )  # fmt: skip
-    warnings += [*notes, *bounded, *_refusals(choices)]
+    # Why kernels do not make batches, where one would expect it.
+    refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
+    warnings += [*notes, *bounded, *([refusal] if refusal else [])]
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     return Parts(
         choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed,
@@ -288,12 +297,6 @@ def _begin_apart(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from:
         bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))
 
 
-def _refusals(choices: Choices) -> list[str]:
-    """Why kernels do not make batches, where one would expect it."""
-    refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
-    return [refusal] if refusal else []
-
-
 def _bank(
     template: nn.Module,
     settings: RunSettings,
@@ -306,6 +309,7 @@ def _bank(
         return new_bank(
             template, settings.first_learners, choices.executor, settings, choices, optimizer,
             num_devices=ranks.num_ranks, device_index=ranks.rank, has_velocity=rule.has_velocity,
+            gradient_mean=rule.gradient_mean,
         )  # fmt: skip
     except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
         raise UserError(

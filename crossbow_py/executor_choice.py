@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibrate, fingerprint, still_round
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
@@ -131,6 +132,7 @@ def new_bank(
     num_devices: int = 1,
     device_index: int = 0,
     has_velocity: bool = False,
+    gradient_mean: GradientMean | None = None,
 ) -> ReplicaBank:
     """A bank in the order the executor wants. Raises RuntimeError or MemoryError when memory does not hold it."""
     return ReplicaBank(
@@ -144,4 +146,5 @@ def new_bank(
         num_devices=num_devices,
         device_index=device_index,
         has_velocity=has_velocity,
+        gradient_mean=gradient_mean,
     )

@@ -12,6 +12,7 @@ import torch
 
 import crossbow_py.version
 from crossbow_py.engine.auto_tuner import Decision
+from crossbow_py.engine.measures import correction_norm
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
@@ -242,7 +243,7 @@ def epoch_record(
         learning_rate=learning_rate,
         elapsed_s=state.elapsed_s,
         spread=run.spread() if central else None,
-        correction_norm=parts.bank.correction_norm() if central else None,
+        correction_norm=correction_norm(parts.bank) if central else None,
         data_wait_share=lap.wait_share if parts.train_feed.STREAMS else None,
         num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
         metrics=evaluation.metrics if evaluation else {},

@@ -46,7 +46,7 @@ class RoundRunner:
         if self.out_of_memory:
             self.parts.sit_out(plan)
             return True
-        if plan.together is not None:
+        if plan.together is not None or self.parts.bank.replicas_alike:
             self._sums_due.append(plan)
             while len(self._sums_due) > _SUMS_REMEMBERED:
                 self._sums_due.popleft()
@@ -75,6 +75,7 @@ class RoundRunner:
         if self.out_of_memory or not self._attempt(self.executor.drain):
             return False
         self._sums_settled()
+        self.parts.settle()
         return True
 
     def _sums_settled(self) -> None:
@@ -107,6 +108,7 @@ class RoundRunner:
     def shrink(self) -> None:
         """Take learners away that memory did not hold, on this rank or another."""
         self.drain()
+        self.parts.settle()
         self.out_of_memory = False
         self.set_learners(self._give_up_learners())
 

@@ -16,6 +16,7 @@ from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differen
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.measures import spread
 from crossbow_py.engine.saved_bank import CENTRAL, num_saved
 from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
@@ -35,6 +36,7 @@ _ADDED = (
     ("label_smoothing", 0.0),
     ("rate_scaling", "none"),
     ("quadratic_period", None),
+    ("final_correction_rate", None),
 )
 
 
@@ -134,7 +136,7 @@ class Run:
 
     def spread(self) -> float | None:
         """Root mean square of |w_j − z| / |z| over the learners of all ranks, which call it together."""
-        own = self.parts.bank.spread()
+        own = spread(self.parts.bank)
         if own is None:
             return None
         ranks = self.parts.ranks
@@ -212,7 +214,7 @@ class Run:
             rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
             saved = checkpoint.part(rank)
             there = learner < num_learners * checkpoint.num_ranks and not bank.is_single
-            (bank.load_row if there else bank.clone_learner)(row, saved["bank"], saved_row)
+            (bank.load_row if there or bank.replicas_alike else bank.clone_learner)(row, saved["bank"], saved_row)
             if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
                 sick[row] = since  # its buffers, at least, are not to be used
         return sick

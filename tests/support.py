@@ -71,7 +71,7 @@ def make_tasks(
     """Task bodies over a bank on CPU."""
     bank = ReplicaBank(
         make_model(), num_learners, device=CPU, precision=precision, state_names=optimizer.STATE, order=order,
-        channels_last=channels_last, has_velocity=rule.has_velocity,
+        channels_last=channels_last, has_velocity=rule.has_velocity, gradient_mean=rule.gradient_mean,
     )  # fmt: skip
     feed = make_feed(
         data or features(64), batch_size, seed, channels_last=True, dtype=precision.compute, kernels=kernels

@@ -6,12 +6,14 @@ import pkgutil
 from crossbow_py.averaging.central import CentralRule, PeriodicRule
 from crossbow_py.averaging.diloco import DiLoCo
 from crossbow_py.averaging.elastic import Elastic
+from crossbow_py.averaging.grouped_sma import GroupedSMA
 from crossbow_py.averaging.independent import Independent
 from crossbow_py.averaging.local_sgd import LocalSGD
 from crossbow_py.averaging.papa import PAPA
-from crossbow_py.averaging.rule import AveragingRule, LinearRound, OuterStep, RoundAveraging, Stage
+from crossbow_py.averaging.rule import AveragingRule, GradientMean, LinearRound, OuterStep, RoundAveraging, Stage
 from crossbow_py.averaging.slowmo import SlowMo
 from crossbow_py.averaging.sma import SMA
+from crossbow_py.averaging.synchronous_sgd import SynchronousSGD
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -33,6 +35,8 @@ __all__ = [
     "CentralRule",
     "DiLoCo",
     "Elastic",
+    "GradientMean",
+    "GroupedSMA",
     "Independent",
     "LinearRound",
     "LocalSGD",
@@ -41,4 +45,5 @@ __all__ = [
     "RoundAveraging",
     "SlowMo",
     "Stage",
+    "SynchronousSGD",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -34,7 +33,7 @@ class CentralRule(AveragingRule):
     def __post_init__(self) -> None:
         check(self)
 
-    def rate_scale(self, num_learners: int) -> float:
+    def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
         """See AveragingRule."""
         return float(num_learners ** _POWERS[self.rate_scaling])
 
@@ -45,9 +44,9 @@ class CentralRule(AveragingRule):
     def _averages(self, stage: Stage) -> bool:
         return True
 
-    @abstractmethod
-    def _round(self, stage: Stage) -> RoundAveraging:
+    def _round(self, stage: Stage) -> RoundAveraging | None:
         """Of a round that averages, with two learners at least."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ For every round a rule gives one of two things, or nothing. With K learners on a
 
     c_j  ← correction · (w_j − z)                 per learner, from the weights before its gradient step
     w_j  ← (gradient step of w_j) − c_j
-    s    ← Σ_j c_j                                summed on the device in learner order, then one all-reduce of [P]
+    s    ← share · Σ_j c_j                        summed on the device in learner order, then one all-reduce of [P]
     z'   ← z + s + momentum · (z − z_prev)        alike on every device; z_prev ← z
 
 `OuterStep`: after their steps learners wait for each other; z moves to their mean or beyond it, and they to z::
@@ -15,6 +15,11 @@ For every round a rule gives one of two things, or nothing. With K learners on a
     v    ← decay · v + intake · d                 the velocity of z
     z'   ← z + along_mean · d + along_velocity · v
     w_j  ← w_j + pull · (z' − w_j)
+
+A rule may have a `GradientMean` besides, in every round: before they step, learners exchange their gradients for the
+mean of their group's. Where the group is everybody, replicas stay alike, and z is any of them::
+
+    g_j  ← Σ_i g_i / n                            over the n learners i of j's group; then the learner's own step
 
 With a `node_period` H > 1 the rounds of a `LinearRound` are done by each node for itself, K and the sum being the
 node's, and in every H-th of them
@@ -28,6 +33,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
@@ -46,6 +52,7 @@ class Stage:
         learning_rate: γ of the first learner in this round.
         factor: that ÷ the largest γ of the schedule, 0 to 1.
         rounds_apart: how many rounds learners will have gone by themselves after this one, since they last averaged.
+        num_devices: that average together.
     """
 
     round_index: int
@@ -53,6 +60,7 @@ class Stage:
     learning_rate: float = 0.0
     factor: float = 1.0
     rounds_apart: int = 1
+    num_devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class LinearRound:
 
     correction: float
     momentum: float
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,32 @@ class OuterStep:
 RoundAveraging = LinearRound | OuterStep
 
 
+@dataclass(frozen=True)
+class GradientMean:
+    """Who averages gradients with whom.
+
+    Attributes:
+        group_size: neighbouring learners of a device, at most, whose gradients are averaged; None is all learners of
+            all devices.
+    """
+
+    group_size: int | None = None
+
+    def groups(self, num_learners: int) -> list[range]:
+        """The learners of a device by group: as few groups as there may be, as even as they go."""
+        number = 1 if self.group_size is None else -(-num_learners // self.group_size)
+        bounds = [index * num_learners // number for index in range(number + 1)]
+        return [range(first, end) for first, end in pairwise(bounds)]
+
+    def num_groups(self, num_learners: int, num_devices: int) -> int:
+        """On all devices, with so many learners on each."""
+        return 1 if self.group_size is None else num_devices * len(self.groups(num_learners))
+
+    def has_effect(self, num_learners: int, num_devices: int) -> bool:
+        """Whether any two learners share a group, with so many learners on each device."""
+        return self.num_groups(num_learners, num_devices) < num_learners * num_devices
+
+
 class AveragingRule(ABC):
     """Base of every rule. Frozen settings, no state: z, z_prev and the velocity of z belong to the bank."""
 
@@ -92,6 +127,16 @@ class AveragingRule(ABC):
     batch_norm: str = "mean"
     recalibration_batches: int = 0
 
+    @property
+    def scales_sum(self) -> bool:
+        """Whether the share of a `LinearRound` may be another than 1."""
+        return False
+
+    @property
+    def gradient_mean(self) -> GradientMean | None:
+        """Who averages gradients with whom in every round, or None."""
+        return None
+
     @abstractmethod
     def round(self, stage: Stage) -> RoundAveraging | None:
         """What is averaged in this round, or None."""
@@ -101,7 +146,7 @@ class AveragingRule(ABC):
         first = self.round(Stage(self.averaging_period - 1, num_learners))
         return first if isinstance(first, LinearRound) else None
 
-    def rate_scale(self, num_learners: int) -> float:
+    def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
         """What the learning rate is multiplied by for K learners on all devices."""
         return 1.0
 

@@ -8,10 +8,17 @@ For every learner j of K, with gradient g_j at w_j, momentum m and weight decay 
     z'  ← z + Σ_j c_j + μ·(z − z_prev)     # z_prev ← z; z ← z'
 
 α is `correction_rate` (default 1/K), μ is `averaging_momentum`; K = 1 is plain SGD.
+
+With a `final_correction_rate` α follows the learning rate γ from one to the other, so that learners explore while it is
+high and meet where it has fallen, and z never moves further than the learners' mean is::
+
+    α  ← final + (first − final) · ⌈16 · γ / γ_max⌉ / 16        # in steps: rounds of one α can be captured as one graph
+    z' ← z + min(1, 1 / (K·α)) · Σ_j c_j + μ·(z − z_prev)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +26,8 @@ from crossbow_py.averaging.central import PeriodicRule
 from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
+
+_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +37,9 @@ class SMA(PeriodicRule):
     NAME: ClassVar[str] = "sma"
 
     correction_rate: float | None = setting(None, "α, the pull of z on a replica; null is 1/K", above=0, maximum=1)
+    final_correction_rate: float | None = setting(
+        None, "α once the learning rate has fallen to 0, approached as it falls; null keeps α", above=0, maximum=1
+    )
     averaging_momentum: float = setting(0.9, "μ, heavy-ball momentum of z", minimum=0, below=1)
     node_period: int = setting(
         1, "H, average between nodes in every H-th averaging; in between each node is by itself", minimum=1
@@ -41,10 +53,22 @@ class SMA(PeriodicRule):
                 "set one of them."
             )
 
+    @property
+    def scales_sum(self) -> bool:
+        """See AveragingRule."""
+        return self.final_correction_rate is not None
+
     def joins_nodes(self, round_index: int) -> bool:
         """See AveragingRule."""
         return self.node_period > 1 and (round_index + 1) // self.averaging_period % self.node_period == 0
 
-    def _round(self, stage: Stage) -> LinearRound:
-        alpha = 1.0 / stage.num_learners if self.correction_rate is None else self.correction_rate
-        return LinearRound(correction=alpha, momentum=self.averaging_momentum)
+    def _round(self, stage: Stage) -> LinearRound | None:
+        return self._among(stage.num_learners, stage.factor)
+
+    def _among(self, num_learners: int, factor: float, copies: float = 1.0) -> LinearRound:
+        """Of so many different learners, each of them there in so many `copies`."""
+        alpha, share = 1.0 / num_learners if self.correction_rate is None else self.correction_rate, 1.0
+        if self.final_correction_rate is not None:
+            alpha += (self.final_correction_rate - alpha) * (1 - math.ceil(factor * _STEPS) / _STEPS)
+            share = min(1.0, 1 / (num_learners * alpha))
+        return LinearRound(alpha, self.averaging_momentum, share / copies)

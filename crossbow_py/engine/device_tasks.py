@@ -13,13 +13,14 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Batch
-from crossbow_py.engine.device_update import DeviceUpdate, OneLearner
+from crossbow_py.engine.device_update import DeviceUpdate, OneLearner, keep_bits
 from crossbow_py.engine.dropout import MaskTape
+from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
 
-NUM_RESULTS = 3  # of a learner in a round
-LOSS, NUM_CORRECT, FINITE = range(NUM_RESULTS)
+NUM_RESULTS = 4  # of a learner in a round
+LOSS, NUM_CORRECT, FINITE, STEPPED = range(NUM_RESULTS)
 
 
 class RoundValues:
@@ -43,6 +44,9 @@ class RoundValues:
         self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
         self._classifies = [False] * len(self.learners)
+        # Who shares a gradient steps by its norm alone: the learner's own loss does not count, and has been looked at.
+        shares = tasks.gradient_mean is not None
+        self._loss_gate, self._gate = (STEPPED, STEPPED) if shares else (LOSS, FINITE)
 
     def _seed(self, learner: int, plan: Round) -> None:
         self.tasks.seed_dropout(learner, plan)
@@ -63,14 +67,29 @@ class RoundValues:
         """See `RoundTasks.average`, which does not make the host wait."""
         self.tasks.average(outcome)
 
+    def gate_gradients(self) -> None:
+        """Before gradients are averaged: those that are not finite, or whose loss is not, become zero."""
+        for row, learner in enumerate(self.learners):
+            own, results = OneLearner(learner, self.tasks.bank.trained_row(learner)), self._results[row]
+            opened = torch.isfinite(own.gradient_norms()) & torch.isfinite(results[LOSS])
+            keep_bits(own.row.gradients, opened)
+            results[FINITE].copy_(opened)
+
+    def average_gradients(self) -> None:
+        """See `RoundTasks.average_gradients`; the host waits only where the collective makes it."""
+        self.gate_gradients()
+        assert self.tasks.gradient_mean is not None, "asked for where gradients are averaged"
+        average_gradients(self.tasks.bank, self.tasks.gradient_mean, self.tasks.collective)
+
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
-        """Fill the outcome from `host` [K, 3], and count the steps in the bank. The host must have waited for it."""
+        """Fill the outcome from `host` [K, 4], and count the steps in the bank. The host must have waited for it."""
         for row, learner in enumerate(self.learners):
             values = host[learner].tolist()
             outcome.losses[learner] = values[LOSS]
             outcome.num_correct[learner] = values[NUM_CORRECT] if self._classifies[row] else None
-            outcome.finite[learner] = values[FINITE] == 1
-            self.tasks.bank.step_counts[learner] += outcome.finite[learner]
+            stepped = values[self._gate] == 1
+            outcome.finite[learner] = stepped and values[FINITE] == 1
+            self.tasks.bank.step_counts[learner] += stepped
 
     def count_steps(self) -> None:
         """Take the bank's step counts from the device. The host must have waited for all rounds."""
@@ -144,14 +163,14 @@ class DeviceTasks(RoundValues):
         self.update.correct(
             self._rows[learner],
             averaging,
-            loss=results[LOSS],
+            loss=results[self._loss_gate],
             learning_rate=self._rates[learner],
             step_count=self._counts[learner],
-            finite=results[FINITE],
+            finite=results[self._gate],
         )
 
     def report(self, learner: int, host: Tensor) -> None:
-        """Copy the learner's results to row `learner` of `host` [K, 3], pinned memory on CUDA; the host goes on."""
+        """Copy the learner's results to row `learner` of `host` [K, 4], pinned memory on CUDA; the host goes on."""
         host[learner].copy_(self._results[learner], non_blocking=True)
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Batch, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder
-from crossbow_py.engine.device_tasks import FINITE, LOSS, NUM_CORRECT, RoundValues
+from crossbow_py.engine.device_tasks import LOSS, NUM_CORRECT, RoundValues
 from crossbow_py.engine.device_update import AllLearners
 from crossbow_py.engine.dropout import MaskTape
 from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update, move_z
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
@@ -106,7 +107,7 @@ class FusedDeviceTasks(RoundValues):
         """The correction tasks of a round; see `DeviceUpdate.correct`."""
         if self._kernels is not None:
             self._kernels.correct(
-                averaging, results=self._results, loss_column=LOSS, finite_column=FINITE,
+                averaging, results=self._results, loss_column=self._loss_gate, finite_column=self._gate,
                 learning_rates=self._rates, step_counts=self._counts,
             )  # fmt: skip
             return
@@ -115,10 +116,10 @@ class FusedDeviceTasks(RoundValues):
         self.update.correct(
             self._rows,
             averaging,
-            loss=results[:, LOSS],
+            loss=results[:, self._loss_gate],
             learning_rate=self._rates,
             step_count=self._counts,
-            finite=results[:, FINITE],
+            finite=results[:, self._gate],
         )
 
     @property
@@ -134,7 +135,7 @@ class FusedDeviceTasks(RoundValues):
             self.tasks.move(outcome, self._kernels.move)
 
     def report(self, host: Tensor) -> None:
-        """Copy the results to `host` [K, 3], pinned memory on CUDA; the host goes on."""
+        """Copy the results to `host` [K, 4], pinned memory on CUDA; the host goes on."""
         own = host[self.learners.start : self.learners.stop]
         own.copy_(self._results[: len(self.learners)], non_blocking=True)
 
@@ -185,14 +186,21 @@ class SubArrayTasks:
         self.notes += fused.notes
         fused.notes.clear()
 
+    def average_gradients(self) -> None:
+        """See `RoundTasks.average_gradients`."""
+        for _, bodies in self._groups:
+            bodies.gate_gradients()
+        assert self._tasks.gradient_mean is not None, "asked for where gradients are averaged"
+        average_gradients(self._tasks.bank, self._tasks.gradient_mean, self._tasks.collective)
+
     def correct(self, group: int, averaging: LinearRound | None) -> None:
         """See `FusedDeviceTasks.correct`; the sum of the group's corrections is left in a vector of its own."""
         self._groups[group][1].correct(averaging)
 
     def average(self, outcome: RoundOutcome) -> None:
         """Z moves by all groups' corrections, summed over devices."""
-        totals = self._totals
-        if not self._tasks.collective.is_alone:
+        totals, coefficients = self._totals, outcome.plan.averaging
+        if not self._tasks.collective.is_alone or (coefficients and coefficients.share != 1):
             for total in totals[1:]:
                 totals[0].storage.add_(total.storage)
             totals = totals[:1]

@@ -7,7 +7,6 @@ Nothing here synchronises; executors order the accesses.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.engine.binding import bind
-from crossbow_py.engine.central import checksum, level, mean_buffers, norm
+from crossbow_py.engine.central import checksum, level, mean_buffers
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.layout import (
     Order,
@@ -48,7 +48,7 @@ class ReplicaBank:
         device_index: of this one among them.
         training: whether there is room for what training takes; without it a bank has weights and buffers alone, and no
             z of its own.
-        has_velocity: whether the averaging rule keeps a velocity of z.
+        has_velocity, gradient_mean: as the averaging rule says.
 
     Attributes:
         weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
@@ -76,6 +76,7 @@ class ReplicaBank:
         device_index: int = 0,
         training: bool = True,
         has_velocity: bool = False,
+        gradient_mean: GradientMean | None = None,
     ) -> None:
         self.device, self.precision, self.state_names = device, precision, state_names
         self.num_devices, self.device_index = num_devices, device_index
@@ -84,7 +85,7 @@ class ReplicaBank:
         self.buffer_layout = buffer_layout(self.template)
         self.order: Order = order or ("rows" if device.type == "cpu" else "blocks")
         self.num_trained = self.layout.count("decayed", "undecayed")
-        self.num_learners, self._training = num_learners, training
+        self.num_learners, self._training, self._gradient_mean = num_learners, training, gradient_mean
         self.z, self.z_prev, self.total = (self._rows(1) for _ in range(3)) if training else [self._rows(1)] * 3
         self.velocity = self._rows(1) if has_velocity else None
         self.total_squares: Tensor | None = None
@@ -99,6 +100,12 @@ class ReplicaBank:
     def is_single(self) -> bool:
         """Whether there is one learner in all, on one device: plain SGD, where z is w."""
         return self.num_learners * self.num_devices == 1
+
+    @property
+    def replicas_alike(self) -> bool:
+        """Whether z is any of the learners: there is one, or all step by the same gradients."""
+        mean = self._gradient_mean
+        return self.is_single or (mean is not None and mean.num_groups(self.num_learners, self.num_devices) == 1)
 
     @property
     def total_learners(self) -> int:
@@ -203,19 +210,22 @@ class ReplicaBank:
         self.refresh_shadow(learner)
 
     def reset_learner(self, learner: int) -> None:
-        """w_j ← z with zero optimizer state: what a new learner starts from."""
+        """What a new learner starts from: w_j ← z with zero state, or the first one's where replicas are alike."""
         self.weights.copy_row(learner, self.z)
-        self._zero_state(learner)
+        if self.replicas_alike and not self.is_single:
+            self._copy_state(learner)
+        else:
+            self._zero_state(learner)
         self.refresh_shadow(learner)
 
     def resize(self, num_learners: int) -> None:
         """Grow or shrink to K = `num_learners`, between rounds. Within capacity no live row moves.
 
-        A new learner is a copy of z with zero state and the mean BatchNorm statistics; growing from 1 first sets
-        z = z_prev = w, shrinking to 1 sets w = z.
+        A new learner is a copy of z with zero state, or the first learner's where replicas are alike, and the mean
+        BatchNorm statistics. From replicas alike on, as from 1, z = z_prev = w first; where they become it, w = z.
         """
-        before = self.num_learners
-        if self.is_single and num_learners > 1:
+        before, were_alike = self.num_learners, self.replicas_alike
+        if were_alike and num_learners > before:
             self.adopt_learner()
         buffers = self.central_buffers()
         if num_learners > self.capacity:
@@ -224,10 +234,11 @@ class ReplicaBank:
         for learner in range(before, num_learners):
             self.reset_learner(learner)
             self.buffers.load(learner, buffers)
-        if self.is_single and before > 1:
-            self.weights.copy_row(0, self.z)
-            self.refresh_shadow(0)
-            self.buffers.load(0, buffers)
+        for learner in range(num_learners) if self.replicas_alike and not were_alike else ():
+            self.weights.copy_row(learner, self.z)
+            self._copy_state(learner)
+            self.refresh_shadow(learner)
+            self.buffers.load(learner, buffers)
 
     def trim(self) -> None:
         """Give back the rows of learners that are gone; where there is no room to do so, they stay."""
@@ -278,8 +289,13 @@ class ReplicaBank:
             rows.zero_row(learner)
         self.step_counts[learner] = 0
 
+    def _copy_state(self, learner: int) -> None:
+        for rows in self.state.values() if self._training else ():
+            rows.copy_row(learner, rows, 0)
+        self.step_counts[learner] = self.step_counts[0]
+
     def adopt_learner(self) -> None:
-        """z ← z_prev ← w of the only learner (K = 1 is plain SGD: z is w)."""
+        """z ← z_prev ← w of the first learner: the only one (K = 1 is plain SGD: z is w), or one of replicas alike."""
         self.z.copy_row(0, self.weights, 0)
         self.z_prev.copy_row(0, self.z)
 
@@ -304,21 +320,6 @@ class ReplicaBank:
             return self.learner_state(0)
         counted = [learner for learner in range(self.num_learners) if learner not in excluded]
         return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers(counted, add)}
-
-    def spread(self) -> float | None:
-        """Root mean square over the learners here of |w_j − z| / |z|, trained blocks alone; None with one learner."""
-        if self.is_single:
-            return None
-        z, learners = self.z.trained(), range(self.num_learners)
-        distances = [norm(torch._foreach_sub(self.weights.trained(j), z)) for j in learners]
-        return math.sqrt(sum(distance**2 for distance in distances) / self.num_learners) / norm(z)
-
-    def correction_norm(self) -> float | None:
-        """|Σ_j c_j| of the last round that averaged; None with one learner."""
-        if self.is_single:
-            return None
-        squares = self.total_squares  # reading either is a host–device synchronisation on CUDA
-        return norm(self.total.trained()) if squares is None else math.sqrt(float(squares.sum()))
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
         """One learner's model as a module state dict (views of its row)."""

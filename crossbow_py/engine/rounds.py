@@ -1,4 +1,4 @@
-"""What one round computes: the bodies of the three tasks, and the values that go in and come out.
+"""What one round computes: the bodies of its tasks, and the values that go in and come out.
 
 Every executor runs these bodies; it only decides when and where. A body touches its own learner's row, so bodies of
 different learners may run at the same time; the executor orders corrections and averaging around z.
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.averaging.rule import LinearRound, OuterStep, RoundAveraging
+from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
+from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 from crossbow_py.engine.update import Step, TorchUpdate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -115,6 +116,12 @@ class RoundTasks:
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
 
+    @property
+    def gradient_mean(self) -> GradientMean | None:
+        """Who averages gradients with whom, as many learners as there are; None where nobody does."""
+        mean, bank = self.update.rule.gradient_mean, self.bank
+        return mean if mean and mean.has_effect(bank.num_learners, self.collective.num_devices) else None
+
     def model(self, learner: int) -> Model:
         """What gives the learner's outputs: its module, compiled if that is asked for."""
         module = self.bank.module(learner)
@@ -128,6 +135,8 @@ class RoundTasks:
             self.correct(task.learner, outcome)
         elif isinstance(task, AveragingTask):
             self.average(outcome)
+        elif isinstance(task, GradientMeanTask):
+            self.average_gradients(outcome)
 
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
@@ -155,10 +164,31 @@ class RoundTasks:
         seed = counter_seed(seed, "dropout", index, 0 if plan.draws else own)
         self.bank.generators[learner].manual_seed(seed)
 
+    def average_gradients(self, outcome: RoundOutcome) -> None:
+        """G_j ← the mean of the gradients of j's group.
+
+        The gate: a learner whose loss or gradient norm is not finite adds nothing, and takes the others' mean.
+        """
+        assert self.gradient_mean is not None, "the scheduler asks for it where gradients are averaged"
+        for learner in range(self.bank.num_learners):
+            norm = self.update.gradient_norm(self.bank.trained_row(learner))
+            outcome.finite[learner] = math.isfinite(norm) and math.isfinite(outcome.losses[learner])
+            if not outcome.finite[learner]:
+                self.bank.gradients.zero_row(learner)
+        average_gradients(self.bank, self.gradient_mean, self.collective)
+
+    def step_by_others(self, outcome: RoundOutcome) -> None:
+        """The round of a device that sits out, whose learners step by what the others' gradients come to."""
+        assert self.gradient_mean is not None, "nobody sits out where nobody waits"
+        average_gradients(self.bank, self.gradient_mean, self.collective, sits_out=True)
+        for learner in range(self.bank.num_learners):
+            self.correct(learner, outcome)
+
     def correct(self, learner: int, outcome: RoundOutcome) -> None:
         """C_j ← correction from the weights the gradient was taken at; then w_j ← w_j − γ·u_j − c_j.
 
-        The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum.
+        The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum. Where
+        gradients are averaged its loss does not count, as the gradient is not its own.
         """
         row = self.bank.trained_row(learner)
         step = self.next_step(learner, self.update.gradient_norm(row), outcome)
@@ -170,8 +200,10 @@ class RoundTasks:
     def next_step(self, learner: int, gradient_norm: float, outcome: RoundOutcome) -> Step | None:
         """The learner's gradient step, counted, its gradient clipped; None where the gate keeps it out."""
         bank, limit = self.bank, self.update.optimizer.clip_norm
-        outcome.finite[learner] = math.isfinite(gradient_norm) and math.isfinite(outcome.losses[learner])
-        if not outcome.finite[learner]:
+        shares, finite = self.gradient_mean is not None, math.isfinite(gradient_norm)
+        own = outcome.finite[learner] if shares else math.isfinite(outcome.losses[learner])
+        outcome.finite[learner] = own and finite
+        if not (finite if shares else outcome.finite[learner]):
             return None
         bank.step_counts[learner] += 1
         clips = limit is not None and gradient_norm > limit
@@ -188,7 +220,7 @@ class RoundTasks:
         self.move(outcome)
 
     def move(self, outcome: RoundOutcome, step: Callable[[LinearRound], None] | None = None) -> None:
-        """All-reduce the sum of corrections over devices, and move z by it; then join nodes, where the round does.
+        """All-reduce the sum of corrections, and move z by its share; then join nodes, where the round does.
 
         `step` moves z by `bank.total`, where the caller has another way than the update's.
         """
@@ -196,6 +228,8 @@ class RoundTasks:
         assert coefficients is not None, "z moves in rounds that average"
         bank.total_squares = None  # `total` is written
         self.collective.all_reduce_sum(bank.total.storage)
+        if coefficients.share != 1:
+            bank.total.storage.mul_(coefficients.share)
         if step is None:
             self.update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], coefficients)
         else:

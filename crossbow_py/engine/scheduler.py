@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
+from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 
 AVERAGING_STREAM = "averaging"
 
@@ -31,11 +31,12 @@ class Scheduler:
     """Issues rounds. Its only state is the last averaging task, which the next corrections that pull wait for.
 
     Learning of round n+1 depends on nothing but its own stream, so it overlaps averaging of round n; with a period τ so
-    do all rounds up to the corrections of the next one that averages.
+    do all rounds up to the corrections of the next one that averages. Where gradients are averaged, learners wait for
+    each other between learning and correction.
     """
 
-    def __init__(self, num_learners: int) -> None:
-        self.num_learners = num_learners
+    def __init__(self, num_learners: int, averages_gradients: bool = False) -> None:
+        self.num_learners, self._averages_gradients = num_learners, averages_gradients
         self._last_averaging: AveragingTask | None = None
 
     def round(self, round_index: int, averages: bool) -> tuple[Launch, ...]:
@@ -44,6 +45,10 @@ class Scheduler:
         launches = [Launch(LearningTask(j, round_index), learner_stream(j)) for j in learners]
         # In other rounds corrections neither read z nor write C, so that z has until the next averaging to come.
         after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging and averages else ()
+        if self._averages_gradients:
+            mean = GradientMeanTask(round_index)
+            launches.append(Launch(mean, AVERAGING_STREAM, tuple(launch.task for launch in launches)))
+            after = mean, *after
         corrections = [CorrectionTask(j, round_index) for j in learners]
         launches += [Launch(task, learner_stream(task.learner), after) for task in corrections]
         if averages:

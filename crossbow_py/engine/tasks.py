@@ -1,8 +1,12 @@
-"""The three tasks of a round and what each waits for. No tensors: a task is a value.
+"""The tasks of a round and what each waits for. No tensors: a task is a value.
 
     learning(j, n)     gradient of learner j at its weights        after correction(j, n−1)
     correction(j, n)   gradient step and pull towards z            after learning(j, n) and, if it pulls, averaging(n−1)
     averaging(n)       z moves by the sum of all corrections       after every correction(·, n)
+
+and, by rules that average gradients, between learning and correction:
+
+    gradient mean(n)   learners take the mean of their gradients   after every learning(·, n); corrections wait for it
 """
 
 from __future__ import annotations
@@ -49,4 +53,16 @@ class AveragingTask:
         return self.NAME
 
 
-Task = LearningTask | CorrectionTask | AveragingTask
+@dataclass(frozen=True)
+class GradientMeanTask:
+    """The exchange of gradients for their means, in all groups of learners."""
+
+    NAME: ClassVar[str] = "gradient mean"
+
+    round_index: int
+
+    def __str__(self) -> str:
+        return self.NAME
+
+
+Task = LearningTask | CorrectionTask | AveragingTask | GradientMeanTask

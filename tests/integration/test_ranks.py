@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import PAPA, SGD, SMA, DiLoCo, Elastic, LocalSGD, SlowMo
+from crossbow_py import PAPA, SGD, SMA, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
 from crossbow_py.data.feeds import make_feed
 from tests import rank_jobs
 from tests.rank_jobs import Ended, Values
@@ -92,8 +92,14 @@ def test_one_round_of_two_ranks_is_that_of_one_in_float32(executor):
         DiLoCo(averaging_period=2),
         SlowMo(averaging_period=3, learner_momentum="reset"),
         PAPA(averaging_period=2, pull=0.3),
+        SMA(final_correction_rate=0.8),
+        SynchronousSGD(rate_scaling="linear"),
+        GroupedSMA(group_size=2, rate_scaling="linear"),
     ],
-    ids=["period", "rate", "restart", "recalibrate", "elastic", "local_sgd", "diloco", "slowmo", "papa"],
+    ids=[
+        "period", "rate", "restart", "recalibrate", "elastic", "local_sgd", "diloco", "slowmo", "papa",
+        "growing rate", "synchronous_sgd", "grouped_sma",
+    ],
 )
 def test_other_settings_of_averaging_follow_one_rank(averaging):
     options = {"averaging": averaging, "rounds": 14}  # the rate drops at 100 samples, in round 7

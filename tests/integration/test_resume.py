@@ -24,10 +24,12 @@ from crossbow_py import (
     CheckpointSettings,
     DiLoCo,
     Elastic,
+    GroupedSMA,
     Independent,
     LocalSGD,
     MultiStep,
     SlowMo,
+    SynchronousSGD,
     Trainer,
 )
 from crossbow_py.checkpoint import checkpoints
@@ -90,10 +92,12 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
         {"executor": "threads", "averaging": DiLoCo(averaging_period=2)},
         {"averaging": SlowMo(averaging_period=2, learner_momentum="average")},
         {"averaging": PAPA(averaging_period=2, pull=0.2), "executor": "fused"},
+        {"averaging": SynchronousSGD(), "executor": "fused"},
+        {"averaging": GroupedSMA(group_size=2), "num_learners": 4, "executor": "threads"},
     ],
     ids=[
         "serial", "threads", "bf16", "three learners", "one learner", "elastic", "local_sgd", "diloco", "slowmo",
-        "papa",
+        "papa", "synchronous_sgd", "grouped_sma",
     ],
 )
 def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_every_bit(tmp_path, options):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.engine.measures import correction_norm, spread
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluation
@@ -120,17 +121,17 @@ def test_close_closes_every_listener_once():
 
 def test_spread_is_the_root_mean_square_distance_over_the_norm_of_z():
     # Distances 4 and 3: sqrt((16 + 9) / 2) / 3.
-    assert two_learners().spread() == pytest.approx((12.5**0.5) / 3)
+    assert spread(two_learners()) == pytest.approx((12.5**0.5) / 3)
 
 
 def test_correction_norm_is_the_length_of_the_sum():
-    assert two_learners().correction_norm() == pytest.approx(1.0)
+    assert correction_norm(two_learners()) == pytest.approx(1.0)
 
 
 def test_one_learner_has_neither_spread_nor_correction():
     bank = two_learners()
     bank.resize(1)
-    assert (bank.spread(), bank.correction_norm()) == (None, None)
+    assert (spread(bank), correction_norm(bank)) == (None, None)
 
 
 def test_time_left_is_that_of_whatever_ends_the_run_first():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA
+from crossbow_py import SGD, SMA, SynchronousSGD
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.errors import LearnerError
 from crossbow_py.reporter import Reporter, run_info
@@ -103,6 +103,22 @@ def test_z_of_a_rank_that_sits_out_moves_by_what_the_others_add(make_runner, exe
     assert not runner.drain()
     # z − z_prev: 0; steps of 0.25, 0.25 + 0.125, 0.25 + 0.1875.
     torch.testing.assert_close(bank.z.flat()[0], before + 0.25 + 0.375 + 0.4375)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_learners_of_a_rank_that_sits_out_step_by_the_others_gradients(make_runner, executor):
+    runner, run, collective, loss = make_runner(executor, averaging=SynchronousSGD())
+    bank = run.parts.bank
+    before = bank.weights.flat()[0].clone()
+    loss.error = MemoryError("no room")
+    assert submit(runner, run, range(3)) == [True] * 3
+    assert collective.num_sums == 3
+    # Gradients of 0.25 over four learners; momentum 0.9: 1, 1.9 and 2.71 times that.
+    step = 0.01 * (OTHERS / 4) * (1 + 1.9 + 2.71)
+    for learner in range(2):
+        torch.testing.assert_close(bank.weights.flat(learner)[0], before - step)
+    runner.shrink()
+    assert torch.equal(bank.z.flat()[0], bank.weights.flat()[0])
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

@@ -30,11 +30,15 @@ class Executor(ABC):
 
     def __init__(self, tasks: RoundTasks) -> None:
         self.tasks = tasks
-        self.scheduler = Scheduler(tasks.bank.num_learners)
+        self.scheduler = self._new_scheduler(tasks.bank.num_learners)
         self._in_flight: deque[RoundOutcome] = deque()
         self.running: dict[str, Task] = {}  # what host threads are at, by stream
         self.notes: list[str] = []  # sentences for the user; read after every round
         self._spans: TaskSpans | None = None
+
+    def _new_scheduler(self, num_streams: int) -> Scheduler:
+        """Of as many learners, or groups of them, as have a stream each."""
+        return Scheduler(num_streams, averages_gradients=self.tasks.gradient_mean is not None)
 
     def trace(self, timeline: Timeline) -> None:
         """Add a span to `timeline` for what runs from the next round on."""

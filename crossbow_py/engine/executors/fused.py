@@ -158,15 +158,22 @@ class FusedExecutor(Executor):
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
         learners = range(tasks.bank.num_learners)
         if isinstance(update, NativeUpdate) and self._rows is not None:
-            self._rows.gradients = self._in_place(gradients)
-            norms, alone = update.gradient_norms(self._rows), tasks.collective.is_alone
+            if tasks.gradient_mean is None:
+                self._rows.gradients = self._in_place(gradients)
+            else:
+                tasks.bank.store_stacked_gradients(gradients)
+                tasks.average_gradients(outcome)
+            norms = update.gradient_norms(self._rows)
+            moves = tasks.collective.is_alone and (averaging is None or averaging.share == 1)
             steps = [tasks.next_step(j, norms[j], outcome) for j in learners]
-            update.correct_all(self._rows, averaging, steps, moves=alone)
+            update.correct_all(self._rows, averaging, steps, moves=moves)
             self._rows.gradients = tasks.bank.stacked_gradients()  # lets go of autograd's
-            if averaging is not None and not alone:
+            if averaging is not None and not moves:
                 self._average(tasks.move, outcome)
             return
         tasks.bank.store_stacked_gradients(gradients)
+        if tasks.gradient_mean is not None:
+            tasks.average_gradients(outcome)
         for learner in learners:
             tasks.correct(learner, outcome)
         if averaging is not None:

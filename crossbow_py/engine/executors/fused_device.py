@@ -56,7 +56,8 @@ class FusedRounds:
         self._notes, self._span, update = notes, span, None
         if kernels:
             alone, optimizer = tasks.collective.is_alone, tasks.update.optimizer
-            update, note = choose_kernel_update(tasks.bank, optimizer, tasks.update.rule, moves=alone)
+            moves, rule = alone and not tasks.update.rule.scales_sum, tasks.update.rule
+            update, note = choose_kernel_update(tasks.bank, optimizer, rule, moves=moves)
             notes += [note] if note else []
         self._bodies = FusedDeviceTasks(tasks, fused, update, gathers=kernels)
         self._is_alone = tasks.collective.is_alone
@@ -68,8 +69,10 @@ class FusedRounds:
         self._round = program("round" if self._is_alone else "learning", ALL_LEARNERS, pool)
         self._correction = program("correction", ALL_LEARNERS, pool)
         self._averaging = program("averaging", averages_on, pool)
+        self._averages_gradients = tasks.gradient_mean is not None
+        self._gradient_mean = program("gradient mean", ALL_LEARNERS, pool)
         # NCCL stays out of graphs.
-        self._averaging.captures = self._is_alone
+        self._averaging.captures = self._gradient_mean.captures = self._is_alone
 
     def issue(self, outcome: RoundOutcome, slot: Slot) -> None:
         """Enqueue a round that has begun. Blocks the host only where a graph is captured or the feed blocks it."""
@@ -83,6 +86,8 @@ class FusedRounds:
         def learn() -> None:
             bodies.learn(shared, masks_ahead=ahead)
             if self._is_alone:
+                if self._averages_gradients:
+                    bodies.average_gradients()
                 bodies.correct(plan.averaging)
 
         self._launch(self._round, learn, variant)
@@ -90,6 +95,8 @@ class FusedRounds:
             if plan.averaging is not None and not bodies.moves_z:
                 self._launch(self._averaging, partial(bodies.average, outcome), plan.averaging)
         else:
+            if self._averages_gradients:
+                self._launch(self._gradient_mean, bodies.average_gradients, None)
             if plan.averaging is not None:
                 rounds.wait_for_average(ALL_LEARNERS)
             self._launch(self._correction, partial(bodies.correct, plan.averaging), plan.averaging)

@@ -36,8 +36,8 @@ class FusedThreadsExecutor(ThreadsExecutor):
         self._pass_notes = PassNotes()
         super().__init__(tasks)
 
-    def _new_scheduler(self) -> Scheduler:
-        return Scheduler(len(self._groups))
+    def _new_scheduler(self, num_streams: int) -> Scheduler:
+        return super()._new_scheduler(len(self._groups))
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
         """See ThreadsExecutor: the tasks of a group."""

@@ -100,7 +100,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Slot:
-    """A round in flight: the event at the end of each stream that had work, and its results on the host.
+    """A round in flight: the event at the end of each stream that had work, those in between, and its results.
 
     Averaging may be in flight for longer. Its event is recorded anew only by a later averaging, which comes after all
     that waits for this one was enqueued.
@@ -122,6 +122,7 @@ class DeviceRounds:
         names: of the streams; the averaging stream has high priority.
         results: shape of a round's results, float64.
         awaiting: around what blocks the host until the device is through, which may be in a sum with other ranks.
+        between: names of events within a round.
 
     Attributes:
         streams: by name.
@@ -135,6 +136,7 @@ class DeviceRounds:
         names: Sequence[str],
         results: tuple[int, int],
         awaiting: Awaiting = nullcontext,
+        between: Sequence[str] = (),
     ) -> None:
         self.device, self._executor, self._awaiting = device, executor, awaiting
         self.streams = {name: device.new_stream(high_priority=name == AVERAGING_STREAM) for name in names}
@@ -142,7 +144,7 @@ class DeviceRounds:
         self._programs: list[Program] = []
         self._callers_event = device.new_event()
         self._slots = [
-            Slot({name: device.new_event() for name in names}, device.host_values(*results))
+            Slot({name: device.new_event() for name in (*names, *between)}, device.host_values(*results))
             for _ in range(ROUNDS_IN_FLIGHT)
         ]
         self._num_issued = 0
@@ -165,10 +167,11 @@ class DeviceRounds:
         self._num_issued += 1
         return slot
 
-    def mark(self, slot: Slot, stream: str) -> Event:
-        """The end of a stream's work in this round: an event recorded on it."""
-        self.device.record(slot.events[stream], self.streams[stream])
-        return slot.events[stream]
+    def mark(self, slot: Slot, stream: str, between: str | None = None) -> Event:
+        """The end of a stream's work in this round, or of its work so far: an event recorded on it."""
+        event = slot.events[between or stream]
+        self.device.record(event, self.streams[stream])
+        return event
 
     def end(self, index: int, slot: Slot, last: dict[str, str]) -> None:
         """After a round's last launch; `last` is the name of the last task on each stream that was marked."""

@@ -3,6 +3,9 @@
     learner j's stream    load(j, n)  learning(j, n)  [wait averaging(n−1)]  correction(j, n)  report(j, n)  record
     averaging stream      [wait for every learner]  averaging(n)  record
 
+By rules that average gradients, every learner's stream is also marked after learning(j, n), and waits for the averaging
+stream, on which the gradient mean waits for all of these marks, before correction(j, n).
+
 Learning and correction are one graph each, in the learner's own memory pool, so learners run side by side and share
 nothing but z, which corrections read and averaging writes. What changes from round to round is in tensors on the device
 (`engine/device_tasks.py`), so nothing is captured twice. Waits are CUDA events, and exactly those the scheduler names.
@@ -22,7 +25,7 @@ from crossbow_py.engine.fused_device_tasks import SubArrayTasks
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
-from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, LearningTask, Task
+from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 from crossbow_py.errors import CrossbowError, LearnerError
 from crossbow_py.telemetry.timeline import Timeline
 
@@ -62,13 +65,15 @@ class StreamsExecutor(Executor):
         learners = range(self.scheduler.num_learners)
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
         results, awaiting = (tasks.bank.num_learners, NUM_RESULTS), tasks.collective.awaiting
-        self._rounds = DeviceRounds(device, self.NAME, names, results, awaiting)
+        between = [GradientMeanTask.NAME, *(f"learning({j})" for j in learners)] if tasks.gradient_mean else []
+        self._rounds = DeviceRounds(device, self.NAME, names, results, awaiting, between)
         program, pools = self._rounds.program, [device.new_pool() for _ in learners]
         self._learning = [program(f"learning({j})", learner_stream(j), pools[j]) for j in learners]
         self._correction = [program(f"correction({j})", learner_stream(j), pools[j]) for j in learners]
         self._averaging = program("averaging", AVERAGING_STREAM, device.new_pool())
+        self._gradient_mean = program("gradient mean", AVERAGING_STREAM, device.new_pool())
         # NCCL stays out of graphs.
-        self._averaging.captures = tasks.collective.is_alone
+        self._averaging.captures = self._gradient_mean.captures = tasks.collective.is_alone
         self._marks: dict[Task, Event] = {}
 
     def _make_bodies(self, tasks: RoundTasks) -> DeviceTasks | SubArrayTasks:
@@ -98,6 +103,8 @@ class StreamsExecutor(Executor):
                 self._launch(launch, outcome, slot.results)
                 if last[launch.stream] is launch:
                     self._marks[launch.task] = rounds.mark(slot, launch.stream)
+                elif str(launch.task) in slot.events:
+                    self._marks[launch.task] = rounds.mark(slot, launch.stream, between=str(launch.task))
             except CrossbowError:
                 raise
             except Exception as error:
@@ -118,6 +125,8 @@ class StreamsExecutor(Executor):
                 self._correct(task.learner, outcome, stream, host)
             elif isinstance(task, AveragingTask):
                 self._averaging.launch(partial(self._bodies.average, outcome), outcome.plan.averaging)
+            elif isinstance(task, GradientMeanTask):
+                self._gradient_mean.launch(self._bodies.average_gradients)
 
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
         """On the learner's stream: load the round, then learn."""

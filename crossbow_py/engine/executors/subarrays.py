@@ -13,7 +13,6 @@ from typing import ClassVar
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.fused_device_tasks import SubArrayTasks
 from crossbow_py.engine.rounds import RoundTasks
-from crossbow_py.engine.scheduler import Scheduler
 
 
 def groups_of(num_learners: int, num_streams: int) -> list[range]:
@@ -36,7 +35,7 @@ class SubArraysExecutor(StreamsExecutor):
 
     def _make_bodies(self, tasks: RoundTasks) -> SubArrayTasks:
         groups = groups_of(tasks.bank.num_learners, self.STREAMS)
-        self.scheduler = Scheduler(len(groups))
+        self.scheduler = self._new_scheduler(len(groups))
         return SubArrayTasks(tasks, groups, self.NAME)
 
 

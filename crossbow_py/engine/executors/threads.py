@@ -17,7 +17,7 @@ from crossbow_py.engine.denormals import flush_denormals
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
-from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler, learner_stream
+from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import Task
 from crossbow_py.errors import CrossbowError, LearnerError
 
@@ -43,7 +43,6 @@ class ThreadsExecutor(Executor):
 
     def __init__(self, tasks: RoundTasks) -> None:
         super().__init__(tasks)
-        self.scheduler = self._new_scheduler()
         keep_freed_memory()
         self._failure: CrossbowError | None = None
         self._failure_lock = threading.Lock()
@@ -60,10 +59,6 @@ class ThreadsExecutor(Executor):
             thread.start()
         self._started.wait()
         self._set_intra_op(self._num_threads)
-
-    def _new_scheduler(self) -> Scheduler:
-        """Of the learners that have a stream each."""
-        return Scheduler(self.tasks.bank.num_learners)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
         """What runs a task, where that is not `RoundTasks.run`."""

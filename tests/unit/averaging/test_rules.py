@@ -17,11 +17,13 @@ from crossbow_py.averaging import (
     AveragingRule,
     DiLoCo,
     Elastic,
+    GroupedSMA,
     Independent,
     LocalSGD,
     OuterStep,
     SlowMo,
     Stage,
+    SynchronousSGD,
 )
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
@@ -104,6 +106,30 @@ def slowmo(r: Reference, n: int, period: int, a: float, beta: float) -> None:
         r.w = np.stack([r.z] * LEARNERS)
 
 
+def synchronous_sgd(r: Reference, n: int) -> None:
+    gradient = r.gradients(n).mean(0)
+    r.u = MOMENTUM * r.u + gradient + r.decay * r.w
+    r.w = r.w - RATE * factor(n) * r.u
+    r.z = r.w[0]
+
+
+def grouped_sma(r: Reference, n: int) -> None:
+    """Three learners in groups of at most two: {0} and {1, 2}, the gradient of the first its own."""
+    g = r.gradients(n)
+    g = np.stack([g[0], (g[1] + g[2]) / 2, (g[1] + g[2]) / 2])
+    r.u = MOMENTUM * r.u + g + r.decay * r.w
+    c = (r.w - r.z) / 2
+    r.w = r.w - RATE * factor(n) * r.u - c
+    r.z, r.z_prev = r.z + c.sum(0) * 2 / 3 + 0.9 * (r.z - r.z_prev), r.z
+
+
+def sma_towards(r: Reference, n: int, final: float) -> None:
+    alpha = 1 / 3 + (final - 1 / 3) * (1 - math.ceil(16 * factor(n)) / 16)
+    step, c = r.step(n), alpha * (r.w - r.z)
+    r.w = r.w - step - c
+    r.z, r.z_prev = r.z + min(1, 1 / (3 * alpha)) * c.sum(0) + 0.9 * (r.z - r.z_prev), r.z
+
+
 def papa(r: Reference, n: int, period: int, pull: float) -> None:
     r.w = r.w - r.step(n)
     if (n + 1) % period == 0:
@@ -115,6 +141,10 @@ def papa(r: Reference, n: int, period: int, pull: float) -> None:
 CASES: dict[str, tuple[AveragingRule, Callable[[Reference, int], None]]] = {
     "sma": (SMA(), lambda r, n: sma(r, n, 1 / LEARNERS, 0.9, 1)),
     "sma with a period": (SMA(correction_rate=0.2, averaging_period=4), lambda r, n: sma(r, n, 0.2, 0.9, 4)),
+    "sma with a correction rate that grows": (SMA(final_correction_rate=0.9), lambda r, n: sma_towards(r, n, 0.9)),
+    "grouped_sma": (GroupedSMA(group_size=2), grouped_sma),
+    "grouped_sma in one group": (GroupedSMA(group_size=3), synchronous_sgd),
+    "grouped_sma in groups of one": (GroupedSMA(group_size=1), lambda r, n: sma(r, n, 1 / LEARNERS, 0.9, 1)),
     "elastic": (Elastic(), lambda r, n: sma(r, n, 0.9 / LEARNERS, 0.0, 1)),
     "elastic with a period": (Elastic(correction_rate=0.1, averaging_period=3), lambda r, n: sma(r, n, 0.1, 0.0, 3)),
     "local_sgd": (LocalSGD(averaging_period=5), lambda r, n: local_sgd(r, n, 5)),
@@ -124,6 +154,7 @@ CASES: dict[str, tuple[AveragingRule, Callable[[Reference, int], None]]] = {
         lambda r, n: diloco(r, n, 1, 0.5, 0.6),
     ),
     "slowmo": (SlowMo(averaging_period=4), lambda r, n: slowmo(r, n, 4, 1.0, 0.7)),
+    "synchronous_sgd": (SynchronousSGD(), synchronous_sgd),
     "papa": (PAPA(averaging_period=3, pull=0.25), lambda r, n: papa(r, n, 3, 0.25)),
 }
 
@@ -137,6 +168,8 @@ def test_rule_after_fifty_rounds_is_what_its_equations_give(case: str, executor:
     reference = Reference(tasks.feed)
     for index in range(ROUNDS):
         follow(reference, index)
+    if tasks.bank.replicas_alike:
+        tasks.bank.adopt_learner()
     z = tasks.bank.z.shaped()
     found = np.concatenate([z["weight"].numpy().ravel(), z["bias"].numpy()])
     assert np.linalg.norm(found - reference.z) <= 1e-8 * np.linalg.norm(reference.z)

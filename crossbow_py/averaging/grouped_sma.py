@@ -1,0 +1,54 @@
+"""Grouped SMA: gradients are averaged inside groups of learners, models between the groups.
+
+With M groups of about n = K/M learners, n ≤ `group_size`, for every learner j of group G::
+
+    g   ← Σ_{i in G} g_i / n                         # learners of a group stay alike: one with batches n times as large
+    w_j ← w_j − (optimizer step for g) − c_j         # c_j = α·(w_j − z), α = 1/M
+    z'  ← z + Σ_j c_j / n + μ·(z − z_prev)           # SMA of M learners, one a group
+
+Synchronous SGD and SMA are its two ends: a single group averages no models, and z is any learner; groups of one are
+`sma`. Averaging gradients is best as long as the batch n·b is small against the gradient noise scale (McCandlish et
+al., 2018); beyond it larger batches teach no more, and SMA goes on. The learning rate is scaled by n and not by K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from crossbow_py.averaging.rule import GradientMean, LinearRound, Stage
+from crossbow_py.averaging.sma import SMA
+from crossbow_py.settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedSMA(SMA):
+    """SMA between groups of learners that average their gradients."""
+
+    NAME: ClassVar[str] = "grouped_sma"
+
+    group_size: int = setting(4, "learners of a device whose gradients are averaged, at most", minimum=1)
+    correction_rate: float | None = setting(
+        None, "α, the pull of z on a replica; null is 1/M, for M groups", above=0, maximum=1
+    )
+
+    @property
+    def gradient_mean(self) -> GradientMean:
+        """See AveragingRule."""
+        return GradientMean(self.group_size)
+
+    @property
+    def scales_sum(self) -> bool:
+        """See AveragingRule."""
+        return True
+
+    def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
+        """See AveragingRule: by the learners of a group."""
+        return super().rate_scale(num_learners) / super().rate_scale(self._groups(num_learners, num_devices))
+
+    def _groups(self, num_learners: int, num_devices: int) -> int:
+        return self.gradient_mean.num_groups(num_learners // num_devices, num_devices)
+
+    def _round(self, stage: Stage) -> LinearRound | None:
+        groups = self._groups(stage.num_learners, stage.num_devices)
+        return self._among(groups, stage.factor, copies=stage.num_learners / groups) if groups > 1 else None

@@ -1,0 +1,207 @@
+"""Gradients averaged over groups of learners: on every executor and device, with learners that fail, come and go."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.averaging import GradientMean, GroupedSMA, SynchronousSGD
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
+from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.engine.executors.subarrays import TwoSubArrays
+from crossbow_py.engine.gradient_mean import average_gradients
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
+from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask
+from tests.recording_streams import RecordingStreams, ShuffledStreams
+from tests.support import features, linear_model, make_tasks, norm_model, plan
+from tests.unit.engine.test_fused_device import assert_equal, run
+
+IMAGES = features(48, (3, 6, 6))
+RULES = [SynchronousSGD(), GroupedSMA(group_size=2)]
+KEYS = ["everybody", "pairs"]
+
+
+def tasks_for(rule, make_model=norm_model, num_learners=3, order="blocks", **options):
+    return make_tasks(make_model, num_learners=num_learners, rule=rule, order=order, data=IMAGES, **options)
+
+
+def rows(bank):
+    return torch.stack([torch.cat(bank.weights.trained(j)) for j in range(bank.num_learners)])
+
+
+@pytest.mark.parametrize(
+    ("size", "num_learners", "groups"),
+    [
+        (None, 3, [range(3)]),
+        (1, 2, [range(1), range(1, 2)]),
+        (2, 3, [range(1), range(1, 3)]),
+        (4, 6, [range(3), range(3, 6)]),
+        (4, 4, [range(4)]),
+        (4, 1, [range(1)]),
+    ],
+)
+def test_groups_are_as_few_as_there_may_be_and_as_even_as_they_go(size, num_learners, groups):
+    assert GradientMean(size).groups(num_learners) == groups
+
+
+@pytest.mark.parametrize(
+    ("size", "num_learners", "num_devices", "groups"),
+    [(None, 1, 1, 1), (None, 1, 2, 1), (4, 4, 2, 2), (1, 2, 2, 4), (2, 1, 2, 2)],
+)
+def test_groups_end_at_devices_unless_they_are_everybody(size, num_learners, num_devices, groups):
+    mean = GradientMean(size)
+    assert mean.num_groups(num_learners, num_devices) == groups
+    assert mean.has_effect(num_learners, num_devices) is (groups < num_learners * num_devices)
+
+
+def test_mean_is_that_of_the_group_alike_to_the_bit():
+    bank = make_tasks(num_learners=3).bank
+    for learner, value in enumerate((1.0, 2.0, 6.0)):
+        for part in bank.gradients.trained(learner):
+            part.fill_(value)
+    average_gradients(bank, GradientMean(2), Collective())
+    found = [torch.cat(bank.gradients.trained(j)) for j in range(3)]
+    assert (found[0] == 1).all() and (found[1] == 4).all() and torch.equal(found[1], found[2])
+
+
+def test_scheduler_puts_the_mean_between_all_learning_and_every_correction():
+    scheduler = Scheduler(2, averages_gradients=True)
+    scheduler.round(0, averages=True)
+    mean, learning = GradientMeanTask(1), (LearningTask(0, 1), LearningTask(1, 1))
+    corrections = (CorrectionTask(0, 1), CorrectionTask(1, 1))
+    assert scheduler.round(1, averages=True) == (
+        Launch(learning[0], "learner 0"),
+        Launch(learning[1], "learner 1"),
+        Launch(mean, AVERAGING_STREAM, learning),
+        Launch(corrections[0], "learner 0", (mean, AveragingTask(0))),
+        Launch(corrections[1], "learner 1", (mean, AveragingTask(0))),
+        Launch(AveragingTask(1), AVERAGING_STREAM, corrections),
+    )
+
+
+@pytest.mark.parametrize("optimizer", [SGD(nesterov=True, clip_norm=0.3), AdamW(weight_decay=0.1)])
+def test_learners_whose_gradients_are_averaged_are_one_with_their_batches_in_one(optimizer):
+    tasks = make_tasks(num_learners=4, batch_size=4, rule=SynchronousSGD(), optimizer=optimizer)
+    one = make_tasks(num_learners=1, batch_size=16, optimizer=optimizer)
+    run(SerialExecutor(tasks), tasks, 12)
+    run(SerialExecutor(one), one, 12)
+    together, alone = rows(tasks.bank), rows(one.bank)
+    assert torch.equal(together, together[:1].expand_as(together))
+    assert (together[0] - alone[0]).norm() <= 1e-12 * alone[0].norm()
+
+
+@pytest.mark.parametrize("optimizer", [SGD(momentum=(0.5, 0.9, 0.3)), AdamW(clip_norm=0.5)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("rule", RULES, ids=KEYS)
+@pytest.mark.parametrize("executor", ["threads", "fused", "fused_threads"])
+def test_executors_on_the_host_equal_serial(executor, rule, optimizer):
+    ours, reference = (tasks_for(rule, optimizer=optimizer, order=order) for order in ("blocks", "rows"))
+    found = run(EXECUTORS[executor](ours), ours, 6)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=KEYS)
+@pytest.mark.parametrize("kind", [StreamsExecutor, FusedExecutor, TwoSubArrays])
+@pytest.mark.parametrize("make_device", [RecordingStreams, lambda: ShuffledStreams(1)], ids=["in order", "shuffled"])
+def test_executors_on_a_device_equal_serial(kind, rule, make_device):
+    ours, reference = (tasks_for(rule, optimizer=AdamW(clip_norm=0.5)) for _ in range(2))
+    found = run(kind(ours, make_device()), ours, 6)
+    assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
+
+
+def test_streams_wait_for_all_learning_before_the_mean_and_for_the_mean_before_corrections():
+    tasks, device = make_tasks(rule=SynchronousSGD()), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    runner.submit(plan(tasks, 0))
+    runner.close()
+    assert device.log[4:22] == [
+        "s0 run load(0)", "s0 run learning(0)", "s0 record s0#1",
+        "s1 run load(1)", "s1 run learning(1)", "s1 record s1#1",
+        "high wait s0#1", "high wait s1#1", "high run gradient mean", "high record high#1",
+        "s0 wait high#1", "s0 run correction(0)", "s0 run report(0)", "s0 record s0#2",
+        "s1 wait high#1", "s1 run correction(1)", "s1 run report(1)", "s1 record s1#2",
+    ]  # fmt: skip
+
+
+class Poisoned(nn.Module):
+    """Its loss is not finite for inputs above a limit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear_model()
+
+    def forward(self, inputs):
+        return self.inner(inputs) * torch.where(inputs > 1e6, math.nan, 1.0).amax(1, keepdim=True)
+
+
+def poisoned(rule, num_learners=3):
+    inputs, targets = (value.clone() for value in features(64))
+    inputs[...] = inputs.clamp(-2, 2)
+    tasks = make_tasks(Poisoned, num_learners=num_learners, rule=rule, data=(inputs, targets), order="blocks")
+    starts = plan(tasks, 1).starts
+    batch = tasks.feed.batch(starts[1]).inputs  # of the second learner, in round 1
+    for row in range(len(inputs)):
+        if any(torch.equal(inputs[row].to(batch), own) for own in batch):
+            inputs[row] = 1e9
+    return make_tasks(Poisoned, num_learners=num_learners, rule=rule, data=(inputs, targets), order="blocks")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        SerialExecutor,
+        EXECUTORS["fused"],
+        EXECUTORS["threads"],
+        lambda tasks: StreamsExecutor(tasks, RecordingStreams()),
+        lambda tasks: FusedExecutor(tasks, RecordingStreams()),
+    ],
+    ids=["serial", "fused", "threads", "streams", "fused on a device"],
+)
+def test_learner_that_is_not_finite_adds_nothing_and_steps_with_the_others(build):
+    tasks = poisoned(SynchronousSGD())
+    outcomes = run(build(tasks), tasks, 2)
+    assert [o.finite for o in outcomes] == [[True] * 3, [True, False, True]]
+    found = rows(tasks.bank)
+    assert torch.isfinite(found).all() and torch.equal(found, found[:1].expand_as(found))
+    assert tasks.bank.step_counts[:3] == [2, 2, 2]
+
+    reference = poisoned(SynchronousSGD())
+    run(SerialExecutor(reference), reference, 1)
+    gradients = []
+    for learner in (0, 2):
+        batch = reference.feed.batch(plan(reference, 1).starts[learner])
+        loss = nn.functional.cross_entropy(reference.model(learner)(batch.inputs), batch.targets)
+        gradients.append(torch.autograd.grad(loss, reference.bank.trained_parameters(learner)))
+    mean = torch.cat([(a + b).flatten() / 3 for a, b in zip(*gradients, strict=True)])
+    velocity = 0.9 * torch.cat(reference.bank.state["momentum"].trained(0)) + mean
+    expected = rows(reference.bank)[0] - 0.05 * velocity
+    assert (found[0] - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_learners_that_come_to_replicas_alike_have_the_others_weights_and_state():
+    tasks = tasks_for(SynchronousSGD(), num_learners=2)
+    run(SerialExecutor(tasks), tasks, 3)
+    bank = tasks.bank
+    bank.adopt_learner()
+    bank.resize(4)
+    found, state = rows(bank), bank.state["momentum"]
+    assert torch.equal(found, found[:1].expand_as(found))
+    assert all(torch.equal(a, b) for a, b in zip(state.trained(0), state.trained(3), strict=True))
+    assert bank.step_counts[:4] == [3] * 4 and state.trained(0)[0].norm() > 0
+
+
+def test_groups_that_shrink_to_one_are_replicas_alike_at_z():
+    tasks = tasks_for(GroupedSMA(group_size=2), num_learners=4)
+    run(SerialExecutor(tasks), tasks, 3)
+    bank = tasks.bank
+    assert not bank.replicas_alike
+    z = torch.cat(bank.z.trained()).clone()
+    bank.resize(2)
+    assert bank.replicas_alike and torch.equal(rows(bank), torch.stack([z, z]))
+    state = bank.state["momentum"]
+    assert all(torch.equal(a, b) for a, b in zip(state.trained(0), state.trained(1), strict=True))
