@@ -39,9 +39,13 @@ def setting(
     above: float | None = None,
     maximum: float | None = None,
     below: float | None = None,
+    why: str | None = None,
 ) -> Any:
-    """A dataclass field with its one-line meaning and its limits (inclusive `minimum`/`maximum`, exclusive others)."""
-    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "below": below}
+    """A dataclass field with its one-line meaning and its limits (inclusive `minimum`/`maximum`, exclusive others).
+
+    `why` is the reason of the limits, where it does not go without saying.
+    """
+    metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "below": below, "why": why}
     if isinstance(default, dict | list):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,9 +70,15 @@ def check(settings: Any) -> None:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build settings class `cls`, which checks itself, from plain values; unknown keys get a suggestion."""
+    """Build settings class `cls`, which checks itself, from plain values; unknown keys get a suggestion.
+
+    Keys that others of its group have and it cannot have are in its `LACKS`, each with the reason.
+    """
     known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
+        if key not in known and key in getattr(cls, "LACKS", {}):
+            name, reason = getattr(cls, "NAME", cls.__name__), getattr(cls, "LACKS", {})[key]
+            raise UserError(f"{_join(path, key)} means nothing to {path}={name}: {reason}; leave it out.")
         if key not in known:
             raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}")
     return cls(**values)
@@ -224,4 +234,5 @@ def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
     for name, (words, holds) in _LIMITS.items():
         limit = metadata.get(name)
         if limit is not None and not holds(value, limit):
-            raise UserError(f"{path} must be {words} {limit}, got {_shown(value)}.")
+            why = f": {metadata['why']}" if metadata.get("why") else ""
+            raise UserError(f"{path} must be {words} {limit}, got {_shown(value)}{why}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -71,3 +72,17 @@ class PeriodicRule(CentralRule):
         assert self.quadratic_period is not None, "the period is constant"
         longest = (self.quadratic_period / learning_rate) ** 2 if learning_rate > 0 else math.inf
         return max(self.averaging_period, math.floor(longest) if math.isfinite(longest) else math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterRule(PeriodicRule):
+    """Base of rules by which learners go on from z after an outer step."""
+
+    LACKS: ClassVar[Mapping[str, str]] = {
+        "correction_rate": "learners go by themselves and then on from the average model, which does not pull them",
+        "averaging_momentum": "momentum of its average model has another name, where there is one, as outer_momentum",
+    }
+
+    learner_momentum: LearnerMomentum = setting(
+        "keep", "optimizer state at an outer step: reset, keep or average over learners"
+    )

@@ -15,13 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import PeriodicRule
-from crossbow_py.averaging.rule import LearnerMomentum, OuterStep, Stage
+from crossbow_py.averaging.central import OuterRule
+from crossbow_py.averaging.rule import OuterStep, Stage
 from crossbow_py.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(PeriodicRule):
+class DiLoCo(OuterRule):
     """Local SGD with an outer Nesterov step."""
 
     NAME: ClassVar[str] = "diloco"
@@ -30,9 +30,6 @@ class DiLoCo(PeriodicRule):
     averaging_period: int = setting(50, "τ, learners average every that many rounds", minimum=1)
     outer_learning_rate: float = setting(0.7, "η, what the mean step of the learners is multiplied by", above=0)
     outer_momentum: float = setting(0.9, "β, Nesterov momentum of z", minimum=0, below=1)
-    learner_momentum: LearnerMomentum = setting(
-        "keep", "optimizer state at an outer step: reset, keep or average over learners"
-    )
 
     def _round(self, stage: Stage) -> OuterStep:
         rate, beta = self.outer_learning_rate, self.outer_momentum

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from crossbow_py.averaging.central import PeriodicRule
 from crossbow_py.averaging.rule import LinearRound, Stage
+from crossbow_py.averaging.sma import BEYOND_Z
 from crossbow_py.settings import setting
 
 _BETA = 0.9
@@ -27,7 +28,7 @@ class Elastic(PeriodicRule):
     NAME: ClassVar[str] = "elastic"
 
     correction_rate: float | None = setting(
-        None, f"α, the pull of z on a replica; null is {_BETA}/K", above=0, maximum=1
+        None, f"α, the pull of z on a replica; null is {_BETA}/K", above=0, maximum=1, why=BEYOND_Z
     )
 
     def _round(self, stage: Stage) -> LinearRound:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, Stage
-from crossbow_py.averaging.sma import SMA
+from crossbow_py.averaging.sma import BEYOND_Z, SMA
 from crossbow_py.settings import setting
 
 
@@ -29,7 +29,7 @@ class GroupedSMA(SMA):
 
     group_size: int = setting(4, "learners of a device whose gradients are averaged, at most", minimum=1)
     correction_rate: float | None = setting(
-        None, "α, the pull of z on a replica; null is 1/M, for M groups", above=0, maximum=1
+        None, "α, the pull of z on a replica; null is 1/M, for M groups", above=0, maximum=1, why=BEYOND_Z
     )
 
     @property

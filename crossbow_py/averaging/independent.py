@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,10 @@ class Independent(AveragingRule):
 
     NAME: ClassVar[str] = "independent"
     has_central_model: ClassVar[bool] = False
+    LACKS: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("averaging_period", "correction_rate", "averaging_momentum", "rate_scaling", "group_size"),
+        "its learners never meet, and have no average model",
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -9,21 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import PeriodicRule
-from crossbow_py.averaging.rule import LearnerMomentum, OuterStep, Stage
+from crossbow_py.averaging.central import OuterRule
+from crossbow_py.averaging.rule import OuterStep, Stage
 from crossbow_py.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(PeriodicRule):
+class LocalSGD(OuterRule):
     """Plain averaging every `averaging_period` rounds."""
 
     NAME: ClassVar[str] = "local_sgd"
 
     averaging_period: int = setting(8, "τ, learners average every that many rounds", minimum=1)
-    learner_momentum: LearnerMomentum = setting(
-        "keep", "optimizer state at an outer step: reset, keep or average over learners"
-    )
 
     def _round(self, stage: Stage) -> OuterStep:
         return OuterStep(learner_momentum=self.learner_momentum)

@@ -32,6 +32,7 @@ A rule that pulls, and is not linear in (w, z), overrides `corrections` and `ave
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -120,6 +121,7 @@ class AveragingRule(ABC):
     NAME: ClassVar[str]
     has_central_model: ClassVar[bool]  # and so: learners share an epoch's samples out among them
     has_velocity: ClassVar[bool] = False  # whether outer steps use one
+    LACKS: ClassVar[Mapping[str, str]] = {}  # settings of other rules that it cannot have, and the reason
     averaging_period: int = 1
     node_period: int = 1  # beyond 1, nodes average for themselves and z differs between them
     restart_on_drop: bool = False

@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import PeriodicRule
-from crossbow_py.averaging.rule import LearnerMomentum, OuterStep, Stage
+from crossbow_py.averaging.central import OuterRule
+from crossbow_py.averaging.rule import OuterStep, Stage
 from crossbow_py.settings import setting
 
 _LEAST_FACTOR = 1e-6  # of the largest learning rate
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowMo(PeriodicRule):
+class SlowMo(OuterRule):
     """Local SGD with slow momentum."""
 
     NAME: ClassVar[str] = "slowmo"
@@ -31,9 +31,6 @@ class SlowMo(PeriodicRule):
     averaging_period: int = setting(12, "τ, learners average every that many rounds", minimum=1)
     slow_learning_rate: float = setting(1.0, "a, what a step of z is multiplied by", above=0)
     slow_momentum: float = setting(0.7, "β, momentum of z", minimum=0, below=1)
-    learner_momentum: LearnerMomentum = setting(
-        "keep", "optimizer state at an outer step: reset, keep or average over learners"
-    )
 
     def _round(self, stage: Stage) -> OuterStep:
         gamma = stage.learning_rate

@@ -28,6 +28,8 @@ from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
 
 _STEPS = 16
+BEYOND_Z = "replicas would be pulled further than to the average model"
+NEVER_FADES = "a step of the average model would never fade"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,13 @@ class SMA(PeriodicRule):
 
     NAME: ClassVar[str] = "sma"
 
-    correction_rate: float | None = setting(None, "α, the pull of z on a replica; null is 1/K", above=0, maximum=1)
+    correction_rate: float | None = setting(
+        None, "α, the pull of z on a replica; null is 1/K", above=0, maximum=1, why=BEYOND_Z
+    )
     final_correction_rate: float | None = setting(
         None, "α once the learning rate has fallen to 0, approached as it falls; null keeps α", above=0, maximum=1
     )
-    averaging_momentum: float = setting(0.9, "μ, heavy-ball momentum of z", minimum=0, below=1)
+    averaging_momentum: float = setting(0.9, "μ, heavy-ball momentum of z", minimum=0, below=1, why=NEVER_FADES)
     node_period: int = setting(
         1, "H, average between nodes in every H-th averaging; in between each node is by itself", minimum=1
     )

@@ -12,6 +12,7 @@ Goyal et al. (2017). Gradients are clipped once they are averaged. What is not f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +26,15 @@ class SynchronousSGD(CentralRule):
     """Gradients averaged over all learners: the large-batch baseline."""
 
     NAME: ClassVar[str] = "synchronous_sgd"
+    LACKS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("averaging_period", "quadratic_period"), "gradients are averaged in every round, or learners would part"
+        ),
+        **dict.fromkeys(
+            ("correction_rate", "final_correction_rate", "averaging_momentum"),
+            "learners stay alike, so that nothing pulls them towards an average model",
+        ),
+    }
 
     restart_on_drop: bool = setting(False, "reset the optimizer state when a step schedule drops the learning rate")
 

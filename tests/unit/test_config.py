@@ -129,7 +129,7 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["model=null"], ["unknown model None", "resnet32"]),
         (["~model"], ["model must be one of", "model=NAME"]),
         (["model.name=vgg"], ["model.name", "'vgg16'"]),
-        (["averaging=independent", "averaging.correction_rate=0.1"], ["unknown key averaging.correction_rate"]),
+        (["averaging=independent", "averaging.correction_rate=0.1"], ["averaging.correction_rate means nothing to"]),
         (["seed=a"], ["seed must be a whole number", "'a'"]),
         (["num_learners=2.5"], ["num_learners must be a whole number", "2.5"]),
         (["num_learners=0"], ["num_learners must be at least 1", "0"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from crossbow_py.averaging import (
 )
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
+from crossbow_py.settings import from_mapping
 from tests.support import linear_model, make_tasks, run_rounds
 
 Vector = NDArray[np.float64]
@@ -209,8 +211,8 @@ def test_learning_rate_is_scaled_with_the_number_of_learners(scaling: Any, expec
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
-        (SMA, {"correction_rate": 1.5}, r"averaging\.correction_rate must be at most 1"),
-        (SMA, {"averaging_momentum": 1.0}, r"averaging\.averaging_momentum must be less than 1"),
+        (SMA, {"correction_rate": 1.5}, r"averaging\.correction_rate must be at most 1, got 1.5: replicas would"),
+        (SMA, {"averaging_momentum": 1.0}, r"averaging\.averaging_momentum must be less than 1, got 1.0: a step of"),
         (SMA, {"node_period": 2, "quadratic_period": 0.1}, r"averaging\.node_period counts rounds"),
         (DiLoCo, {"outer_momentum": 1.0}, r"averaging\.outer_momentum must be less than 1"),
         (SlowMo, {"slow_learning_rate": 0.0}, r"averaging\.slow_learning_rate must be greater than 0"),
@@ -221,3 +223,23 @@ def test_learning_rate_is_scaled_with_the_number_of_learners(scaling: Any, expec
 def test_settings_outside_their_limits_are_refused(kind: type[AveragingRule], options: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "key", "said"),
+    [
+        ("synchronous_sgd", "averaging_period", "gradients are averaged in every round, or learners would part"),
+        ("synchronous_sgd", "correction_rate", "learners stay alike"),
+        ("local_sgd", "correction_rate", "learners go by themselves"),
+        ("independent", "averaging_momentum", "its learners never meet"),
+    ],
+)
+def test_settings_that_a_rule_cannot_have_are_refused_with_the_reason(rule: str, key: str, said: str) -> None:
+    with pytest.raises(UserError, match=rf"averaging\.{key} means nothing to averaging={rule}: {said}.*; leave it out"):
+        from_mapping(RULES[rule], {key: 1}, "averaging")
+
+
+def test_what_a_rule_cannot_have_is_a_setting_of_another() -> None:
+    known = {field.name for rule in RULES.values() for field in fields(rule)}
+    assert {key for rule in RULES.values() for key in rule.LACKS} <= known
+    assert not any(field.name in rule.LACKS for rule in RULES.values() for field in fields(rule))
