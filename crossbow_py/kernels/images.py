@@ -1,4 +1,4 @@
-"""Batches of images in one launch: gather, crop, flip, normalise and cast, and the gather of their targets.
+"""Batches of images in one launch: gather, crop, flip, normalise, cast and erase, and the gather of their targets.
 
 A pixel has 256 values a channel, so normalising and casting is a look-up among 256 results. Who normalises without the
 kernel makes that table, so the results are the same to the bit, whatever the dtype and however the other way rounds.
@@ -9,6 +9,7 @@ Of a sample the kernel reads C·H·W bytes and writes C·H·W values; tables and
 # What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from crossbow_py.kernels.launch import KernelError, launch
 
 _BLOCK = 1024  # values of an image that a program writes, at most
 _TARGET_BLOCK = 128
+_PICKS, _PICKS_TO_ERASE = 3, 7
 
 
 class PixelTable(NamedTuple):
@@ -42,7 +44,8 @@ def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets:
     Args:
         table: the images.
         picks: int64 [3, K·B]: sample id, first pixel of the crop in the table, 1 for mirrored or 0; learner by learner.
-            They are trusted: wrong ones read memory that is not theirs.
+            They are trusted: wrong ones read memory that is not theirs. Or [7, K·B] with (top, bottom, left, right) of
+            what becomes 0, of the image as it is written.
         inputs: [K, B, C, H, W] in the dtype of `table.values`, written. Its memory is `[K, B, H, W, C]`, or
             `[B, H, W, K, C]` for grouped operators, which see it as `[B, K·C, H, W]`, channels-last.
         all_targets: [N, ...], contiguous, real or bool; by sample id.
@@ -61,12 +64,15 @@ def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets:
         _gather, (rows, triton.cdiv(size, block)),
         table.pixels, table.row, table.values, all_targets, picks, picks.stride(0), inputs, targets, rows,
         CHANNELS=channels, HEIGHT=height, WIDTH=width, LEARNERS=together, TARGET=targets[0, 0].numel(),
-        BLOCK=block, TARGET_BLOCK=_TARGET_BLOCK,
+        ERASES=len(picks) == _PICKS_TO_ERASE, BLOCK=block, TARGET_BLOCK=_TARGET_BLOCK,
     )  # fmt: skip
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise KernelError unless the kernel gives what indexing does, in both memory orders. The host waits."""
+    """Raise KernelError unless the kernel gives what indexing does, in both memory orders, erased or not.
+
+    The host waits.
+    """
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4 * 9 * 8, 3), dtype=torch.uint8, generator=generator).to(device)
     values = torch.rand(256, 3, generator=generator).to(device, dtype)
@@ -76,13 +82,17 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     across = torch.arange(5, device=device)
     across = torch.where(mirrored.view(-1, 1, 1) == 1, 4 - across, across)
     places = first.view(-1, 1, 1) + torch.arange(6, device=device).view(-1, 1) * 8 + across
-    expected = values[pixels[places].long(), torch.arange(3, device=device)].view(2, 3, 6, 5, 3).permute(0, 1, 4, 2, 3)
+    whole = values[pixels[places].long(), torch.arange(3, device=device)].view(2, 3, 6, 5, 3).permute(0, 1, 4, 2, 3)
     all_targets, picks = torch.arange(4, device=device) * 10, torch.stack([ids, first, mirrored])
-    for order in ((0, 1, 4, 2, 3), (3, 0, 4, 1, 2)):
+    edges, erased = torch.zeros(4, 6, dtype=torch.int64, device=device), whole.clone()
+    edges[:, 5] = torch.tensor([3, 6, 1, 4], device=device)
+    erased[1, 2, :, 3:6, 1:4] = 0
+    orders, cases = ((0, 1, 4, 2, 3), (3, 0, 4, 1, 2)), ((picks, whole), (torch.cat([picks, edges]), erased))
+    for order, (picked, expected) in itertools.product(orders, cases):
         shape = (2, 3, 6, 5, 3) if order[0] == 0 else (3, 6, 5, 2, 3)
         inputs = torch.zeros(shape, dtype=dtype, device=device).permute(order)
         targets = torch.zeros(2, 3, dtype=torch.int64, device=device)
-        gather_images(PixelTable(pixels, 8, values), picks, inputs, all_targets, targets)
+        gather_images(PixelTable(pixels, 8, values), picked, inputs, all_targets, targets)
         # Host–device synchronisations.
         if not torch.equal(inputs, expected) or not torch.equal(targets.flatten(), all_targets[ids]):
             raise KernelError("the image kernel's batches differ from those of the torch operators")
@@ -98,8 +108,10 @@ def _interleaved(inputs: Tensor) -> bool:
 
 def _check_tensors(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
     samples, channels = inputs.shape[0] * inputs.shape[1], inputs.shape[2]
-    if picks.shape != (3, samples) or picks.dtype != torch.int64 or picks.stride(1) != 1:
-        raise KernelError(f"picks must be int64 [3, {samples}], not {picks.dtype} {list(picks.shape)}")
+    fits = picks.shape in ((_PICKS, samples), (_PICKS_TO_ERASE, samples))
+    if not fits or picks.dtype != torch.int64 or picks.stride(1) != 1:
+        wanted = f"[{_PICKS}, {samples}] or [{_PICKS_TO_ERASE}, {samples}]"
+        raise KernelError(f"picks must be int64 {wanted}, not {picks.dtype} {list(picks.shape)}")
     if table.pixels.dtype != torch.uint8 or table.pixels.shape[1] != channels or table.values.shape != (256, channels):
         raise KernelError(f"pixels must be uint8 [M, {channels}] and their values [256, {channels}]")
     if (table.values.dtype, all_targets.dtype) != (inputs.dtype, targets.dtype):
@@ -115,7 +127,7 @@ def _check_tensors(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets
 @triton.jit
 def _gather(pixels, row_pixels, values, all_targets, picks, stride, inputs, targets, rows, CHANNELS: tl.constexpr,
             HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LEARNERS: tl.constexpr, TARGET: tl.constexpr,
-            BLOCK: tl.constexpr, TARGET_BLOCK: tl.constexpr):
+            ERASES: tl.constexpr, BLOCK: tl.constexpr, TARGET_BLOCK: tl.constexpr):
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < HEIGHT * WIDTH * LEARNERS * CHANNELS
@@ -124,11 +136,18 @@ def _gather(pixels, row_pixels, values, all_targets, picks, stride, inputs, targ
     if LEARNERS > 1:
         column += at // CHANNELS % LEARNERS * rows
     first, mirrored = tl.load(picks + stride + column), tl.load(picks + 2 * stride + column)
-    across = tl.where(mirrored != 0, WIDTH - 1 - pixel % WIDTH, pixel % WIDTH)
+    y, x = pixel // WIDTH, pixel % WIDTH
+    across = tl.where(mirrored != 0, WIDTH - 1 - x, x)
+    shown = inside
+    if ERASES:
+        edges = picks + 3 * stride + column
+        top, bottom = tl.load(edges), tl.load(edges + stride)
+        left, right = tl.load(edges + 2 * stride), tl.load(edges + 3 * stride)
+        shown = inside & ((y < top) | (y >= bottom) | (x < left) | (x >= right))
     # The beginning of a crop needs 64 bits, places within it do not.
-    places = (pixel // WIDTH * row_pixels + across) * CHANNELS + channel
-    found = tl.load(pixels + first * CHANNELS + places, mask=inside, other=0).to(tl.int32)
-    value = tl.load(values + found * CHANNELS + channel, mask=inside, other=0.0)
+    places = (y * row_pixels + across) * CHANNELS + channel
+    found = tl.load(pixels + first * CHANNELS + places, mask=shown, other=0).to(tl.int32)
+    value = tl.load(values + found * CHANNELS + channel, mask=shown, other=0.0)
     tl.store(inputs + row.to(tl.int64) * (HEIGHT * WIDTH * LEARNERS * CHANNELS) + at, value, mask=inside)
     for begin in range(block * TARGET_BLOCK, LEARNERS * TARGET, tl.num_programs(1) * TARGET_BLOCK):
         entry = begin + tl.arange(0, TARGET_BLOCK)

@@ -72,7 +72,8 @@ def call_all():
     table = images.PixelTable(pixels, 40, values)
     batch = torch.zeros(8, 16, 32, 32, 3, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
     targets = torch.zeros(4, dtype=torch.int64)
-    images.gather_images(table, torch.zeros(3, 128, dtype=torch.int64), batch, targets, classes)
+    for num_picks in (3, 7):
+        images.gather_images(table, torch.zeros(num_picks, 128, dtype=torch.int64), batch, targets, classes)
     call_updates(cpu)
 
 

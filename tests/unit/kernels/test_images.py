@@ -18,24 +18,29 @@ def table(channels: int, dtype: torch.dtype = torch.float32) -> PixelTable:
     return PixelTable(pixels, STORED_WIDTH, torch.randn(256, channels).to(dtype))
 
 
-def drawn_picks(count: int, height: int, width: int) -> Tensor:
-    """Crops anywhere in the stored images."""
+def drawn_picks(count: int, height: int, width: int, erased: bool = False) -> Tensor:
+    """Crops anywhere in the stored images, and rectangles of which some are empty."""
     ids, mirrored = torch.randint(0, N, (count,)), torch.randint(0, 2, (count,))
     top = torch.randint(0, STORED_HEIGHT - height + 1, (count,))
     left = torch.randint(0, STORED_WIDTH - width + 1, (count,))
-    return torch.stack([ids, (ids * STORED_HEIGHT + top) * STORED_WIDTH + left, mirrored])
+    picks = torch.stack([ids, (ids * STORED_HEIGHT + top) * STORED_WIDTH + left, mirrored])
+    edges = [torch.randint(0, side + 1, (2, count)).sort(0).values for side in (height, width)]
+    return torch.cat([picks, *edges]) if erased else picks
 
 
 def expected_images(table: PixelTable, picks: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """[n, C, H, W], pixel by pixel."""
     channels, height, width = shape
     out = torch.empty(picks.shape[1], *shape, dtype=torch.float64)
-    for place, (_, first, mirrored) in enumerate(picks.t().tolist()):
+    for place, (_, first, mirrored, *edges) in enumerate(picks.t().tolist()):
         for y in range(height):
             for x in range(width):
                 pixel = table.pixels[first + y * table.row + (width - 1 - x if mirrored else x)]
                 for channel in range(channels):
                     out[place, channel, y, x] = table.values[int(pixel[channel]), channel]
+        if edges:
+            top, bottom, left, right = edges
+            out[place, :, top:bottom, left:right] = 0.0
     return out
 
 
@@ -53,11 +58,12 @@ SHAPES = [(3, 7, 5), (1, 4, 9), (2, 11, 9), (4, 2, 3)]
 @pytest.mark.parametrize("order", ["stacked", "channels"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("erased", [False, True])
 def test_batches_in_either_memory_order_equal_a_loop_over_pixels(
-    shape: tuple[int, int, int], dtype: torch.dtype, order: str
+    shape: tuple[int, int, int], dtype: torch.dtype, order: str, erased: bool
 ) -> None:
     num_learners, batch = 3, 2
-    pixels, picks, labels = table(shape[0], dtype), drawn_picks(6, *shape[1:]), torch.randperm(N)
+    pixels, picks, labels = table(shape[0], dtype), drawn_picks(6, *shape[1:], erased), torch.randperm(N)
     inputs, targets = new_images(num_learners, batch, shape, order, dtype), torch.zeros(3, 2, dtype=torch.int64)
     with recorded() as launches:
         gather_images(pixels, picks, inputs, labels, targets)
@@ -67,9 +73,12 @@ def test_batches_in_either_memory_order_equal_a_loop_over_pixels(
 
 
 @pytest.mark.parametrize("order", ["stacked", "channels"])
-def test_images_of_several_blocks_equal_indexing(order: str) -> None:
+@pytest.mark.parametrize("erased", [False, True])
+def test_images_of_several_blocks_equal_indexing(order: str, erased: bool) -> None:
     pixels = PixelTable(torch.randint(0, 256, (2 * 40 * 30, 3), dtype=torch.uint8), 30, torch.randn(256, 3))
     picks = torch.tensor([[1, 0, 1, 1], [1200 + 61, 95, 1200, 1200 + 7], [0, 1, 1, 0]])
+    if erased:
+        picks = torch.cat([picks, torch.tensor([[0, 9, 0, 32], [0, 30, 33, 33], [0, 2, 0, 0], [0, 20, 21, 1]])])
     inputs, targets = new_images(2, 2, (3, 33, 21), order, torch.float32), torch.zeros(2, 2, dtype=torch.int64)
     gather_images(pixels, picks, inputs, torch.tensor([4, 9]), targets)
     assert torch.equal(inputs.double().flatten(0, 1), expected_images(pixels, picks, (3, 33, 21)))
@@ -118,7 +127,7 @@ def test_images_in_another_memory_order_are_refused() -> None:
 
 
 BAD_TENSORS = [
-    ("picks", lambda given: given | {"picks": given["picks"].int()}, r"picks must be int64 \[3, 4\], not torch\.int32"),
+    ("picks", lambda given: given | {"picks": given["picks"].int()}, r"int64 \[3, 4\] or \[7, 4\], not torch\.int32"),
     ("too few picks", lambda given: given | {"picks": given["picks"][:, :3]}, r"not torch\.int64 \[3, 3\]"),
     ("channels", lambda given: given | {"table": table(2)}, r"pixels must be uint8 \[M, 3\]"),
     ("dtype", lambda given: given | {"table": table(3, torch.float64)}, "does not cast"),
