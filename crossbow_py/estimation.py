@@ -15,6 +15,7 @@ from crossbow_py.config import EstimateConfig
 from crossbow_py.data.base import Declared
 from crossbow_py.data.datasets import Data, as_pair, num_samples
 from crossbow_py.data.images.source import ImageFolder
+from crossbow_py.data.inputs import num_picks
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
@@ -212,7 +213,7 @@ def _from_declared(config: EstimateConfig, declared: Declared, precision: Precis
     if declared.resident:
         padded = [side + 2 * config.data.crop_padding for side in extent]
         train, test = declared.num_train or 0, declared.num_test or 0
-        picks = 2 * 3 * 8  # two epochs' tables of three numbers
+        picks = 2 * num_picks(config.data.augmentation) * 8  # two epochs' tables
         fixed = train * (torch.Size([channels, *padded]).numel() + 8 + picks) + test * (size + 8)
     return DataFacts(
         sample=Sample(declared.input_shape, precision.compute),

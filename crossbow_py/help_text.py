@@ -95,8 +95,8 @@ The space of an experiment, in YAML; conf/experiment/search_digits.yaml is one t
     batch_size: {low: 16, high: 64, step: 16}                      # of whole numbers, as both ends are
 
 What can be searched: model, optimizer and schedule with all that is beneath them, batch_size, label_smoothing, seed,
-data.crop_padding and data.flip. With sampler=grid, every combination is a trial; ranges then have a step, or num
-values: {low: 0.001, high: 0.1, log: true, num: 3}.
+data.crop_padding, data.flip and data.random_erasing. With sampler=grid, every combination is a trial; ranges then have
+a step, or num values: {low: 0.001, high: 0.1, log: true, num: 3}.
 
 The same command goes on with a search that was stopped or killed; nothing that is finished is trained again. Started
 while the search runs, it joins: workers share the trials. The default storage serves the processes of one machine.

@@ -37,6 +37,7 @@ _ADDED = (
     ("rate_scaling", "none"),
     ("quadratic_period", None),
     ("final_correction_rate", None),
+    ("random_erasing", 0.0),
 )
 
 
@@ -243,7 +244,7 @@ class Run:
             "precision": parts.choices.precision.name,
             **{group: {"name": chosen.NAME, **_since(to_mapping(chosen))} for group, chosen in groups.items()},
             "data": {
-                "augmentation": to_mapping(self.data.augmentation or Augmentation()),
+                "augmentation": _since(to_mapping(self.data.augmentation or Augmentation())),
                 "mean": list(self.data.mean or ()),
                 "std": list(self.data.std or ()),
             },

@@ -142,7 +142,7 @@ class SearchRun:
             optimizer=own.optimizer,
             schedule=own.schedule,
             label_smoothing=own.label_smoothing,
-            augmentation=Augmentation(own.data.crop_padding, own.data.flip),
+            augmentation=own.data.augmentation,
             name=_name(own.model, params),
         )
 
@@ -188,8 +188,12 @@ class SearchRun:
 
     def _most_augmentation(self) -> Augmentation:
         """What images are stored for: the most that any trial does to them."""
-        corners = [own.data for own in self._corners()]
-        return Augmentation(max(data.crop_padding for data in corners), any(data.flip for data in corners))
+        corners = [own.data.augmentation for own in self._corners()]
+        return Augmentation(
+            crop_padding=max(each.crop_padding for each in corners),
+            flip=any(each.flip for each in corners),
+            random_erasing=max(each.random_erasing for each in corners),
+        )
 
     # --- the run ------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from crossbow_py.packing.space import Space
 from crossbow_py.settings import setting, suggestion
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
-_SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip")
+_SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip", "data.random_erasing")
 # What says something of the whole search: a trial alone has the default of a run.
 _OF_THE_SEARCH = (
     "output_dir", "resume", "max_time_s", "target_accuracy", "checkpoint_every_epochs", "checkpoint_every_s",

@@ -6,14 +6,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.augmentation import ERASING_HELP, FLIP_HELP, Augmentation, Flip
 from crossbow_py.data.datasets import Data, input_shape, split_validation
 from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting
 
-# The one-line meanings of fields whose defaults differ between sources.
+# The one-line meaning of a field whose default differs between sources.
 CROP_HELP = "pixels of zero padding around a training image before a random crop of its size; 0 for no crop"
-FLIP_HELP = "flip training images left to right at random"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class SourceSettings(ABC):
 
     validation_fraction: float = setting(0.0, "part of the training data held out for validation", minimum=0, below=1)
     crop_padding: int = setting(0, CROP_HELP, minimum=0)
-    flip: bool = setting(False, FLIP_HELP)
+    flip: Flip = setting(False, FLIP_HELP)
+    random_erasing: float = setting(0.0, ERASING_HELP, minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
         check(self)
@@ -95,9 +95,14 @@ class SourceSettings(ABC):
             input_shape=shape,
             mean=mean,
             std=std,
-            augmentation=Augmentation(self.crop_padding, self.flip),
+            augmentation=self.augmentation,
             notes=notes,
         )
+
+    @property
+    def augmentation(self) -> Augmentation:
+        """What is done to training images."""
+        return Augmentation(self.crop_padding, self.flip, self.random_erasing)
 
     @abstractmethod
     def read(self, progress: bool) -> tuple[Data, Data]:

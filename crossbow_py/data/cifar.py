@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from crossbow_py.data.base import CROP_HELP, FLIP_HELP, DownloadedSettings
+from crossbow_py.data.augmentation import FLIP_HELP, Flip
+from crossbow_py.data.base import CROP_HELP, DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.downloads import (
     REPLACE,
@@ -58,7 +59,7 @@ class CifarSettings(DownloadedSettings):
     TEST: ClassVar[tuple[Batch, ...]]
 
     crop_padding: int = setting(4, CROP_HELP, minimum=0)
-    flip: bool = setting(True, FLIP_HELP)
+    flip: Flip = setting(True, FLIP_HELP)
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         """(train, test) from the folder or the archive, whichever is found first, else from a download."""

@@ -71,7 +71,7 @@ def make_feed(
             streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks, order_seed
         )
     if augmentation.active and not is_image_batch(pair[0]):
-        raise UserError(_needs_images(augmentation, "set data.crop_padding=0 data.flip=false"))
+        raise UserError(_needs_images(augmentation, f"set {Augmentation()}"))
     inputs: ResidentInputs
     if is_image_batch(pair[0]):
         inputs = ImageInputs(pair[0], augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
@@ -85,13 +85,10 @@ def make_feed(
 def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
     if augmentation.crop_padding:
         raise UserError(_needs_images(augmentation, "set data.crop_padding=0 and crop inside the data set"))
-    first = data[0][0] if augmentation.flip else None
-    if augmentation.flip and not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
-        raise UserError(_needs_images(augmentation, "set data.flip=false and flip inside the data set"))
+    first = data[0][0] if augmentation.active else None
+    if augmentation.active and not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
+        raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))
 
 
 def _needs_images(augmentation: Augmentation, remedy: str) -> str:
-    return (
-        f"data.crop_padding={augmentation.crop_padding} and data.flip={augmentation.flip} need uint8 image tensors "
-        f"[N, C, H, W]; {remedy}."
-    )
+    return f"{augmentation} need uint8 image tensors [N, C, H, W]; {remedy}."

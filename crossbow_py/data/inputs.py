@@ -12,13 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages
+from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 from crossbow_py.errors import UserError
 
@@ -26,10 +27,17 @@ from crossbow_py.errors import UserError
 MemoryOrder = Literal["stacked", "channels"]
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
+_NUM_PLACES = 3  # rows of the picks of images that say where pixels come from
+
 
 def is_image_batch(inputs: Tensor) -> bool:
     """uint8 [N, C, H, W] counts as images."""
     return inputs.dtype == torch.uint8 and inputs.ndim == 4
+
+
+def num_picks(augmentation: Augmentation) -> int:
+    """R of images that are stored for that; see `ImageInputs`."""
+    return _NUM_PLACES + (NUM_EDGES if augmentation.random_erasing else 0)
 
 
 def is_clip_batch(inputs: Tensor) -> bool:
@@ -41,12 +49,12 @@ class ResidentInputs(ABC):
     """Read-only after construction; any thread may call it.
 
     Attributes:
-        NUM_ROWS: R, rows of the picks.
         shape: of one sample as batches have it.
         dtype: of batches.
+        num_rows: R, rows of the picks.
     """
 
-    NUM_ROWS: ClassVar[int] = 1
+    num_rows: int = 1
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, channels_last: bool) -> None:
         """`channels_last` is the memory format of 4-D batches."""
@@ -70,7 +78,7 @@ class ResidentInputs(ABC):
     def check_augmentation(self, augmentation: Augmentation) -> None:
         """Raise UserError when `epoch_picks` cannot augment like that."""
         if augmentation.active:
-            raise UserError("random crops and flips need uint8 images; set data.crop_padding=0 and data.flip=false.")
+            raise UserError(f"{augmentation} need uint8 images; set {Augmentation()}.")
 
     @abstractmethod
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
@@ -161,12 +169,11 @@ class ClipInputs(RowInputs):
 
 
 class ImageInputs(ResidentInputs):
-    """uint8 images: cropped, flipped, normalised. Picks are (sample id, first pixel of the crop, mirrored).
+    """uint8 images: cropped, flipped, normalised, erased. Picks are (sample id, first pixel of the crop, mirrored).
 
+    Where images are stored to be erased, the picks of all have four rows more: (top, bottom, left, right) of what is.
     With `kernels`, `fill` is one launch of a Triton kernel and gives the same bits; channels-last only.
     """
-
-    NUM_ROWS = 3
 
     def __init__(
         self,
@@ -180,6 +187,7 @@ class ImageInputs(ResidentInputs):
     ) -> None:
         super().__init__(images.shape[1:], dtype, device, channels_last)
         self._augmentation = augmentation
+        self.num_rows = num_picks(augmentation)
         self._images = PaddedImages(images, augmentation.crop_padding, device)
         channels, height, width = images.shape[1:]
         self._normalise = PixelNormaliser((channels, height, width), normalisation, dtype, device, channels_last)
@@ -188,11 +196,10 @@ class ImageInputs(ResidentInputs):
     def check_augmentation(self, augmentation: Augmentation) -> None:
         """See `ResidentInputs.check_augmentation`."""
         stored = self._augmentation
-        if augmentation.crop_padding > stored.crop_padding or (augmentation.active and not stored.active):
-            raise UserError(
-                f"data.crop_padding={augmentation.crop_padding} and data.flip={augmentation.flip} go beyond what the "
-                f"images were stored for, crop_padding={stored.crop_padding} and flip={stored.flip}."
-            )
+        crops_more = augmentation.crop_padding > stored.crop_padding
+        moves_more = augmentation.moves_pixels and not stored.moves_pixels
+        if crops_more or moves_more or (augmentation.random_erasing and not stored.random_erasing):
+            raise UserError(f"{augmentation} go beyond what the images were stored for, {stored}.")
 
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
         """Drawn by sample id, then brought into stream order."""
@@ -200,18 +207,24 @@ class ImageInputs(ResidentInputs):
         top, left, mirrored = own.draw(seed, epoch, len(order))
         inset = self._augmentation.crop_padding - own.crop_padding
         top, left = top + inset, left + inset
-        return np.stack([order, self._images.first_pixel(order, top[order], left[order]), mirrored[order]])
+        places = np.stack([order, self._images.first_pixel(order, top[order], left[order]), mirrored[order]])
+        if self.num_rows == _NUM_PLACES:
+            return places
+        erased = own.draw_erased(seed, epoch, len(order), self._images.extent)
+        return np.concatenate([places, erased[:, order]])
 
     def plain_picks(self, ids: Ids) -> Ids:
         """The crop in the middle, which is the image."""
         top, left, mirrored = self._augmentation.centre(len(ids))
-        return np.stack([ids, self._images.first_pixel(ids, top, left), mirrored])
+        picks = np.zeros((self.num_rows, len(ids)), dtype=np.int64)
+        picks[:_NUM_PLACES] = ids, self._images.first_pixel(ids, top, left), mirrored
+        return picks
 
     def take(self, picks: Tensor) -> Tensor:
         """Two gathers (the second one of pixels, or of whole images when nothing is cropped or flipped)."""
-        if not self._augmentation.active:
-            return self._normalise(self._images.whole(picks[0]))
-        return self._normalise(self._images.crops(picks[1], picks[2]))
+        moves = self._augmentation.moves_pixels
+        pixels = self._images.crops(picks[1], picks[2]) if moves else self._images.whole(picks[0])
+        return self._normalise(pixels, picks[_NUM_PLACES:] if self._augmentation.random_erasing else None)
 
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
         """See `ResidentInputs.fill`."""

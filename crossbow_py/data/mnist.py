@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from crossbow_py.data.base import FLIP_HELP, DownloadedSettings
+from crossbow_py.data.augmentation import FLIP_HELP, Flip
+from crossbow_py.data.base import DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.downloads import REPLACE, PublishedFile, data_folders, download, find, read_file, unpacked
 from crossbow_py.errors import UserError
@@ -93,7 +94,7 @@ class FashionMnist(IdxSettings):
         f"t10k-{_LABELS}": "bb300cfdad3c16e7a12a480ee83cd310",
     }
 
-    flip: bool = setting(True, FLIP_HELP)
+    flip: Flip = setting(True, FLIP_HELP)
 
 
 def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:

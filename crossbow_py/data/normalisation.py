@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossbow_py.data.erasing import Eraser
 from crossbow_py.errors import UserError
 
 
@@ -74,11 +75,17 @@ class PixelNormaliser:
         self._compute = compute_dtype(dtype)
         mean, std = np.asarray(normalisation.mean), np.asarray(normalisation.std)
         self._scale, self._shift = (self._row(values).to(device) for values in (1 / (255 * std), -mean / std))
+        self._erase = Eraser(shape, device)
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """To [B, C, H, W] of the wished dtype, channels last in memory or contiguous."""
+    def __call__(self, pixels: Tensor, erased: Tensor | None = None) -> Tensor:
+        """To [B, C, H, W] of the wished dtype, channels last in memory or contiguous.
+
+        `erased` [4, B] on the device are rectangles of which `Eraser` makes 0; None for none.
+        """
         channels, height, width = self._shape
         values = torch.addcmul(self._shift, pixels.to(self._compute), self._scale).to(self._dtype)
+        if erased is not None:
+            self._erase(values, erased)
         images = values.view(-1, height, width, channels).permute(0, 3, 1, 2)
         return images if self._channels_last else images.contiguous()
 

@@ -1,4 +1,4 @@
-"""From a batch as workers hand it over to what a model takes: flipped, normalised and cast, on the device."""
+"""From a batch as workers hand it over to what a model takes: flipped, normalised, cast and erased, on the device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ class Preparation:
         self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
 
-    def __call__(self, inputs: Tensor, mirrored: Tensor | None = None) -> Tensor:
+    def __call__(self, inputs: Tensor, mirrored: Tensor | None = None, erased: Tensor | None = None) -> Tensor:
         """[B, ...] prepared, enqueued on the current stream; the host does not wait.
 
         Args:
             inputs: on the device.
             mirrored: bool [B] on the device, which images to flip left to right; None for none.
+            erased: int32 [4, B] on the device, (top, bottom, left, right) of what is erased of images; None for none.
         """
         if is_image_batch(inputs):
-            return self._images(inputs, mirrored)
+            return self._images(inputs, mirrored, erased)
         if is_clip_batch(inputs):
             return self._normalised(inputs, self._normalisation or IDENTITY)
         if inputs.is_floating_point():
@@ -50,7 +51,7 @@ class Preparation:
         mean, std = self._constants[kind]
         return inputs.to(mean.dtype).sub(mean).div_(std).to(self._dtype)
 
-    def _images(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
+    def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
         if mirrored is not None:
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
@@ -59,4 +60,4 @@ class Preparation:
             self._pixels[shape] = PixelNormaliser(
                 (channels, height, width), normalisation, self._dtype, self._device, self._channels_last
             )
-        return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1))
+        return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1), erased)

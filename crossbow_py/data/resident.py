@@ -98,7 +98,7 @@ class ResidentFeed(PickedFeed):
 
     def new_picks(self, num_batches: int) -> Tensor:
         """See `PickedFeed.new_picks`."""
-        shape = self._inputs.NUM_ROWS, num_batches * self.batch_size
+        shape = self._inputs.num_rows, num_batches * self.batch_size
         return torch.zeros(shape, dtype=torch.int64, device=self._targets.device)
 
     def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:

@@ -1,6 +1,6 @@
 """The feed of data that is made by worker processes while learners train: decoded ahead, copied ahead, used once.
 
-    worker processes ──Fetched──► producer thread ──copy stream──► shelf ──► flip, normalise, cast ──► learners
+    worker processes ──Fetched──► producer thread ──copy stream──► shelf ──► flip, normalise, erase ──► learners
 
 The producer thread keeps the shelf filled: a round's batches and the next round's (double buffers), uint8 on the
 device. One feed serves all learners of a rank, also when they share every batch, and makes no other rank's batches.
@@ -21,6 +21,7 @@ from torch import Tensor
 from crossbow_py.data.augmentation import Augmentation, Ids
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.data.inputs import is_image_batch
 from crossbow_py.data.loader import Loaded, Loader, fetched_or_raise
 from crossbow_py.data.positions import Positions, RankPositions
 from crossbow_py.data.preparation import Preparation
@@ -33,12 +34,24 @@ _EVALUATION_CHUNK = 16  # samples a worker makes at a time, so that a small test
 
 
 class _Staged(NamedTuple):
-    """A batch on the shelf: as workers made it, on the device; `copied` is a CUDA event once it is there."""
+    """A batch on the shelf: as workers made it, on the device; `copied` is a CUDA event once it is there.
+
+    What is still to be done to images: bool [B], and int32 [4, B] as of `draw_rectangles`.
+    """
 
     inputs: Tensor
     targets: Tensor
     mirrored: Tensor | None
+    erased: Tensor | None
     copied: torch.cuda.Event | None
+
+
+class _Drawn(NamedTuple):
+    """A table of what is erased in an epoch, of images of height and width."""
+
+    epoch: int
+    height: int
+    width: int
 
 
 class LoadingTimes(NamedTuple):
@@ -58,7 +71,7 @@ class StreamingFeed(Feed):
         batch_size: samples a batch.
         seed: of the sample order and the augmentation.
         device: where batches are needed.
-        augmentation: flips are done here.
+        augmentation: flips and erasing are done here.
         preparation: what else is done on the device.
         num_workers: worker processes; 0 loads in the thread that waits.
         num_ranks: ranks that take batches of the stream in turn, each as many as this one; what is made ahead follows.
@@ -91,9 +104,14 @@ class StreamingFeed(Feed):
         self._orders = EpochCache[int, Ids](lambda epoch: epoch_order(order_seed, epoch, self.num_samples))
 
         def mirrored(epoch: int) -> Tensor:
-            return torch.from_numpy(augmentation.draw(seed, epoch, self.num_samples)[2] == 1)
+            return torch.from_numpy(augmentation.draw_flips(seed, epoch, self.num_samples))
+
+        def erased(key: _Drawn) -> Tensor:
+            drawn = augmentation.draw_erased(seed, key.epoch, self.num_samples, (key.height, key.width))
+            return torch.from_numpy(drawn).to(torch.int32)  # for millions of samples half as large
 
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
+        self._erased = EpochCache(erased) if augmentation.random_erasing else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._shelf: Shelf[_Staged] = Shelf()
         self._unannounced = threading.Lock()
@@ -146,13 +164,18 @@ class StreamingFeed(Feed):
     def batch(self, start: int) -> Batch:
         """See `Feed.batch`."""
         staged = self._take([start])[0]
-        return Batch(self._prepare(staged.inputs, staged.mirrored), staged.targets)
+        return Batch(self._prepare(staged.inputs, staged.mirrored, staged.erased), staged.targets)
 
     def batches(self, starts: Sequence[int]) -> Batch:
         """See `Feed.batches`; all are prepared at once."""
         staged = self._take(starts)
         mirrored = [one.mirrored for one in staged if one.mirrored is not None]
-        inputs = self._prepare(torch.cat([one.inputs for one in staged]), torch.cat(mirrored) if mirrored else None)
+        erased = [one.erased for one in staged if one.erased is not None]
+        inputs = self._prepare(
+            torch.cat([one.inputs for one in staged]),
+            torch.cat(mirrored) if mirrored else None,
+            torch.cat(erased, dim=1) if erased else None,
+        )
         return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in staged]))
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
@@ -236,27 +259,38 @@ class StreamingFeed(Feed):
     def _stage(self, start: int, loaded: Loaded) -> _Staged:
         """Onto the device; on CUDA on the copy stream, from pinned memory, so that the host does not wait."""
         fetched = self._accept(loaded)
-        mirrored = self._flips(start)
+        mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
         self._num_loaded, self._loading_s = self._num_loaded + 1, self._loading_s + loaded.seconds
         if self._copies is None:
-            return _Staged(fetched.inputs, fetched.targets, mirrored, None)
+            return _Staged(fetched.inputs, fetched.targets, mirrored, erased, None)
         with torch.cuda.stream(self._copies):
             inputs, targets = (each.to(self._device, non_blocking=True) for each in fetched[:2])
-            if mirrored is not None:
-                mirrored = mirrored.pin_memory().to(self._device, non_blocking=True)
+            mirrored, erased = (
+                None if each is None else each.pin_memory().to(self._device, non_blocking=True)
+                for each in (mirrored, erased)
+            )
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
-        return _Staged(inputs, targets, mirrored, copied)
+        return _Staged(inputs, targets, mirrored, erased, copied)
 
     def _flips(self, start: int) -> Tensor | None:
         """Which images of a batch are flipped, bool [B] on the host, drawn by sample."""
         if self._mirrored is None:
             return None
-        parts = []
-        for epoch, first, last in segments(start, self.batch_size, self.num_samples):
-            ids = torch.from_numpy(self._orders(epoch)[first:last])
-            parts.append(self._mirrored(epoch).index_select(0, ids))
-        return torch.cat(parts)
+        return torch.cat([self._mirrored(epoch).index_select(0, ids) for epoch, ids in self._ids(start)])
+
+    def _rectangles(self, start: int, inputs: Tensor) -> Tensor | None:
+        """What of a batch's images is erased, int32 [4, B] on the host, drawn by sample."""
+        if self._erased is None or not is_image_batch(inputs):
+            return None
+        height, width = inputs.shape[2:]
+        drawn = ((self._erased(_Drawn(epoch, height, width)), ids) for epoch, ids in self._ids(start))
+        return torch.cat([table.index_select(1, ids) for table, ids in drawn], dim=1)
+
+    def _ids(self, start: int) -> list[tuple[int, Tensor]]:
+        """The samples of a batch on the host, epoch by epoch."""
+        runs = segments(start, self.batch_size, self.num_samples)
+        return [(epoch, torch.from_numpy(self._orders(epoch)[first:last])) for epoch, first, last in runs]
 
     def _take(self, starts: Sequence[int]) -> list[_Staged]:
         """From the shelf, made first where they were not announced. On CUDA the current stream waits for the copies."""
@@ -271,7 +305,7 @@ class StreamingFeed(Feed):
             if one.copied is not None:
                 stream = torch.cuda.current_stream(self._device)
                 stream.wait_event(one.copied)
-                for tensor in (one.inputs, one.targets, one.mirrored):
+                for tensor in (one.inputs, one.targets, one.mirrored, one.erased):
                     if tensor is not None:
                         tensor.record_stream(stream)  # the shelf may drop it while this stream still reads it
         return found

@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = {
         "five": ["averaging=independent", "num_learners=5", "max_epochs=4", "model.hidden=[32]"],
         "wide": ["max_epochs=2", "model.hidden=[48]"],
-        "narrow": ["max_epochs=1", "model.hidden=[16]", "data.flip=true"],
+        "narrow": ["max_epochs=1", "model.hidden=[16]", "data.flip=true", "data.random_erasing=0.3"],
         "other": ["data=synthetic", "data.shape=[1,8,8]", "max_epochs=1"],
     }
     for name, keys in own.items():

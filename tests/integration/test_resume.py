@@ -85,6 +85,7 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
         {"executor": "serial"},
         {"executor": "threads"},
         {"executor": "threads", "precision": "bf16"},
+        {"executor": "threads", "augmentation": Augmentation(2, flip="alternating", random_erasing=0.5)},
         {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3, batch_norm="recalibrate")},
         {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
         {"averaging": Elastic(averaging_period=2)},
@@ -96,8 +97,8 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
         {"averaging": GroupedSMA(group_size=2), "num_learners": 4, "executor": "threads"},
     ],
     ids=[
-        "serial", "threads", "bf16", "three learners", "one learner", "elastic", "local_sgd", "diloco", "slowmo",
-        "papa", "synchronous_sgd", "grouped_sma",
+        "serial", "threads", "bf16", "erasing", "three learners", "one learner", "elastic", "local_sgd", "diloco",
+        "slowmo", "papa", "synchronous_sgd", "grouped_sma",
     ],
 )
 def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_every_bit(tmp_path, options):
@@ -227,6 +228,8 @@ def without_batch_norm_weights() -> nn.Module:
         ({"averaging": SMA(averaging_momentum=0.5)}, "averaging.averaging_momentum: 0.9 → 0.5"),
         ({"averaging": Independent()}, "averaging.name: sma → independent"),
         ({"augmentation": Augmentation(crop_padding=1, flip=True)}, "data.augmentation.crop_padding: 2 → 1"),
+        ({"augmentation": Augmentation(2, "alternating")}, "data.augmentation.flip: True → alternating"),
+        ({"augmentation": Augmentation(2, True, 0.1)}, "data.augmentation.random_erasing: None → 0.1"),
         ({"mean": (0.5,), "std": (0.2,)}, r"data.mean: \[\] → \[0.5\]"),
         ({"train_data": images(60)}, "num_train_samples: 50 → 60"),
         ({"model": other_model}, r"model.7.weight: \[3, 32\] → \[4, 32\]"),

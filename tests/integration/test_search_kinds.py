@@ -117,6 +117,15 @@ def test_augmentation_in_the_space_is_each_trials_own() -> None:
 
 
 @pytest.mark.usefixtures("packs_of_three")
+def test_erasing_and_alternating_flips_in_the_space_are_each_trials_own() -> None:
+    space = ["space.data.random_erasing=[0.0,0.5]", "space.data.flip=[true,alternating]", "space.seed=[5]"]
+    images = [*IMAGES, "data.shape=[3,8,8]", "model=mlp", "model.hidden=[16]", "max_epochs=2", "metric=loss"]
+    assert main([*GRID, *images, *space]) == 0
+    assert len({trial["value"] for trial in trials()}) == 4
+    assert trained_by_command()["validation_loss"] == pytest.approx(report()["best"]["value"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("packs_of_three")
 def test_dropout_in_the_space_is_each_trials_own() -> None:
     options = [*IMAGES, "data.shape=[1,28,28]", "model=lenet", "optimizer.learning_rate=0.01", "metric=loss"]
     rates = "space.model.dropout=[0.1,0.5,0.9]"

@@ -50,7 +50,7 @@ def trainer_of(folder: Path | None, **options: Any) -> Trainer:
         "model": image_model,
         "train_data": Pictures(50),
         "test_data": Pictures(20),
-        "augmentation": Augmentation(flip=True),
+        "augmentation": Augmentation(flip="alternating", random_erasing=0.5),
         "optimizer": SGD(learning_rate=0.05, momentum=0.9),
         "output_dir": folder,
     }

@@ -53,7 +53,12 @@ def composed(command: str) -> TrainConfig:
         ["data=digits", "space.model=[mlp,resnet20]"],
         ["data=digits", "model=mlp", "space.model.hidden=[[32],[64,16],[]]"],
         ["data=digits", "space.schedule=[constant,cosine,exponential]", "space.batch_size=[8,64]"],
-        ["data=cifar10", "space.data.crop_padding={low:0,high:4}", "space.data.flip=[true,false]"],
+        [
+            "data=cifar10",
+            "space.data.crop_padding={low:0,high:4}",
+            "space.data.flip=[true,false,alternating]",
+            "space.data.random_erasing={low:0.0,high:0.5}",
+        ],
         [
             *CUSTOM,
             "model.args.inner={}",

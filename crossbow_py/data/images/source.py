@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from crossbow_py.data.base import FLIP_HELP, Declared, SourceSettings
+from crossbow_py.data.augmentation import FLIP_HELP, Flip
+from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.datasets import Data
 from crossbow_py.data.downloads import data_folders, expanded, find
 from crossbow_py.data.images.cache_writing import Opened, open_or_fill
@@ -29,7 +30,7 @@ class ImageFolder(SourceSettings):
     NAME: ClassVar[str] = "image_folder"
 
     crop_padding: int = setting(0, "must be 0: training crops are random and resized", minimum=0)
-    flip: bool = setting(True, FLIP_HELP)
+    flip: Flip = setting(True, FLIP_HELP)
     folder: str = setting("", "folder with the images: a path, or its name in the folder of data sets")
     root: str | None = setting(None, "folder of data sets; null is $CROSSBOW_DATA_DIR, else ~/.cache/crossbow_py")
     train: str = setting("train", "folder in it with the training images, one folder a class")

@@ -1,11 +1,14 @@
-"""Crop and flip against a loop over pixels, normalisation against its formula."""
+"""Crop and flip against a loop over pixels, normalisation against its formula. Erasing: test_erasing."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from crossbow_py.data import augmentation
 from crossbow_py.data.augmentation import Augmentation, PaddedImages
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 from crossbow_py.errors import UserError
@@ -51,9 +54,37 @@ def test_draw_without_flip_mirrors_nothing() -> None:
     assert mirrored.sum() == 0 and top.max() == left.max() == 2
 
 
-def test_augmentation_with_negative_padding_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"data\.crop_padding must be at least 0, got -1"):
-        Augmentation(-1, False)
+def test_alternating_flip_shows_both_sides_in_any_two_epochs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {0: [0.2, 0.7, 0.49, 0.5], 1: [0.0, 0.0, 0.0, 0.0]}  # by epoch; only the first one counts
+    monkeypatch.setattr(augmentation, "uniform", lambda seed, purpose, epoch, count: np.array(drawn[epoch]))
+    found = [Augmentation(flip="alternating").draw_flips(0, epoch, 4).tolist() for epoch in range(4)]
+    first, second = [True, False, True, False], [False, True, False, True]
+    assert found == [first, second, first, second]
+
+
+def test_alternating_flip_begins_as_one_at_random_and_then_repeats_itself() -> None:
+    alternating, random = Augmentation(flip="alternating"), Augmentation(flip=True)
+    flips = [alternating.draw_flips(5, epoch, 400) for epoch in range(5)]
+    assert np.array_equal(flips[0], random.draw_flips(5, 0, 400)) and 150 < flips[0].sum() < 250
+    for epoch, flipped in enumerate(flips):
+        assert np.array_equal(flipped, flips[0] ^ (epoch % 2 == 1))
+        assert np.array_equal(alternating.draw(5, epoch, 400)[2], flipped)
+    # Those at random have half of all images as they were in the epoch before.
+    again = random.draw_flips(5, 0, 400) == random.draw_flips(5, 1, 400)
+    assert 150 < again.sum() < 250
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"crop_padding": -1}, r"data\.crop_padding must be at least 0, got -1"),
+        ({"flip": "always"}, r"data\.flip must be true or false or alternating, got 'always'"),
+        ({"random_erasing": 1.5}, r"data\.random_erasing must be at most 1, got 1\.5"),
+    ],
+)
+def test_augmentation_of_bad_values_is_a_user_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Augmentation(**options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

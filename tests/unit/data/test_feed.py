@@ -18,7 +18,7 @@ from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.inputs import MemoryOrder
-from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.resident import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.errors import UserError
@@ -27,6 +27,8 @@ from tests.triton_version import has_interpreter
 
 N, SEED = 23, 11
 BOTH = Augmentation(crop_padding=2, flip=True)
+ALL = Augmentation(crop_padding=2, flip="alternating", random_erasing=0.7)
+ERASING = Augmentation(random_erasing=0.7)
 WITH_KERNELS = [True, False] if has_interpreter() else [False]
 
 
@@ -59,23 +61,30 @@ def test_batch_at_a_position_holds_the_streams_samples() -> None:
         assert feed.batch(start).targets.tolist() == ids_at(start, 5)
 
 
-def test_batch_of_images_equals_the_augmentation_drawn_for_its_samples() -> None:
+@pytest.mark.parametrize("augmentation", [BOTH, ALL, ERASING])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_batch_of_images_equals_the_augmentation_drawn_for_its_samples(
+    augmentation: Augmentation, channels_last: bool
+) -> None:
     inputs, targets = images()
-    feed = make_feed((inputs, targets), 7, SEED, augmentation=BOTH, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
-    got = feed.batch(N - 3)
-    draws = [BOTH.draw(SEED, epoch, N) for epoch in (0, 1)]
-    padded = torch.nn.functional.pad(inputs, (2, 2, 2, 2))
+    settings = {"mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7), "channels_last": channels_last}
+    got = make_feed((inputs, targets), 7, SEED, augmentation=augmentation, **settings).batch(N - 3)
+    draws = [augmentation.draw(SEED, epoch, N) for epoch in (0, 1)]
+    erased = [augmentation.draw_erased(SEED, epoch, N, (6, 5)) for epoch in (0, 1)]
+    padded = torch.nn.functional.pad(inputs, (augmentation.crop_padding,) * 4)
     for place, sample in enumerate(ids_at(N - 3, 7)):
         top, left, mirrored = (int(table[sample]) for table in draws[0 if place < 3 else 1])
         crop = padded[sample, :, top : top + 6, left : left + 5].double() / 255
         crop = crop.flip(2) if mirrored else crop
         expected = (crop - torch.tensor([[[0.1]], [[0.2]], [[0.3]]])) / torch.tensor([[[0.5]], [[0.6]], [[0.7]]])
+        top, bottom, left, right = erased[0 if place < 3 else 1][:, sample]
+        expected[:, top:bottom, left:right] = 0.0
         torch.testing.assert_close(got.inputs[place].double(), expected, rtol=0, atol=2e-6)
 
 
 def test_batch_of_another_size_augments_the_same_sample_alike() -> None:
-    whole = make_feed(images(), N, SEED, augmentation=BOTH).batch(N)
-    small = make_feed(images(), 4, SEED, augmentation=BOTH)
+    whole = make_feed(images(), N, SEED, augmentation=ALL).batch(N)
+    small = make_feed(images(), 4, SEED, augmentation=ALL)
     for start in range(N, 2 * N - 4, 4):
         assert torch.equal(small.batch(start).inputs, whole.inputs[start - N : start - N + 4])
 
@@ -96,7 +105,7 @@ def test_batch_asked_for_by_many_threads_equals_one_threads() -> None:
         assert torch.equal(batch.inputs, expected.inputs) and torch.equal(batch.targets, expected.targets)
 
 
-@pytest.mark.parametrize("augmentation", [BOTH, Augmentation(), None])
+@pytest.mark.parametrize("augmentation", [BOTH, ALL, ERASING, Augmentation(), None])
 def test_evaluation_batches_give_every_sample_in_order_and_unaugmented(augmentation: Augmentation | None) -> None:
     inputs, targets = images()
     feed = make_feed((inputs, targets), 4, SEED, augmentation=augmentation)
@@ -200,7 +209,9 @@ def loaded_in_two_steps(feed: Feed, starts: tuple[int, ...], order: MemoryOrder 
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize(("kind", "augmentation"), [*((kind, None) for kind in KINDS), ("images", BOTH)])
+@pytest.mark.parametrize(
+    ("kind", "augmentation"), [*((kind, None) for kind in KINDS), *(("images", each) for each in (BOTH, ALL, ERASING))]
+)
 def test_batches_loaded_in_two_steps_equal_those_of_one(
     kind: str, augmentation: Augmentation | None, channels_last: bool
 ) -> None:
@@ -219,7 +230,7 @@ def test_batches_loaded_in_two_steps_equal_those_of_one(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("order", ["stacked", "channels"])
-@pytest.mark.parametrize("augmentation", [BOTH, None])
+@pytest.mark.parametrize("augmentation", [BOTH, ALL, ERASING, None])
 @pytest.mark.skipif(not has_interpreter(), reason="needs Triton's interpreter")
 def test_batches_of_images_made_by_the_kernel_equal_torchs_to_the_bit(
     augmentation: Augmentation | None, order: MemoryOrder, dtype: torch.dtype
@@ -260,9 +271,10 @@ def test_single_batch_is_taken_without_an_axis_of_learners_too(kind: str, kernel
     assert torch.equal(out.inputs[0], expected.inputs) and torch.equal(out.targets[0], expected.targets)
 
 
+@pytest.mark.parametrize("augmentation", [BOTH, ALL])
 @pytest.mark.skipif(not has_interpreter(), reason="needs Triton's interpreter")
-def test_new_picks_pick_the_first_sample() -> None:
-    feed = make_feed(images(), 4, SEED, augmentation=BOTH, channels_last=True, kernels=True)
+def test_new_picks_pick_the_first_sample(augmentation: Augmentation) -> None:
+    feed = make_feed(images(), 4, SEED, augmentation=augmentation, channels_last=True, kernels=True)
     picks, out = feed.new_picks(2), feed.new_batches(2)
     feed.take(picks, out)
     assert not out.targets.any() and torch.equal(out.inputs[0, 0], out.inputs[1, 3])
@@ -278,6 +290,39 @@ def test_written_picks_build_the_tables_of_an_epoch_once() -> None:
     for start in range(0, 3 * N, 8):
         feed.write_picks((start, start + 4), picks)
     assert built == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("augmentation", [BOTH, Augmentation()])
+def test_picks_have_rows_for_erasing_only_where_images_are_erased(augmentation: Augmentation) -> None:
+    rows = [make_feed(images(), 4, SEED, augmentation=each).new_picks(2).shape for each in (augmentation, ERASING)]
+    assert rows == [(3, 8), (7, 8)]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "fits"),
+    [
+        (ALL, Augmentation(), True),
+        (ALL, BOTH, True),
+        (ALL, ERASING, True),
+        (BOTH, Augmentation(flip="alternating"), True),
+        (BOTH, ERASING, False),
+        (ERASING, Augmentation(flip=True), False),
+        (BOTH, Augmentation(crop_padding=3), False),
+    ],
+)
+def test_stream_of_its_own_augmentation_is_as_alone_or_refused_where_images_are_not_stored_for_it(
+    stored: Augmentation, wanted: Augmentation, fits: bool
+) -> None:
+    feed = make_feed(images(), 4, SEED, augmentation=stored)
+    assert isinstance(feed, ResidentFeed)
+    if not fits:
+        with pytest.raises(UserError, match=r"data\.random_erasing=.* go beyond what the images were stored for"):
+            feed.set_variant(1, Variant(9, wanted))
+        return
+    feed.set_variant(1, Variant(9, wanted))
+    alone = make_feed(images(), 4, 9, augmentation=wanted, order_seed=SEED)
+    for start in (0, N - 2, 3 * N):
+        assert torch.equal(feed.batch(STREAM + start).inputs, alone.batch(start).inputs)
 
 
 def test_map_style_feed_has_no_picks() -> None:
@@ -330,13 +375,19 @@ def test_make_feed_augmenting_no_uint8_tensor_is_a_user_error(data: Any) -> None
         make_feed(data, 1, augmentation=BOTH)
 
 
+@pytest.mark.parametrize("make", [lambda rows: (rows, torch.zeros(4)), Counted])
+def test_make_feed_erasing_no_images_is_a_user_error(make: Any) -> None:
+    with pytest.raises(UserError, match=r"random_erasing=0\.7 need uint8 image tensors .*data\.random_erasing=0[ .]"):
+        make_feed(make(torch.randn(4, 3, 6, 6)), 1, augmentation=ERASING)
+
+
 def test_map_style_batch_of_ragged_items_is_a_user_error() -> None:
     with pytest.raises(UserError, match="cannot be stacked"):
         make_feed(Ragged(torch.zeros(4, 2)), 3).batch(0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("augmentation", [BOTH, Augmentation()])
+@pytest.mark.parametrize("augmentation", [BOTH, ALL, Augmentation()])
 def test_batch_on_cuda_equals_the_cpus(augmentation: Augmentation) -> None:
     settings = {"augmentation": augmentation, "mean": (0.5,), "std": (0.2,), "channels_last": True}
     here, there = (make_feed(images(), 7, SEED, device=device, **settings) for device in ("cpu", "cuda"))
@@ -348,8 +399,11 @@ def test_batch_on_cuda_equals_the_cpus(augmentation: Augmentation) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("order", ["stacked", "channels"])
-def test_batches_taken_inside_a_cuda_graph_follow_the_picks(kernels: bool, order: MemoryOrder) -> None:
-    settings = {"augmentation": BOTH, "channels_last": True, "dtype": torch.bfloat16}
+@pytest.mark.parametrize("augmentation", [BOTH, ALL])
+def test_batches_taken_inside_a_cuda_graph_follow_the_picks(
+    kernels: bool, order: MemoryOrder, augmentation: Augmentation
+) -> None:
+    settings = {"augmentation": augmentation, "channels_last": True, "dtype": torch.bfloat16}
     feed = make_feed(images(), 4, SEED, "cuda", **settings, kernels=kernels)
     picks, out, graph = feed.new_picks(3), feed.new_batches(3, order), torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.augmentation import Augmentation, Flip
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.sampler import epoch_order
@@ -98,8 +98,10 @@ class Items:
 def made() -> Iterator[Callable[..., StreamingFeed]]:
     feeds: list[Feed] = []
 
-    def make(data: Any, workers: int, batch_size: int = 4, flip: bool = False, **settings: Any) -> StreamingFeed:
-        augmentation = Augmentation(flip=flip)
+    def make(
+        data: Any, workers: int, batch_size: int = 4, flip: Flip = False, random_erasing: float = 0, **settings: Any
+    ) -> StreamingFeed:
+        augmentation = Augmentation(flip=flip, random_erasing=random_erasing)
         feed = make_feed(data, batch_size, SEED, augmentation=augmentation, num_workers=workers, **settings)
         feeds.append(feed)
         assert isinstance(feed, StreamingFeed)
@@ -162,6 +164,36 @@ def test_batch_is_normalised_and_cast_like_a_resident_one(made: Any) -> None:
     streamed = made(Images(), 0, dtype=torch.bfloat16, **settings).batch(0)
     assert torch.equal(streamed.inputs, resident.inputs) and torch.equal(streamed.targets, resident.targets)
     assert streamed.inputs.stride() == resident.inputs.stride()
+
+
+class StillImages(Images):
+    """The same in every epoch, so that tensors can hold them too."""
+
+    image_shape = (3, 9, 7)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 256, (3, 9, 7), dtype=torch.uint8, generator=generator), index
+
+    def fetch(self, keys: Sequence[Key], **options: Any) -> Fetched:
+        return super().fetch([Key(0, key.sample) for key in keys], **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_streamed_images_are_flipped_and_erased_like_resident_ones_to_the_bit(
+    made: Any, workers: int, channels_last: bool
+) -> None:
+    held = torch.stack([StillImages()[i][0] for i in range(N)]), torch.arange(N)
+    settings: dict[str, Any] = {"mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7], "channels_last": channels_last}
+    augmentation = Augmentation(flip="alternating", random_erasing=0.6)
+    resident = make_feed(held, 4, SEED, augmentation=augmentation, **settings)
+    streamed = made(StillImages(), workers, flip="alternating", random_erasing=0.6, **settings)
+    starts = [(p, p + 4) for p in range(0, 72, 8)]  # three epochs, across their ends
+    assert same(rounds(streamed, starts), [resident.batches(each) for each in starts])
+    assert same([streamed.batch(N - 2)], [resident.batch(N - 2)])
+    (whole,) = streamed.evaluation_batches(N)
+    assert torch.equal(whole.inputs, next(iter(resident.evaluation_batches(N))).inputs)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -27,7 +27,7 @@ from tests.trainers import images
 
 ORDER_SEED = 7
 NUM_SAMPLES, BATCH = 40, 4
-LONGEST = Augmentation(crop_padding=2, flip=True)
+LONGEST = Augmentation(crop_padding=2, flip="alternating", random_erasing=0.5)
 
 
 def network(dropout: float) -> nn.Module:
