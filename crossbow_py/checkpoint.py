@@ -262,3 +262,18 @@ def differences(saved: Any, current: Any, path: str = "") -> list[str]:
         nested = (differences(saved.get(k), current.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
         return [line for lines in nested for line in lines]
     return [] if saved == current else [f"{path}: {saved} → {current}"]
+
+
+def filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The old plain values, and the new ones where there are none, so that keys newer than `old` make no difference.
+
+    Settings of other things, by `name`, are left apart.
+    """
+    if old.get("name") != new.get("name"):
+        return dict(old)
+    nested = {key: filled(old[key], value) for key, value in new.items() if _are_mappings(value, old.get(key))}
+    return {**new, **old, **nested}
+
+
+def _are_mappings(*values: Any) -> bool:
+    return all(isinstance(value, Mapping) for value in values)

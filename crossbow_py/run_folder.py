@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
-from crossbow_py.checkpoint import checkpoints, differences, holds_run
+from crossbow_py.checkpoint import checkpoints, differences, filled, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
 from crossbow_py.distributed.launch import Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -133,7 +133,7 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """`key: old → new` for every key that differs and that a resume may not change; keys newer than `old` do not."""
     kept = without(new, MAY_CHANGE)
-    return differences(_filled(without(old, MAY_CHANGE), kept), kept)
+    return differences(filled(without(old, MAY_CHANGE), kept), kept)
 
 
 def run_of(asked: Path) -> Path:
@@ -193,14 +193,6 @@ def without(plain: Mapping[str, Any], keys: Collection[str], prefix: str = "") -
         for key, value in plain.items()
         if f"{prefix}{key}" not in keys
     }
-
-
-def _filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The old values, and the new ones where there are none. Settings of other things, by name, are left apart."""
-    if old.get("name") != new.get("name"):
-        return dict(old)
-    nested = {key: _filled(old[key], value) for key, value in new.items() if isinstance(value, Mapping) and key in old}
-    return {**new, **old, **nested}
 
 
 def new_folder(experiment: str) -> Path:

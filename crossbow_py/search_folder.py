@@ -13,7 +13,7 @@ from crossbow_py.checkpoint import differences
 from crossbow_py.config import config_to_mapping, read_yaml, write_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.file_locks import locked
-from crossbow_py.packing.search_events import SEARCH_FILE
+from crossbow_py.packing.search_events import SEARCH_FILE, brought_up
 from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.telemetry.console import CONSOLE_LOG
@@ -132,11 +132,16 @@ def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked
     found = read_yaml(path / CONFIG_FILE)
     if "space" not in found:
         raise UserError(f"{asked} {path} holds a run that is no search; choose another folder.")
-    changed = differences(without(found, _MAY_CHANGE), ours)
+    changed = _changes(found, ours)
     if changed:
         shown = "; ".join(changed[:4])
         raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")
     return True
+
+
+def _changes(found: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """What is another search's; keys that the version which began it did not have do not count."""
+    return differences(brought_up(without(found, _MAY_CHANGE), ours), ours)
 
 
 def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | None:
@@ -146,7 +151,7 @@ def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | No
         is_over = read_json(path / SEARCH_FILE).get("status") == "finished"
         # A finished search begins anew in another folder; in a storage of its own it would be finished there too.
         is_kept = config.storage is not None and all(found.get(key) == getattr(config, key) for key in _WHERE)
-        if (is_kept or not is_over) and not differences(without(found, _MAY_CHANGE), ours):
+        if (is_kept or not is_over) and not _changes(found, ours):
             return path
     return None
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from crossbow_py.checkpoint import filled
 from crossbow_py.packing.hyperband import Bracket, TrialState
 from crossbow_py.packing.space import Space
 
@@ -161,3 +162,8 @@ class SearchListener:
 
     def close(self) -> None:
         """Release files and the terminal. Called once, also after an error; must not raise."""
+
+
+def brought_up(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a search with our values of the keys that did not exist when it began; its space as it was."""
+    return {**filled(theirs, ours), **({"space": theirs["space"]} if "space" in theirs else {})}

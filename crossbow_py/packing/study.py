@@ -20,6 +20,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.packing.heartbeat import Heartbeat
 from crossbow_py.packing.hyperband import Outcome, Segment, TrialState
 from crossbow_py.packing.sampling import SamplerName, Sampling
+from crossbow_py.packing.search_events import brought_up
 from crossbow_py.packing.segment_claims import SegmentClaims, SegmentResult
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.storage import Patience, open_storage, shown_address, silence_optuna
@@ -87,7 +88,8 @@ class SharedStudy:
         """
         with self._lock:
             ours = json.loads(json.dumps(identity))
-            difference = self._foreign() or _first_difference(self._claims.agreed_identity(ours), ours)
+            agreed = brought_up(self._claims.agreed_identity(ours), ours)
+            difference = self._foreign() or _first_difference(agreed, ours)
             if difference:
                 raise UserError(
                     f"storage: {self._place} holds another search named {self._name!r}: {difference}; go on "

@@ -165,6 +165,19 @@ def test_named_folder_of_another_search_is_refused_with_what_differs(key: str) -
 
 
 @pytest.mark.parametrize("key", ["output_dir", "resume"])
+def test_folder_of_a_search_that_an_earlier_version_began_is_gone_on_with(key: str) -> None:
+    path = begun()
+    plain = read_yaml(path / "config.yaml")
+    del plain["label_smoothing"], plain["data"]["random_erasing"]
+    (path / "config.yaml").write_text(write_yaml(plain))
+    assert open_search_folder(config(**{key: str(path)})).is_known
+    plain["space"].popitem()
+    (path / "config.yaml").write_text(write_yaml(plain))
+    with pytest.raises(UserError, match=r"holds another search \(space"):
+        open_search_folder(config(**{key: str(path)}))
+
+
+@pytest.mark.parametrize("key", ["output_dir", "resume"])
 def test_named_folder_of_a_training_run_is_refused(key: str) -> None:
     Path("run").mkdir()
     Path("run/config.yaml").write_text(write_yaml(config_to_mapping(compose(["+experiment=digits"]))))
