@@ -7,7 +7,7 @@ and from any thread, and a resumed run needs nothing but the number of samples s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -63,6 +63,14 @@ class Feed(ABC):
         Of these batches only those numbered `first`, `first + step`, ... are made: rank r of R takes the share (r, R),
         which is empty when there are no more than r batches.
         """
+
+    def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
+        """The batches at `starts`, one after the other, beside what is announced, which stays as it is: to measure on.
+
+        Close it when not all of them were taken.
+        """
+        for start in starts:
+            yield self.batch(start)
 
     def first_samples(self, count: int) -> Batch:
         """The first `count` samples, not augmented: to try a model on."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -178,6 +178,18 @@ class StreamingFeed(Feed):
         )
         return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in staged]))
 
+    def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
+        """See `Feed.aside`. Processes of their own, as long as it takes; bad samples are replaced and not counted."""
+        loader = self._new_loader(map(self._keys, starts), self.num_workers, training=True)
+
+        def stage(index: int, loaded: Loaded) -> _Staged:
+            return self._on_device(starts[index], fetched_or_raise(loaded))
+
+        with contextlib.closing(Ahead(loader, stage)) as staged:
+            for _ in starts:
+                one = self._arrived(next(staged))
+                yield Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
+
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`. Bad samples are left out. Processes of their own, as long as it takes."""
         samples = [Key(0, sample) for sample in range(self.num_samples)]
@@ -257,10 +269,14 @@ class StreamingFeed(Feed):
         return [Key(epoch, int(sample)) for epoch, first, last in runs for sample in self._orders(epoch)[first:last]]
 
     def _stage(self, start: int, loaded: Loaded) -> _Staged:
-        """Onto the device; on CUDA on the copy stream, from pinned memory, so that the host does not wait."""
-        fetched = self._accept(loaded)
-        mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
+        """Accepted and counted, onto the device."""
+        staged = self._on_device(start, self._accept(loaded))
         self._num_loaded, self._loading_s = self._num_loaded + 1, self._loading_s + loaded.seconds
+        return staged
+
+    def _on_device(self, start: int, fetched: Fetched) -> _Staged:
+        """On CUDA on the copy stream, from pinned memory, so that the host does not wait."""
+        mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
         if self._copies is None:
             return _Staged(fetched.inputs, fetched.targets, mirrored, erased, None)
         with torch.cuda.stream(self._copies):
@@ -301,14 +317,17 @@ class StreamingFeed(Feed):
                 self.wait(starts)
                 found = self._on_shelf(starts)
         assert len(found) == len(starts), "what was waited for is there"
-        for one in found:
-            if one.copied is not None:
-                stream = torch.cuda.current_stream(self._device)
-                stream.wait_event(one.copied)
-                for tensor in (one.inputs, one.targets, one.mirrored, one.erased):
-                    if tensor is not None:
-                        tensor.record_stream(stream)  # the shelf may drop it while this stream still reads it
-        return found
+        return [self._arrived(one) for one in found]
+
+    def _arrived(self, one: _Staged) -> _Staged:
+        """On CUDA the current stream waits for the copy."""
+        if one.copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(one.copied)
+            for tensor in (one.inputs, one.targets, one.mirrored, one.erased):
+                if tensor is not None:
+                    tensor.record_stream(stream)  # the shelf may drop it while this stream still reads it
+        return one
 
     def _on_shelf(self, starts: Sequence[int]) -> list[_Staged]:
         return [staged for start in starts if (staged := self._shelf.get(start)) is not None]

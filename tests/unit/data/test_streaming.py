@@ -219,6 +219,34 @@ def test_loading_in_the_caller_leaves_the_generators_alone(made: Any) -> None:
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_aside_are_those_of_the_stream_and_what_was_announced_stays_there(made: Any, workers: int) -> None:
+    starts = [4 * (n % 7) for n in range(10)]
+    expected = [made(Images(), 0, flip=True).batch(start) for start in starts]
+    feed = made(Images(), workers, flip=True)
+    rounds(feed, [(60, 64)])
+    loaded = feed.loading_times.num_batches
+    producer, shelf = feed._producer, feed._shelf.starts()
+    assert same(list(feed.aside(starts)), expected)
+    assert feed.announce((60, 64)) and feed._producer is producer and feed._shelf.starts() >= shelf
+    assert feed.loading_times.num_batches - loaded <= 2  # the next round's
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_aside_have_others_in_place_of_bad_samples_which_do_not_count(made: Any, workers: int) -> None:
+    feed = made(Images(bad=[3]), workers)
+    targets = torch.cat([batch.targets for batch in feed.aside(range(0, 20, 4))]).tolist()
+    assert targets == [4 if i == 3 else i for i in ids_at(0, 20)]
+    assert feed.take_notes() == []
+
+
+def test_batches_aside_that_are_not_taken_leave_no_process(made: Any) -> None:
+    batches = made(Images(), 1).aside(range(0, 20, 4))
+    next(batches)
+    batches.close()
+    assert not multiprocessing.active_children()
+
+
 def test_stream_goes_on_unchanged_when_the_number_of_workers_changes(made: Any) -> None:
     starts = [(p, p + 4) for p in range(0, 96, 8)]
     feed = made(Items(), 1)
