@@ -68,6 +68,7 @@ def build_trainer(
         num_workers=config.num_workers,
         order_seed=config.order_seed,
         label_smoothing=config.label_smoothing,
+        learning_statistics=config.learning_statistics,
         distributed=config.distributed,
         ranks=ranks,
     )

@@ -16,7 +16,15 @@ from crossbow_py.engine.measures import correction_norm
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
-from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.events import (
+    EpochRecord,
+    LearnerCount,
+    LearningStatistics,
+    Listener,
+    Progress,
+    RunInfo,
+    Summary,
+)
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 
@@ -215,12 +223,18 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
 
 
 def epoch_record(
-    run: Run, lap: Lap, learning_rate: float, measured: Measured | None, which: str
+    run: Run,
+    lap: Lap,
+    learning_rate: float,
+    measured: Measured | None,
+    which: str,
+    learning: LearningStatistics | None = None,
 ) -> EpochRecord:
     """The record of an epoch that closes now, or of where a run stopped inside one. Reads the bank: drain before.
 
     Args:
         which: the data `measured` is of, `test` or `validation`.
+        learning: where it was asked for.
     """
     state, parts, images_per_s = run.state, run.parts, lap.images_per_s
     evaluation, each = measured or (None, ())
@@ -247,6 +261,7 @@ def epoch_record(
         data_wait_share=lap.wait_share if parts.train_feed.STREAMS else None,
         num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
         metrics=evaluation.metrics if evaluation else {},
+        learning=learning,
     )
 
 

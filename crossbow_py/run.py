@@ -29,7 +29,10 @@ from crossbow_py.tuning import LearnerTuning
 from crossbow_py.weights_file import MODEL_FILE, save_weights
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
-_CHANGEABLE = ("device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers")
+_CHANGEABLE = (
+    "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
+    "learning_statistics",
+)  # fmt: skip
 _ADDED = (
     ("node_period", 1),
     ("order_seed", None),

@@ -64,6 +64,9 @@ class RunSettings:
     label_smoothing: float = setting(
         0.0, "share of the target spread over all classes, in the cross-entropy that is trained on", minimum=0, below=1
     )
+    learning_statistics: bool = setting(
+        False, "measure gradient noise scale, sharpness and agreement of learners at the end of every epoch"
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -65,8 +65,8 @@ class Trainer:
         batch_size: samples a learner takes per round.
         num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
         executor, device, precision, channels_last, compile_model, seed, on_nonfinite, num_workers, order_seed,
-            label_smoothing: see `RunSettings`. On CPU with several learners the process is told to keep freed memory,
-            in huge pages (`engine.memory.keep_freed_memory`).
+            label_smoothing, learning_statistics: see `RunSettings`. On CPU with several learners the process is told to
+            keep freed memory, in huge pages (`engine.memory.keep_freed_memory`).
 
     Raises:
         UserError: settings, data and model do not fit each other.
@@ -113,10 +113,12 @@ class Trainer:
         num_workers: int | Literal["auto"] = "auto",
         order_seed: int | None = None,
         label_smoothing: float = 0.0,
+        learning_statistics: bool = False,
     ) -> None:
         begun, self.callbacks, self._continues = time.monotonic(), callbacks, resume == "auto"
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
-                               compile_model, seed, on_nonfinite, num_workers, order_seed, label_smoothing)  # fmt: skip
+                               compile_model, seed, on_nonfinite, num_workers, order_seed, label_smoothing,
+                               learning_statistics)  # fmt: skip
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = saved_run(resume, output_dir, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
@@ -126,10 +128,8 @@ class Trainer:
             max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
-        self.run = Run(
-            parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, _named(model, names),
-            str(found.folder) if found else None, distributed,
-        )  # fmt: skip
+        self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, _named(model, names),
+                       str(found.folder) if found else None, distributed)  # fmt: skip
         _make_ready(self.run, found)
         self.run.state.wall_s += time.monotonic() - begun
 

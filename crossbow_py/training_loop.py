@@ -21,13 +21,14 @@ from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError
 from crossbow_py.evaluation import Evaluation
+from crossbow_py.learning_measurement import LearningMeasurement
 from crossbow_py.reporter import Reporter, epoch_record, run_info
 from crossbow_py.round_runner import RoundRunner
 from crossbow_py.run import Run
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import WorkerSupply
-from crossbow_py.telemetry.events import Listener, Summary
+from crossbow_py.telemetry.events import LearningStatistics, Listener, Summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
 
 
@@ -68,6 +69,7 @@ class TrainingLoop:
         self.reporter = Reporter(listeners, self.meter)
         self.rounds = RoundRunner(run, self.reporter)
         self.keeper = CheckpointKeeper(run, self.reporter)
+        self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
         self.learning_rate = 0.0
         self._final: tuple[Evaluation, tuple[Evaluation, ...]] | None = None
         self._agreed = agree([Report(self.state.elapsed_s)])
@@ -308,11 +310,23 @@ class TrainingLoop:
         if measured:
             state.note_evaluation(measured[0].accuracy, measured[0].loss, self.stops.target_accuracy)
         self._final = measured if self._measured == "test" else None
+        learning = self._measure_learning()
         self.job.add_up_epoch()
-        self.reporter.epoch(epoch_record(self.job, self.meter.lap(), self.learning_rate, measured, self._measured))
+        lap = self.meter.lap()
+        self.reporter.epoch(epoch_record(self.job, lap, self.learning_rate, measured, self._measured, learning))
         state.last_recorded = state.samples_seen
         state.close_epoch(self.num_samples)
         self.meter.resume()
+
+    def _measure_learning(self) -> LearningStatistics | None:
+        """Where it is asked for; drained, the meter paused."""
+        if self._learning is None:
+            return None
+        self.ranks.watch.doing = f"the statistics of learning after round {self.state.round_index - 1}"
+        measured = self._learning.measure(self._measured)
+        for note in self._learning.take_notes():
+            self.reporter.message(note)
+        return measured
 
     def _write_checkpoint(self) -> None:
         """Wait for what is in flight, copy it, and go on. A disk that refuses is reported, and training goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.precision import FP64
+from crossbow_py.learning_measurement import LearningMeasurement
 from crossbow_py.resuming import choose_alike
 from crossbow_py.tuning import LearnerTuning
 from tests.trainers import Recorder, image_model, images, make_trainer
@@ -106,6 +108,31 @@ def train(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], fp64: bo
     recorder = Recorder()
     trainer = image_trainer(ranks, callbacks=[recorder], **options)
     return ended(trainer, trainer.fit(**stops), recorder)
+
+
+def train_measured(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[Ended, list[dict[str, Any]]]:
+    """A whole run of images in float64, and its statistics of learning of every epoch."""
+    run_settings.choose_precision = lambda name, device: FP64
+    recorder = Recorder()
+    trainer = image_trainer(ranks, callbacks=[recorder], learning_statistics=True, **options)
+    found = ended(trainer, trainer.fit(**stops), recorder)
+    return found, [dataclasses.asdict(record.learning) for record in recorder.of("epoch")]
+
+
+def measure_with_a_failure(
+    ranks: Ranks, rank: int, where: str, error: Exception, options: dict[str, Any]
+) -> tuple[Ended, dict[str, Any]]:
+    """An epoch with statistics of learning, of which one rank fails in one."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    if ranks.rank == rank:
+        setattr(LearningMeasurement, where, fail)
+    recorder = Recorder()
+    trainer = image_trainer(ranks, callbacks=[recorder], learning_statistics=True, **options)
+    found = ended(trainer, trainer.fit(max_epochs=1), recorder)
+    return found, dataclasses.asdict(recorder.of("epoch")[-1].learning)
 
 
 def restore_and_train(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[Ended, Ended]:

@@ -70,10 +70,33 @@ class LearnerCount:
 
 
 @dataclass(frozen=True)
+class LearningStatistics:
+    """How learning goes at the end of an epoch, of the average model z (the first learner where there is none).
+
+    Attributes:
+        gradient_noise_scale_samples: B_simple = tr(Σ) / |G|²; None where the noise hides the gradient.
+        gradient_variance: tr(Σ) of gradients of single samples.
+        squared_gradient_norm: |G|². Like tr(Σ) without bias; means of both over epochs make a steadier noise scale.
+        agreement: share of samples on which two learners predict the same class, mean over pairs.
+        sharpness: the largest eigenvalue of the Hessian of the training loss.
+        measuring_s: what it took to measure them, which is no part of training.
+
+    None is what cannot be measured.
+    """
+
+    gradient_noise_scale_samples: float | None
+    gradient_variance: float | None
+    squared_gradient_norm: float | None
+    agreement: float | None
+    sharpness: float | None
+    measuring_s: float
+
+
+@dataclass(frozen=True)
 class EpochRecord:
     """One line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
 
-    `data_wait_share` and `num_workers` as in `Progress`, the former of the epoch.
+    `data_wait_share` and `num_workers` as in `Progress`, the former of the epoch. `learning` is None unless asked for.
     """
 
     epoch: float
@@ -95,6 +118,7 @@ class EpochRecord:
     images_per_s_per_device: float | None = None
     data_wait_share: float | None = None
     num_workers: int | None = None
+    learning: LearningStatistics | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,7 @@ class TensorBoardScalars(Listener):
     def on_epoch(self, record: EpochRecord) -> None:
         """Everything known once the epoch is closed; without a central model, each learner's own accuracy too."""
         learners = enumerate(record.learner_accuracy or ())
+        learning = {} if record.learning is None else dataclasses.asdict(record.learning)
         measured = "validation" if record.validation_loss is not None else "test"
         evaluated = {
             "loss/test": record.test_loss,
@@ -104,6 +106,7 @@ class TensorBoardScalars(Listener):
             **{f"metrics/{name}": value for name, value in record.metrics.items()},
             "averaging/spread": record.spread,
             "averaging/correction_norm": record.correction_norm,
+            **{f"learning/{name}": value for name, value in learning.items()},
         }
         if record.samples_seen != self._last_samples:
             evaluated |= {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import crossbow_py.train
@@ -42,6 +43,30 @@ def error_line(capsys: pytest.CaptureFixture[str]) -> str:
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     return said
+
+
+def test_command_with_statistics_of_learning_records_them_every_epoch_and_trains_the_same_model() -> None:
+    assert train("max_epochs=3", "output_dir=off") == 0
+    assert train("max_epochs=3", "output_dir=on", "learning_statistics=true") == 0
+    assert Path("on/model.safetensors").read_bytes() == Path("off/model.safetensors").read_bytes()
+    assert [line["learning"] for line in read_metrics(Path("off/metrics.jsonl"))] == [None] * 3
+    lines = [line["learning"] for line in read_metrics(Path("on/metrics.jsonl"))]
+    assert len(lines) == 3
+    for line in lines:
+        assert 0.5 < line["agreement"] <= 1
+        assert 0.1 < line["sharpness"] < 1000
+        assert line["gradient_variance"] > 0 and line["measuring_s"] > 0
+    assert 1 < lines[0]["gradient_noise_scale_samples"] < 10_000
+    events = EventAccumulator("on/tensorboard")
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("learning/sharpness")]
+    assert shown == [
+        (line["samples_seen"], pytest.approx(line["learning"]["sharpness"], rel=1e-5))
+        for line in read_metrics(Path("on/metrics.jsonl"))
+    ]
+    assert {tag for tag in events.Tags()["scalars"] if tag.startswith("learning/")} == {
+        f"learning/{name}" for name in lines[0]
+    }
 
 
 def test_command_to_its_end_leaves_the_whole_run_folder(capsys: pytest.CaptureFixture[str]) -> None:

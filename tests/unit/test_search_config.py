@@ -229,6 +229,7 @@ def test_key_that_only_some_searched_options_have_is_refused_with_its_condition(
         ("init_from", 'x', ["init_from"]),
         ("trace", True, ["trace means nothing in a search, got true"]),
         ("compile_model", True, ["compile_model"]),
+        ("learning_statistics", True, ["learning_statistics means nothing in a search, got true"]),
         ("on_nonfinite", 'reseed', ["on_nonfinite"]),
         ("max_evaluation_batches", 3, ["max_evaluation_batches"]),
         ("checkpoint_every_epochs", 1, ["checkpoint_every_epochs means nothing in a search, got 1"]),

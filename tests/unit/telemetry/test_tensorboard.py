@@ -12,6 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
 
@@ -40,6 +41,23 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
     assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in read.Scalars(tag)] == [(1000, value)]
+
+
+def test_statistics_of_learning_are_shown_where_they_were_measured(tmp_path: Path, events: Any) -> None:
+    learning = LearningStatistics(
+        gradient_noise_scale_samples=256.0, gradient_variance=8.0, squared_gradient_norm=0.03125, agreement=0.875,
+        sharpness=None, measuring_s=0.5,
+    )  # fmt: skip
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info())
+    scalars.on_epoch(events.epoch_record(1, learning=learning))
+    scalars.close()
+    tags = [tag for tag in _read(tmp_path).Tags()["scalars"] if tag.startswith("learning/")]
+    assert {tag: _points(tmp_path, tag) for tag in tags} == {
+        "learning/gradient_noise_scale_samples": [(1000, 256.0)], "learning/gradient_variance": [(1000, 8.0)],
+        "learning/squared_gradient_norm": [(1000, 0.03125)], "learning/agreement": [(1000, 0.875)],
+        "learning/measuring_s": [(1000, 0.5)],
+    }  # fmt: skip
 
 
 def test_scalars_without_a_central_model_show_each_learner(tmp_path: Path, events: Any) -> None:

@@ -1,0 +1,234 @@
+"""Measures the statistics of learning at the end of an epoch: runs copies of the models, and leaves training alone.
+
+All models run in evaluation mode and master precision, so BatchNorm normalises by statistics that stay as they are,
+dropout drops nothing, and losses and predictions are functions of the weights alone. What is drawn from torch's
+generators is given back, and batches are asked for beside those that training has announced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from crossbow_py.assembly import Parts, smoothing_rows
+from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
+from crossbow_py.engine.memory import free_memory, raise_if_lost
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.errors import CrossbowError
+from crossbow_py.evaluation import State
+from crossbow_py.learning_statistics import GradientNoise, agreement, gradient_noise, largest_eigenvalue
+from crossbow_py.run import Run
+from crossbow_py.targets import one_line
+from crossbow_py.telemetry.events import LearningStatistics
+
+T = TypeVar("T")
+
+_MOST_BATCHES = 64  # whose gradients are compared
+_MOST_SAMPLES = 1024  # on which predictions are: their agreement is then known to 0.016 at worst
+_SEED = 0  # of the vector that the search for the largest eigenvalue begins with
+_NO_CLASS = -1.0
+
+
+class LearningMeasurement:
+    """The statistics of a run's learning. The executor is drained; called from the training loop's thread.
+
+    Of the average model, or of the first learner where they are independent, the first rank measures the gradient noise
+    and the sharpness, while others wait. Each rank predicts with its own learners, and all are compared.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._refused: set[str] = set()
+        self._notes: list[str] = []
+
+    def measure(self, which: str) -> LearningStatistics:
+        """Where the run stands now. All ranks call it together; what only the first measures is None on others.
+
+        Args:
+            which: the data that predictions are compared on, `test` or `validation`; without it, the training data.
+
+        Raises DataError, and RankError where another rank failed.
+        """
+        begun_s, run, parts = time.monotonic(), self._run, self._run.parts
+        devices = [parts.choices.device] if parts.choices.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            state = parts.final_states(run.state.samples_seen, list(run.state.sick_learners))[0]
+            agreeing = self._agreement(which)
+            noise, sharpness = None, None
+            with parts.ranks.together():
+                if parts.ranks.is_first:
+                    noise = self._attempt("gradient noise scale", lambda: self._noise(state))
+                    sharpness = self._attempt("sharpness", lambda: self._sharpness(state))
+        return LearningStatistics(
+            gradient_noise_scale_samples=noise.scale_samples if noise else None,
+            gradient_variance=noise.variance if noise else None,
+            squared_gradient_norm=noise.squared_norm if noise else None,
+            agreement=agreeing,
+            sharpness=sharpness,
+            measuring_s=time.monotonic() - begun_s,
+        )
+
+    def take_notes(self) -> list[str]:
+        """Sentences for the user that came up since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def _attempt(self, what: str, measure: Callable[[], T | None]) -> T | None:
+        """What it measures. None, from then on, where the model or its memory refuses: that is no reason to stop a run.
+
+        Some operators have no second derivative, for one. Raises what the project raises on purpose.
+        """
+        if what in self._refused:
+            return None
+        device = self._run.parts.choices.device
+        try:
+            return measure()
+        except CrossbowError:
+            raise
+        except Exception as error:
+            raise_if_lost(error, device)
+            self._refused.add(what)
+            self._notes.append(f"The {what} of this model is not measured ({one_line(error)[:200]}).")
+        free_memory(device)
+        return None
+
+    def _noise(self, state: State) -> GradientNoise | None:
+        """Of the next epoch's first batches; None where an epoch has only one."""
+        parts, num_samples = self._run.parts, self._run.num_samples
+        b = parts.train_feed.batch_size
+        begin = -(-self._run.state.samples_seen // num_samples) * num_samples
+        starts = range(begin, begin + min(_MOST_BATCHES, num_samples // b) * b, b)
+        if len(starts) < 2:
+            return None
+        module, loss = parts.evaluator.module(state), _training_loss(parts)
+        with contextlib.closing(parts.train_feed.aside(starts)) as batches, _differentiable(module):
+            squared_norms, squared_norm = gradient_norms(module, loss, batches)
+        return gradient_noise(squared_norms, squared_norm, b, num_samples)
+
+    def _sharpness(self, state: State) -> float:
+        """On the samples with which the run began: as many as are evaluated at once, and at least a batch."""
+        parts = self._run.parts
+        b = parts.train_feed.batch_size
+        num_batches = max(1, min(parts.evaluator.batch_size, self._run.num_samples) // b)
+        with contextlib.closing(parts.train_feed.aside(range(0, num_batches * b, b))) as batches:
+            inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
+        module = parts.evaluator.module(state)
+        with _differentiable(module):
+            return hessian_eigenvalue(module, _training_loss(parts), Batch(inputs, targets))
+
+    def _agreement(self, which: str) -> float | None:
+        """Of the learners of all ranks, which call it together; without those that wait to be reseeded."""
+        parts, ranks = self._run.parts, self._run.parts.ranks
+        if parts.bank.total_learners < 2:
+            return None
+        feed = (parts.validation_feed if which == "validation" else parts.test_feed) or parts.train_feed
+        with ranks.together():
+            own = self._attempt("agreement of learners", lambda: self._predictions(feed))
+        own = torch.empty(parts.bank.num_learners, 0) if own is None else own
+        own[list(self._run.state.sick_learners)] = _NO_CLASS
+        counts = {num_values for (num_values,) in ranks.gather([own.numel()])}
+        if len(counts) > 1 or 0 in counts:
+            return None  # nothing to compare, or a rank could not predict or read what others could
+        every = torch.tensor(ranks.gather(own.flatten().tolist())).view(-1, own.shape[1])
+        return agreement(every[(every != _NO_CLASS).all(1)])
+
+    @torch.no_grad()
+    def _predictions(self, feed: Feed) -> Tensor | None:
+        """Classes [K, N] of samples that lie evenly over the data set; None where the task is not classification."""
+        parts, bank = self._run.parts, self._run.parts.bank
+        every = -(-feed.num_samples // _MOST_SAMPLES)
+        found: list[list[Tensor]] = [[] for _ in range(bank.num_learners)]
+        samples = feed.evaluation_batches(1, 0, every)
+        while held := list(itertools.islice(samples, parts.evaluator.batch_size)):
+            inputs, targets = (torch.cat(each) for each in zip(*held, strict=True))
+            for j, own in enumerate(found):
+                module = parts.evaluator.module(bank.learner_state(j))
+                output = module(_in_master(inputs, module))
+                if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+                    return None
+                own.append(output.argmax(1).cpu())  # host–device synchronisation on CUDA
+        return torch.stack([torch.cat(own) for own in found]).double()
+
+
+def gradient_norms(module: nn.Module, loss: Loss, batches: Iterable[Batch]) -> tuple[list[float], float]:
+    """|G|² of each batch's gradient, and of the mean of these gradients.
+
+    Every batch ends in a host–device synchronisation on CUDA.
+    """
+    squares, total = list[float](), torch.zeros(())
+    for batch in batches:
+        value = _loss(module, loss, batch)
+        gradient = _flat(torch.autograd.grad(value, _trained(module), materialize_grads=True, allow_unused=True))
+        squares.append(_squared(gradient))
+        total = gradient if len(squares) == 1 else total.add_(gradient)
+    return squares, _squared(total / len(squares))
+
+
+def hessian_eigenvalue(module: nn.Module, loss: Loss, batch: Batch) -> float:
+    """The largest eigenvalue of the Hessian of the loss on a batch, by the module's trained parameters.
+
+    Their `grad` is overwritten. Raises RuntimeError where an operator has no second derivative.
+    """
+    parameters = _trained(module)
+    value = _loss(module, loss, batch)
+    found = torch.autograd.grad(value, parameters, create_graph=True, materialize_grads=True, allow_unused=True)
+    gradient = _flat(found)
+
+    def product(vector: Tensor) -> Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        if gradient.requires_grad:  # or it is the same whatever the weights are
+            # Not `grad`, which goes the ways to its inputs alone: a function that is differentiable once has none, so
+            # instead of an error there would be zeros.
+            torch.autograd.backward(gradient, vector, retain_graph=True)
+        return _flat([torch.zeros_like(each) if each.grad is None else each.grad for each in parameters])
+
+    start = torch.randn(len(gradient), generator=torch.Generator().manual_seed(_SEED)).to(gradient)
+    return largest_eigenvalue(product, start)
+
+
+def _loss(module: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+    return loss(module(_in_master(batch.inputs, module)), batch.targets)
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _squared(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64)) ** 2
+
+
+def _in_master(inputs: Tensor, module: nn.Module) -> Tensor:
+    """In the dtype of the module's weights; inputs that are no floating-point numbers as they are."""
+    return inputs.to(_trained(module)[0].dtype) if inputs.is_floating_point() else inputs
+
+
+def _training_loss(parts: Parts) -> Loss:
+    """What learners' gradients are of, weight decay aside."""
+    rows = smoothing_rows(parts.label_smoothing, parts.bank)
+    return parts.loss if rows is None else lambda output, targets: smoothed_cross_entropy(output, targets, rows[0])
+
+
+@contextlib.contextmanager
+def _differentiable(module: nn.Module) -> Iterator[None]:
+    """Have attention take its implementation that has a second derivative, and recurrent layers not cuDNN's.
+
+    cuDNN has no derivative of them in evaluation mode.
+    """
+    recurs = any(isinstance(each, nn.RNNBase) for each in module.modules())
+    without_cudnn = torch.backends.cudnn.flags(enabled=False) if recurs else contextlib.nullcontext()
+    with sdpa_kernel(SDPBackend.MATH), without_cudnn:
+        yield
