@@ -31,12 +31,10 @@ from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.seeded_model import MakeModel, seeded_model
 from crossbow_py.supply import first_workers
 from crossbow_py.targets import one_line
 from crossbow_py.telemetry.timeline import Timeline
-from crossbow_py.weights_file import load_weights
-
-MakeModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -200,28 +198,6 @@ class Parts:
         states = self.final_states(cursor, excluded)
         each = tuple(self.evaluator.evaluate(state, feed, self.ranks) for state in states)
         return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
-
-
-def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.Module:
-    """A model whose initialisation follows from the seed alone; torch's generators stay as they were.
-
-    Raises UserError when what it makes is no module with something to train.
-    """
-    if isinstance(make_model, nn.Module) or not callable(make_model):
-        raise UserError(
-            f"model must be a function that returns an nn.Module, got {type(make_model).__name__}; "
-            "give the class itself or a lambda."
-        )
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
-        torch.manual_seed(seed)
-        module = make_model()
-    if not isinstance(module, nn.Module):
-        raise UserError(f"model must be a function that returns an nn.Module, got {type(module).__name__}.")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
-    if init_from is not None:
-        load_weights(module, init_from)
-    return module
 
 
 def build_parts(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from crossbow_py.assembly import DataSets, MakeModel, build_parts
+from crossbow_py.assembly import DataSets, build_parts
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
 from crossbow_py.compatibility import check_compatible
@@ -28,6 +28,7 @@ from crossbow_py.run import Run
 from crossbow_py.run_settings import ExecutorName, RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
+from crossbow_py.seeded_model import MakeModel
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import worker_supply

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.assembly import seeded_model
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.dropout import dropout_rates
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.schedules import Schedule
+from crossbow_py.seeded_model import seeded_model
 
 Row = dict[str, Any]  # one learner as `ReplicaBank.load_row` takes it: tensors and plain types
 
