@@ -5,10 +5,9 @@ Each is named after the executor that trains models in that way.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar, Literal
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.packing.captures import Captures
 from crossbow_py.packing.last_used import LastUsed
@@ -273,25 +273,12 @@ class _CoreThreads:
 
     def run(self, bodies: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
         """What the bodies return, in order; threads take them in turn."""
-        with _intra_op_threads(1):  # the caller's are also those of MKL in every thread
+        with intra_op_threads(1):  # the caller's are also those of MKL in every thread
             return list(self._pool.map(operator.call, bodies))
 
     def close(self) -> None:
         """Join the threads."""
         self._pool.shutdown()
-
-
-@contextlib.contextmanager
-def _intra_op_threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if before == number:
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @torch.no_grad()  # which holds for one thread
@@ -309,7 +296,7 @@ def _on_fastest_threads(run: Run, inputs: Tensor) -> Run:
 
 
 def _with_threads(run: Run, number: int, inputs: Tensor) -> Tensor:
-    with _intra_op_threads(number):
+    with intra_op_threads(number):
         return run(inputs)
 
 

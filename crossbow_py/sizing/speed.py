@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from crossbow_py.data.datasets import MapStyleDataset
 from crossbow_py.data.host_randomness import kept_generators
 from crossbow_py.data.streamed import Key, StreamedData
+from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.precision import cast_module
 from crossbow_py.sizing.job import Job, Sample
 
@@ -30,7 +30,7 @@ def step_seconds(
 
     One, because learners side by side take one each.
     """
-    with kept_generators(), _one_thread():
+    with kept_generators(), intra_op_threads(1):
         model = cast_module(make_model(), job.precision).train()
         inputs, targets = (tensor.zero_() for tensor in sample.batch(batch_size, job.channels_last))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -58,16 +58,6 @@ def fetch_seconds(
 
     with kept_generators():
         return _best_of(fetch, clock) / num_samples
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _best_of(action: Callable[[], Any], clock: Clock) -> float:
