@@ -16,6 +16,7 @@ from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.kernel_checks import serves
@@ -56,11 +57,12 @@ class Parts:
 
     `warnings` are sentences for the user; the `timeline`, when there is one, gets a span of every task. `most_learners`
     is how many memory holds, no more than the settings allow; `ranks` are those of the run, and `nodes` their
-    `Ranks.nodes`, when nodes have an average model each.
+    `Ranks.nodes`, when nodes have an average model each. `average_ema` is there when the rule asks for it.
     """
 
     choices: Choices
     bank: ReplicaBank
+    average_ema: AverageEMA | None
     update: TorchUpdate
     loss: Loss
     evaluator: Evaluator
@@ -165,28 +167,40 @@ class Parts:
             feed.close()
 
     def final_states(self, cursor: int, excluded: Sequence[int] = ()) -> list[State]:
-        """State dicts of what a run produces: the average model, or every independent learner.
+        """State dicts of what a run produces: the average model or its EMA, or every independent learner.
 
         Args:
-            cursor: where recalibration takes its training batches from in the sample stream.
+            cursor: samples seen, from where in the stream recalibration takes its training batches.
             excluded: this device's learners whose BatchNorm statistics are not to be used.
 
         All ranks call it together, and have the same.
         """
         if not self.rule.has_central_model:
             return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
-        state = self.bank.central_state(excluded, self.ranks.adder)
-        if self.collective.apart:
-            z = self.bank.new_flat()
-            z.copy_row(0, self.bank.z)
-            self.collective.mean_over_nodes(z.storage)
-            state = {**state, **z.shaped()}
+        state = self._central_state(excluded)
+        if self.average_ema is not None:
+            state = self.average_ema.at(state, cursor)
         if self.rule.batch_norm == "recalibrate":
             share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
             starts = (cursor + number * self.train_feed.batch_size for number in share)
             inputs = (self.train_feed.batch(start).inputs for start in starts)
             state = self.evaluator.recalibrate(state, inputs, self.ranks)
         return [state]
+
+    def _central_state(self, excluded: Sequence[int]) -> State:
+        """State dict of z, where nodes have one each of their mean."""
+        state = self.bank.central_state(excluded, self.ranks.adder)
+        if not self.collective.apart:
+            return state
+        z = self.bank.new_flat()
+        z.copy_row(0, self.bank.z)
+        self.collective.mean_over_nodes(z.storage)
+        return {**state, **z.shaped()}
+
+    def move_ema(self, samples: int, excluded: Sequence[int] = ()) -> None:
+        """Let the EMA of z follow it after so many samples; drained, all ranks together. For `excluded` see above."""
+        assert self.average_ema is not None, "nothing asks for an EMA"
+        self.average_ema.move(self._central_state(excluded), samples)
 
     def evaluate(
         self, feed: Feed, cursor: int, excluded: Sequence[int] = ()
@@ -242,7 +256,7 @@ def build_parts(
     choices = dataclasses.replace(choices, executor=ranks.from_first(settled))
     with ranks.together():
         most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
-        bank = _bank(template, settings, choices, optimizer, rule, ranks)
+        bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
     most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
     if not rule.has_central_model:
         _begin_apart(bank, make_model, settings.seed, init_from)
@@ -255,7 +269,7 @@ def build_parts(
     warnings += [*notes, *bounded, *([refusal] if refusal else [])]
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     return Parts(
-        choices, bank, update, loss, evaluator, train_feed, validation_feed, test_feed,
+        choices, bank, average_ema, update, loss, evaluator, train_feed, validation_feed, test_feed,
         collective, warnings, timeline, settings.compile_model, most_learners, ranks,
         ranks.nodes() if collective.apart else None, settings.label_smoothing,
     )  # fmt: skip
@@ -279,14 +293,16 @@ def _bank(
     choices: Choices,
     optimizer: Optimizer,
     rule: AveragingRule,
+    num_samples: int,
     ranks: Ranks,
-) -> ReplicaBank:
+) -> tuple[ReplicaBank, AverageEMA | None]:
     try:
-        return new_bank(
+        bank = new_bank(
             template, settings.first_learners, choices.executor, settings, choices, optimizer,
             num_devices=ranks.num_ranks, device_index=ranks.rank, has_velocity=rule.has_velocity,
             gradient_mean=rule.gradient_mean,
         )  # fmt: skip
+        return bank, None if rule.average_ema is None else AverageEMA(bank, rule.average_ema * num_samples)
     except (RuntimeError, MemoryError) as error:  # how torch says that there is no memory left, CUDA's error included
         raise UserError(
             f"num_learners={settings.num_learners} replicas of this model cannot be allocated on {choices.device} "

@@ -219,6 +219,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         output_dir=str(run.output_dir) if run.output_dir else None,
         resumed_from=run.resumed_from,
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
+        average_ema=parts.rule.average_ema,
     )
 
 

@@ -1,8 +1,8 @@
 """The executor over a run's learners: rounds go in, outcomes are counted, learners come and go.
 
-On several ranks all call `drain`, `set_learners`, `shrink` and `reseed` together. A rank whose learners did not fit in
-memory sits out: it takes part in the sums of rounds without adding to them, so that nobody waits for it, until the
-ranks have met.
+On several ranks all call `drain`, `set_learners`, `shrink`, `reseed` and `move_ema` together. A rank whose learners did
+not fit in memory sits out: it takes part in the sums of rounds without adding to them, so that nobody waits for it,
+until the ranks have met.
 """
 
 from __future__ import annotations
@@ -148,6 +148,11 @@ class RoundRunner:
         """Restart the learners from z, when nothing is in flight."""
         self.parts.restart()
         self.reporter.message("The learning rate dropped: learners restart from the average model.")
+
+    def move_ema(self) -> None:
+        """Let the EMA of the average model follow it, when nothing is in flight."""
+        with self.executor.span("average EMA", AVERAGING_STREAM, self.state.round_index - 1):
+            self.parts.move_ema(self.state.samples_seen, list(self.state.sick_learners))
 
     def reseed(self) -> None:
         """Clone learners that were gated from z, when nothing is in flight."""

@@ -41,6 +41,7 @@ _ADDED = (
     ("quadratic_period", None),
     ("final_correction_rate", None),
     ("random_erasing", 0.0),
+    ("average_ema", None),
 )
 
 
@@ -80,7 +81,7 @@ class Run:
         return self.parts.evaluate(feed, self.state.samples_seen, list(self.state.sick_learners))
 
     def models(self) -> list[nn.Module]:
-        """The average model, or every independent learner, in master precision and evaluation mode."""
+        """The average model or its EMA, or every independent learner, in master precision and evaluation mode."""
         states = self.parts.final_states(self.state.samples_seen, list(self.state.sick_learners))
         return [self.parts.evaluator.module(state) for state in states]
 
@@ -127,6 +128,7 @@ class Run:
             "epoch_sums": list(self.epoch_sums()),
             "nodes": self.parts.nodes,
             "bank": own,
+            "average_ema": self.parts.average_ema.state_dict() if self.parts.average_ema and ranks.is_first else None,
             "tuner": self.tuning.to_plain() if self.tuning else None,
         }
 
@@ -176,6 +178,8 @@ class Run:
                 self._take_own(checkpoint)
             else:
                 self._take_share(checkpoint)
+            if self.parts.average_ema is not None:
+                self.parts.average_ema.load_state_dict(saved["average_ema"], self.state.samples_seen)
             if self.tuning and saved.get("tuner"):
                 self.tuning.restore(saved["tuner"])
                 self.parts.bank.resize(self.tuning.state.num_learners)

@@ -259,9 +259,7 @@ class TrainingLoop:
         self._images += images
         if len(state.sick_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:
             self._reseed()
-        if state.round_index % self.job.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
-            self._drain()
-            self.job.check_z()
+        self._attend_to_z(start)
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(images)
         self.reporter.progress(
@@ -270,6 +268,16 @@ class TrainingLoop:
         self.rounds.tell_notes()
         if self.job.supply:
             self._supply(self.job.supply)
+
+    def _attend_to_z(self, before: int) -> None:
+        """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
+        state, ema = self.state, self.parts.average_ema
+        if state.round_index % self.job.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
+            self._drain()
+            self.job.check_z()
+        if ema is not None and ema.is_due(before, state.samples_seen):
+            self._drain()
+            self.rounds.move_ema()
 
     def _supply(self, supply: WorkerSupply) -> None:
         """Let the number of workers be corrected."""

@@ -30,6 +30,12 @@ class CentralRule(AveragingRule):
         "mean", "BatchNorm statistics of z: mean of the learners' or recalibrated on training batches"
     )
     recalibration_batches: int = setting(32, "batches used by batch_norm=recalibrate", minimum=1)
+    average_ema: float | None = setting(
+        None,
+        "evaluate and save an exponential moving average of z over so many epochs; null is z itself",
+        above=0,
+        why="an average over no past is z itself, which is null",
+    )
 
     def __post_init__(self) -> None:
         check(self)

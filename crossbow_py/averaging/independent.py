@@ -17,7 +17,7 @@ class Independent(AveragingRule):
     NAME: ClassVar[str] = "independent"
     has_central_model: ClassVar[bool] = False
     LACKS: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("averaging_period", "correction_rate", "averaging_momentum", "rate_scaling", "group_size"),
+        ("averaging_period", "correction_rate", "averaging_momentum", "rate_scaling", "group_size", "average_ema"),
         "its learners never meet, and have no average model",
     )
 

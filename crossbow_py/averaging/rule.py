@@ -128,6 +128,7 @@ class AveragingRule(ABC):
     restart_momentum: LearnerMomentum = "reset"
     batch_norm: str = "mean"
     recalibration_batches: int = 0
+    average_ema: float | None = None  # horizon in epochs of the EMA that is evaluated and saved in place of z
 
     @property
     def scales_sum(self) -> bool:

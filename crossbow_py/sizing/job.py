@@ -55,4 +55,6 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         master_bytes=job.precision.master.itemsize,
         compute_bytes=job.precision.compute.itemsize,
         order=job.order,
+        has_velocity=job.rule.has_velocity,
+        has_ema=job.rule.average_ema is not None,
     )

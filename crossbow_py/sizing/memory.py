@@ -117,6 +117,7 @@ class ModelSizes:
         num_states: rows of optimizer state.
         master_bytes, compute_bytes: of a value, in rows and in a pass.
         order: of the bank's rows in memory.
+        has_velocity, has_ema: whether there is a velocity of z, and an EMA of z and its buffers.
     """
 
     parameters: tuple[int, ...]
@@ -126,6 +127,8 @@ class ModelSizes:
     master_bytes: int
     compute_bytes: int
     order: Order = "blocks"
+    has_velocity: bool = False
+    has_ema: bool = False
 
     @property
     def num_values(self) -> int:
@@ -146,13 +149,21 @@ class ModelSizes:
         )
 
     def bank_bytes(self, num_learners: int) -> int:
-        """What `ReplicaBank` allocates for K learners, and z, z_prev and the sum of corrections, padding included."""
+        """What `ReplicaBank` allocates for K learners, and for z; with the EMA, if any; padding included."""
         k, master = num_learners, self.master_bytes
         rows = (3 + self.num_states) * _rows_bytes(self.parameters, k, master, self.order)
         if self._has_shadow:
             rows += _rows_bytes(self.parameters, k, self.compute_bytes, self.order)
         buffers = _rows_bytes(self.buffers, k, master, "blocks")
-        return rows + buffers + 3 * _rows_bytes(self.parameters, 1, master, self.order) + k * self.counter_bytes
+        if self.has_ema:
+            buffers += _rows_bytes(self.buffers, 1, master, "blocks")
+        central = (3 + self.num_further) * _rows_bytes(self.parameters, 1, master, self.order)
+        return rows + buffers + central + k * self.counter_bytes
+
+    @property
+    def num_further(self) -> int:
+        """Vectors like z beside z, z_prev and the sum of corrections."""
+        return self.has_velocity + self.has_ema
 
     @property
     def template_bytes(self) -> int:
@@ -275,6 +286,7 @@ def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: 
         "copies in the compute format": num_learners * own.shadow,
         "buffers": num_learners * own.buffers,
         "average model (z, z_prev, sum of corrections)": 3 * own.weights,
+        "velocity and EMA of z": model.sizes.num_further * own.weights,
         "template": model.sizes.template_bytes,
         "data set": model.fixed_bytes,
         "batches of the feed": model.staged_bytes(batch_size, num_learners),

@@ -110,12 +110,13 @@ class ConsoleListener(Listener):
 
 def header_lines(info: RunInfo) -> list[str]:
     """The run's facts."""
+    ema = "" if info.average_ema is None else f" (evaluated: EMA over {info.average_ema:g} epochs)"
     lines = [
         f"{info.experiment}: {info.model} ({info.num_parameters:,} parameters) on {info.data} "
         f"({info.num_train_samples:,} training and {info.num_test_samples:,} test samples)",
         f"{_count(info.num_learners, 'learner')} of batch size {info.batch_size} on "
         f"{'each of ' if info.num_devices > 1 else ''}{_count(info.num_devices, 'device')} ({info.device}) · "
-        f"averaging {info.averaging} · executor {info.executor} · {info.precision} · seed {info.seed}",
+        f"averaging {info.averaging}{ema} · executor {info.executor} · {info.precision} · seed {info.seed}",
     ]
     if info.output_dir:
         lines.append(f"writing to {info.output_dir}")

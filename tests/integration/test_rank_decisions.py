@@ -259,8 +259,10 @@ def test_bad_sample_of_a_recalibration_on_one_rank_is_raised_on_all():
 # The number of learners
 
 
-def test_auto_tuner_decides_alike_on_all_ranks():
-    found = results(rank_jobs.tune, 2, {"executor": "threads"}, {"max_rounds": 120})
+@pytest.mark.parametrize("average_ema", [None, 5.0])
+def test_auto_tuner_decides_alike_on_all_ranks(average_ema):
+    options = {"executor": "threads", "averaging": SMA(average_ema=average_ema)}
+    found = results(rank_jobs.tune, 2, options, {"max_rounds": 120})
     (first, counts), (second, others) = found
     assert counts == others
     assert len(set(counts)) > 1
@@ -268,27 +270,34 @@ def test_auto_tuner_decides_alike_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    ("executor", "where"),
+    ("executor", "where", "average_ema"),
     [
-        ("serial", "allocation"),
-        ("threads", "round"),
-        ("fused", "round"),
-        pytest.param("serial", "round", marks=pytest.mark.slow),
-        pytest.param("threads", "allocation", marks=pytest.mark.slow),
-        pytest.param("fused", "allocation", marks=pytest.mark.slow),
+        ("serial", "allocation", None),
+        ("threads", "round", None),
+        ("fused", "round", None),
+        ("threads", "round", 1.0),  # the EMA moves after almost every round, also in that which memory did not hold
+        pytest.param("serial", "round", None, marks=pytest.mark.slow),
+        pytest.param("threads", "allocation", None, marks=pytest.mark.slow),
+        pytest.param("fused", "allocation", None, marks=pytest.mark.slow),
     ],
 )
-def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor):
+def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, average_ema):
     error: Exception = MemoryError("no room")
     if executor == "threads":
         error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-    found = results(rank_jobs.tune_out_of_memory, 2, where, error, {"executor": executor}, {"max_rounds": 60})
+    options = {"executor": executor, "averaging": SMA(average_ema=average_ema)}
+    found = results(rank_jobs.tune_out_of_memory, 2, where, error, options, {"max_rounds": 60})
     assert_alike([each for each, _ in found])
     for each, tuner in found:
         assert each.num_learners == 1
         assert tuner["out_of_memory_at"] in (2, 3)  # a round that fails may be heard of when more are wanted already
         assert tuner == found[0][1]
         assert np.isfinite(each.z).all()
+        own, first = (
+            {name: value.tobytes() for name, value in model.items() if not name.endswith("num_batches_tracked")}
+            for model in (each.model, found[0][0].model)
+        )
+        assert own == first
 
 
 # Refusals

@@ -95,10 +95,13 @@ def test_one_round_of_two_ranks_is_that_of_one_in_float32(executor):
         SMA(final_correction_rate=0.8),
         SynchronousSGD(rate_scaling="linear"),
         GroupedSMA(group_size=2, rate_scaling="linear"),
+        SMA(average_ema=5.0),
+        LocalSGD(averaging_period=3, average_ema=1.0, batch_norm="recalibrate", recalibration_batches=5),
+        SynchronousSGD(average_ema=5.0),
     ],
     ids=[
         "period", "rate", "restart", "recalibrate", "elastic", "local_sgd", "diloco", "slowmo", "papa",
-        "growing rate", "synchronous_sgd", "grouped_sma",
+        "growing rate", "synchronous_sgd", "grouped_sma", "ema", "ema and recalibrate", "ema of synchronous_sgd",
     ],
 )
 def test_other_settings_of_averaging_follow_one_rank(averaging):
@@ -202,8 +205,10 @@ def test_one_node_with_a_node_period_averages_every_round():
     assert_same_run(train(2, 1, **options), train(1, 2, rounds=6)[0], 1e-8)
 
 
-def test_result_of_nodes_that_are_apart_is_the_mean_of_theirs():
-    options = {"executor": "serial", "num_learners": 2, "averaging": SMA(node_period=50)}
+@pytest.mark.parametrize("average_ema", [None, 1e-9], ids=["z", "an EMA with a horizon too short for any past"])
+def test_result_of_nodes_that_are_apart_is_the_mean_of_theirs(average_ema):
+    averaging = SMA(node_period=50, average_ema=average_ema)
+    options = {"executor": "serial", "num_learners": 2, "averaging": averaging}
     first, second = results(rank_jobs.train, 2, options, {"max_rounds": 6}, num_nodes=2)
     assert distance(first.z, second.z) > 1e-6
     for name in first.model:
@@ -214,3 +219,12 @@ def test_result_of_nodes_that_are_apart_is_the_mean_of_theirs():
     names = [name for name in first.model if "running" not in name and "num_batches" not in name]
     model = np.sort(np.concatenate([first.model[name].ravel() for name in names]))
     np.testing.assert_allclose(model, np.sort(mean), rtol=1e-6, atol=1e-7)
+
+
+def test_ema_of_nodes_that_are_apart_is_one_to_the_bit_and_that_of_no_node():
+    options = {"executor": "serial", "num_learners": 2, "averaging": SMA(node_period=4, average_ema=2.0)}
+    first, second = results(rank_jobs.train, 2, options, {"max_rounds": 11}, num_nodes=2)
+    alone = results(rank_jobs.train, 1, options, {"max_rounds": 11})[0]
+    for name, value in first.model.items():
+        assert value.tobytes() == second.model[name].tobytes()
+    assert distance(first.model["0.weight"], alone.model["0.weight"]) > 1e-6

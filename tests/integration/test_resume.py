@@ -95,10 +95,13 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
         {"averaging": PAPA(averaging_period=2, pull=0.2), "executor": "fused"},
         {"averaging": SynchronousSGD(), "executor": "fused"},
         {"averaging": GroupedSMA(group_size=2), "num_learners": 4, "executor": "threads"},
+        {"averaging": SMA(average_ema=4.0), "executor": "threads"},
+        {"averaging": SMA(average_ema=1.0), "num_learners": 1},
+        {"averaging": SynchronousSGD(average_ema=4.0)},
     ],
     ids=[
         "serial", "threads", "bf16", "erasing", "three learners", "one learner", "elastic", "local_sgd", "diloco",
-        "slowmo", "papa", "synchronous_sgd", "grouped_sma",
+        "slowmo", "papa", "synchronous_sgd", "grouped_sma", "ema", "ema of one learner", "ema of synchronous_sgd",
     ],
 )
 def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_every_bit(tmp_path, options):

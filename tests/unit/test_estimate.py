@@ -66,6 +66,16 @@ def test_estimate_writes_an_answer_that_fits_and_the_next_larger_does_not(tmp_pa
     assert found["config"]["experiment"] == "resnet20"
 
 
+def test_estimate_counts_the_velocity_and_the_ema_that_the_averaging_rule_keeps() -> None:
+    def needed(*options: str) -> int:
+        model = estimate(compose(["model=lenet", "data=mnist", "memory=1GiB", *options], EstimateConfig)).model
+        return model.predicted_bytes(16, 2, 2) // model.learner(16).weights
+
+    plain = needed("averaging=sma")
+    assert needed("averaging=sma", "averaging.average_ema=2") == plain + 1
+    assert needed("averaging=slowmo", "averaging.average_ema=2") == plain + 2
+
+
 def test_estimate_of_images_that_are_not_there_assumes_imagenet_and_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

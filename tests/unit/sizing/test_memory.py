@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.precision import BF16, FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
@@ -106,6 +109,9 @@ def test_breakdown_adds_up_and_leaves_out_what_there_is_none_of() -> None:
     assert parts["weights"] == 3 * 256
     assert parts["forward and backward passes"] == 3 * 1200
     assert "data set" not in parts
+    assert "velocity and EMA of z" not in parts
+    with_both = breakdown(replace(MODEL, sizes=replace(SIZES, has_velocity=True, has_ema=True)), 10, 3, 3)
+    assert with_both["velocity and EMA of z"] == 2 * 256
 
 
 def test_held_back_leaves_the_rest() -> None:
@@ -132,4 +138,8 @@ def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order
         order=order,
     )
     assert sizes.bank_bytes(3) == allocated
+    ema = AverageEMA(bank, 1.0)
+    more = sum(one.storage.untyped_storage().nbytes() for one in (ema._weights, ema._buffers))
+    assert replace(sizes, has_ema=True).bank_bytes(3) == allocated + more
+    assert replace(sizes, has_velocity=True).bank_bytes(3) == allocated + bank.z.storage.untyped_storage().nbytes()
     assert sizes.template_bytes == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))

@@ -88,6 +88,14 @@ def test_final_block_says_how_to_go_on_after_a_signal_where_there_is_a_checkpoin
     assert ("  to go on       the same command with resume=auto" in stream.getvalue()) == said
 
 
+@pytest.mark.parametrize(("average_ema", "said"), [(None, ""), (2.5, " (evaluated: EMA over 2.5 epochs)")])
+def test_header_says_where_the_evaluated_model_is_an_ema(events: Any, average_ema: float | None, said: str) -> None:
+    stream = io.StringIO()
+    info = events.run_info(average_ema=average_ema)
+    ConsoleListener(stream=stream).on_start(info)
+    assert f"averaging {info.averaging}{said} · executor" in stream.getvalue()
+
+
 def test_plain_progress_is_one_line_in_ten_seconds_and_every_epoch(events: Any) -> None:
     now = [0.0]
     stream = io.StringIO()

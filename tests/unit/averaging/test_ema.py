@@ -1,0 +1,75 @@
+"""When the EMA of z moves and how far, by numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from crossbow_py.averaging import RULES, Independent
+from crossbow_py.averaging.ema import decay, is_due
+from crossbow_py.errors import UserError
+
+
+def followed(values: list[float], apart: int, horizon: float) -> float:
+    """The EMA of a z that has these values, so many samples apart."""
+    found = 1e9  # what it starts from counts for nothing
+    for n, value in enumerate(values, start=1):
+        d = decay(apart, n * apart, horizon)
+        found = d * found + (1 - d) * value
+    return found
+
+
+def test_young_ema_is_the_mean_of_what_it_saw() -> None:
+    assert [decay(10, t, 1000.0) for t in (10, 20, 40)] == [0.0, 0.5, 0.75]
+    assert followed([3.0, 5.0, 10.0], 10, horizon=1000.0) == pytest.approx(6.0)
+
+
+def test_mean_counts_samples_where_moves_are_not_evenly_apart() -> None:
+    # 10 samples at 3, then 30 at 5: (10 · 3 + 30 · 5) / 40
+    d = decay(30, 40, 1000.0)
+    assert d * 3.0 + (1 - d) * 5.0 == pytest.approx(4.5)
+
+
+def test_old_ema_forgets_to_one_part_in_e_over_a_horizon() -> None:
+    assert decay(50, 10_000, 1000.0) == pytest.approx(math.exp(-0.05))
+    assert decay(50, 10_000, 1000.0) ** 20 == pytest.approx(1 / math.e)
+    # 1 for long, then 0 for a horizon.
+    assert followed([1.0] * 1000 + [0.0] * 20, 50, horizon=1000.0) == pytest.approx(1 / math.e)
+
+
+def test_mean_turns_into_the_exponential_one_about_when_the_horizon_is_over() -> None:
+    # 1 − 50/t = exp(−0.05) at t = 50 / 0.048771 = 1025.2
+    assert decay(50, 1000, 1000.0) == 1 - 50 / 1000
+    assert decay(50, 1050, 1000.0) == math.exp(-0.05)
+
+
+def test_ema_does_not_move_where_nothing_was_seen_since_and_is_z_where_nothing_was_seen_at_all() -> None:
+    assert decay(0, 400, 1000.0) == 1.0
+    assert decay(0, 0, 1000.0) == 0.0
+    assert decay(8, 400, 1e-300) == 0.0
+
+
+def test_ema_moves_where_a_twentieth_of_the_horizon_is_passed() -> None:
+    moves = [end for end in range(8, 88, 8) if is_due(end - 8, end, 400.0)]  # multiples of 20 in rounds of 8 samples
+    assert moves == [24, 40, 64, 80]
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 50])
+def test_ema_moves_twenty_times_a_horizon_whatever_the_size_of_a_round(size: int) -> None:
+    ends = range(size, 10_000, size)
+    assert sum(is_due(end - size, end, 1000.0) for end in ends) == 10_000 // 50 - 1
+
+
+@pytest.mark.parametrize("horizon", [100.0, 1e-300])
+def test_ema_moves_after_every_round_that_is_longer_than_that(horizon: float) -> None:
+    assert all(is_due(end - 16, end, horizon) for end in range(16, 400, 16))
+
+
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {Independent.NAME}))
+def test_every_rule_with_an_average_model_has_an_ema_with_a_horizon_above_zero(name: str) -> None:
+    assert RULES[name]().average_ema is None
+    assert RULES[name](average_ema=2.5).average_ema == 2.5  # type: ignore[call-arg]
+    for horizon in (0.0, -1.0):
+        with pytest.raises(UserError, match=r"averaging\.average_ema must be greater than 0"):
+            RULES[name](average_ema=horizon)  # type: ignore[call-arg]
