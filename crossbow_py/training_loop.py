@@ -34,7 +34,7 @@ from crossbow_py.telemetry.throughput import ThroughputMeter
 
 @dataclass(frozen=True)
 class Result:
-    """What `fit` returns. `model` is the average model in float32; `models` the learners' when they are independent."""
+    """What `fit` returns. `model`: the average model or its EMA, in float32; `models`: of independent learners."""
 
     status: str
     stop_reason: str
@@ -271,11 +271,11 @@ class TrainingLoop:
 
     def _attend_to_z(self, before: int) -> None:
         """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
-        state, ema = self.state, self.parts.average_ema
-        if state.round_index % self.job.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
+        ema = self.parts.average_ema
+        if self.state.round_index % self.job.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
             self._drain()
             self.job.check_z()
-        if ema is not None and ema.is_due(before, state.samples_seen):
+        if ema is not None and ema.is_due(before, self.state.samples_seen):
             self._drain()
             self.rounds.move_ema()
 

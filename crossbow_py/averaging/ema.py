@@ -27,7 +27,7 @@ def is_due(before: int, after: int, horizon: float) -> bool:
     It moves wherever a multiple of h/20 is passed: twenty times a horizon, or after every round where these are longer.
     """
     apart = max(1.0, horizon / MOVES)
-    return after // apart > before // apart
+    return (after + 0.5) // apart > (before + 0.5) // apart  # multiples are rounded to whole samples
 
 
 def decay(since: int, samples: int, horizon: float) -> float:

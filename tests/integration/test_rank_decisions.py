@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import SGD, SMA, CheckpointSettings, Independent
+from crossbow_py import SGD, SMA, CheckpointSettings, Independent, SynchronousSGD
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.data.sampler import epoch_order
@@ -270,22 +270,24 @@ def test_auto_tuner_decides_alike_on_all_ranks(average_ema):
 
 
 @pytest.mark.parametrize(
-    ("executor", "where", "average_ema"),
+    ("executor", "where", "averaging"),
     [
-        ("serial", "allocation", None),
-        ("threads", "round", None),
-        ("fused", "round", None),
-        ("threads", "round", 1.0),  # the EMA moves after almost every round, also in that which memory did not hold
-        pytest.param("serial", "round", None, marks=pytest.mark.slow),
-        pytest.param("threads", "allocation", None, marks=pytest.mark.slow),
-        pytest.param("fused", "allocation", None, marks=pytest.mark.slow),
+        ("serial", "allocation", SMA()),
+        ("threads", "round", SMA()),
+        ("fused", "round", SMA()),
+        # An EMA that moves after almost every round, also in that which memory did not hold.
+        ("threads", "round", SMA(average_ema=1.0)),
+        ("serial", "round", SynchronousSGD(average_ema=1.0)),
+        pytest.param("serial", "round", SMA(), marks=pytest.mark.slow),
+        pytest.param("threads", "allocation", SMA(), marks=pytest.mark.slow),
+        pytest.param("fused", "allocation", SMA(), marks=pytest.mark.slow),
     ],
 )
-def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, average_ema):
+def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, averaging):
     error: Exception = MemoryError("no room")
     if executor == "threads":
         error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-    options = {"executor": executor, "averaging": SMA(average_ema=average_ema)}
+    options = {"executor": executor, "averaging": averaging}
     found = results(rank_jobs.tune_out_of_memory, 2, where, error, options, {"max_rounds": 60})
     assert_alike([each for each, _ in found])
     for each, tuner in found:

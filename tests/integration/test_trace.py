@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from crossbow_py import NonFiniteError, UserError
+from crossbow_py import SMA, NonFiniteError, UserError
 from crossbow_py import trainer as trainer_module
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train import main
@@ -99,6 +99,18 @@ def test_trace_of_the_serial_executor_shows_tasks_one_after_another_in_issue_ord
         ("learning", "learner 0"), ("learning", "learner 1"),
         ("correction", "learner 0"), ("correction", "learner 1"), ("averaging", "averaging"),
     ]  # fmt: skip
+
+
+def test_moves_of_the_ema_are_spans_of_the_averaging_row_after_their_rounds(tmp_path: Path) -> None:
+    # 64 samples a round, 1,024 an epoch: a twentieth of 4 epochs is 3.2 rounds.
+    found = by_task(traced(tmp_path, executor="threads", batch_size=16, averaging=SMA(average_ema=4.0)))
+    moves = sorted(round_index for name, round_index in found if name == "average EMA")
+    assert moves[:5] == [3, 6, 9, 12, 15]
+    for n in moves:
+        (move,) = found["average EMA", n]
+        assert move.row == "averaging"
+        assert found["averaging", n][0].end <= move.start + NANOSECOND
+        assert all(move.end <= learning.start + NANOSECOND for learning in found["learning", n + 1])
 
 
 def test_trace_of_a_second_fit_has_both(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def test_ema_moves_where_a_twentieth_of_the_horizon_is_passed() -> None:
     assert moves == [24, 40, 64, 80]
 
 
+def test_ema_moves_where_a_multiple_that_is_no_float_is_reached() -> None:
+    moves = [end for end in range(64, 1089, 64) if is_due(end - 64, end, 4096.0)]  # multiples of 204.8
+    assert moves == [256, 448, 640, 832, 1024]
+
+
 @pytest.mark.parametrize("size", [1, 7, 32, 50])
 def test_ema_moves_twenty_times_a_horizon_whatever_the_size_of_a_round(size: int) -> None:
     ends = range(size, 10_000, size)
