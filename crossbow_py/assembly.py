@@ -166,19 +166,20 @@ class Parts:
         for feed in self.feeds:
             feed.close()
 
-    def final_states(self, cursor: int, excluded: Sequence[int] = ()) -> list[State]:
+    def final_states(self, cursor: int, excluded: Sequence[int] = (), ema: bool = True) -> list[State]:
         """State dicts of what a run produces: the average model or its EMA, or every independent learner.
 
         Args:
             cursor: samples seen, from where in the stream recalibration takes its training batches.
             excluded: this device's learners whose BatchNorm statistics are not to be used.
+            ema: take the EMA, where there is one.
 
         All ranks call it together, and have the same.
         """
         if not self.rule.has_central_model:
             return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
         state = self._central_state(excluded)
-        if self.average_ema is not None:
+        if self.average_ema is not None and ema:
             state = self.average_ema.at(state, cursor)
         if self.rule.batch_norm == "recalibrate":
             share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)

@@ -40,8 +40,9 @@ _NO_CLASS = -1.0
 class LearningMeasurement:
     """The statistics of a run's learning. The executor is drained; called from the training loop's thread.
 
-    Of the average model, or of the first learner where they are independent, the first rank measures the gradient noise
-    and the sharpness, while others wait. Each rank predicts with its own learners, and all are compared.
+    Of the average model, where training is, and not of its EMA, or of the first learner where they are independent, the
+    first rank measures the gradient noise and the sharpness, while others wait. Each rank predicts with its own
+    learners, and all are compared.
     """
 
     def __init__(self, run: Run) -> None:
@@ -60,7 +61,7 @@ class LearningMeasurement:
         begun_s, run, parts = time.monotonic(), self._run, self._run.parts
         devices = [parts.choices.device] if parts.choices.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            state = parts.final_states(run.state.samples_seen, list(run.state.sick_learners))[0]
+            state = parts.final_states(run.state.samples_seen, list(run.state.sick_learners), ema=False)[0]
             agreeing = self._agreement(which)
             noise, sharpness = None, None
             with parts.ranks.together():

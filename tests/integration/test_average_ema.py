@@ -169,3 +169,14 @@ def test_learner_that_went_non_finite_is_not_in_the_ema() -> None:
     result = trainer.fit(max_epochs=3)
     assert trainer.state.num_reseeded > 0
     assert all(value.isfinite().all() for value in result.model.state_dict().values())
+
+
+def test_statistics_of_learning_are_those_of_z() -> None:
+    found = []
+    for averaging in (SMA(), SMA(average_ema=5.0)):
+        recorder = Recorder()
+        trainer_of(averaging=averaging, learning_statistics=True, callbacks=[recorder]).fit(max_epochs=2)
+        found.append([each.learning for each in recorder.of("epoch")])
+    for of_z, with_ema in zip(*found, strict=True):
+        assert of_z.sharpness == with_ema.sharpness
+        assert of_z.gradient_variance == with_ema.gradient_variance
