@@ -150,8 +150,10 @@ class NativeUpdate(TorchUpdate):
             self._spread(count, self._library.crossbow_move, *pointers, averaging.momentum, count)
 
     def gradient_norms(self, rows: StackedRows) -> list[float]:
-        """Of every learner."""
-        return self._norms(rows.vectors(self.optimizer.decay_norm_and_bias), rows.num_learners, rows.num_values)
+        """Of every learner; of all together where they share one."""
+        learners = 1 if rows.share_gradient else rows.num_learners
+        values = rows.num_values * learners // rows.num_learners
+        return self._norms(rows.vectors(self.optimizer.decay_norm_and_bias), learners, values)
 
     def correct_all(
         self, rows: StackedRows, averaging: LinearRound | None, steps: Sequence[Step | None], *, moves: bool
@@ -192,11 +194,13 @@ class StackedRows:
         num_learners: K.
         num_values: trained values of all learners.
         gradients: what is read, `[K, numel]` a block with the learners' values in the bank's order; set every round.
+        share_gradient: whether all learners read one, `[numel]` a block.
     """
 
     def __init__(self, bank: ReplicaBank) -> None:
         assert bank.order == "blocks", "one pass over all learners needs their values side by side"
         self.num_learners, self._bank = bank.num_learners, bank
+        self.share_gradient = bank.replicas_alike and not bank.is_single
         self.gradients = [bank.gradients.flat(0)[index] for index in range(bank.num_trained)]
         self.num_values = bank.num_learners * _num_values(self.gradients)
         self._array: Array[Vector] | None = None
@@ -217,6 +221,7 @@ class StackedRows:
             self._array = _vectors(first, decay_all, bank.z_prev.trained())
         for vector, gradient in zip(self._array, self.gradients, strict=True):
             vector.gradients = gradient.data_ptr()
+            vector.gradient_stride = 0 if self.share_gradient else vector.stride
         return self._array
 
 

@@ -7,9 +7,12 @@ waits for the others, goes on beside the passes up to the next corrections that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from crossbow_py.engine.device_update import knows
@@ -22,7 +25,7 @@ from crossbow_py.engine.memory import is_out_of_memory, keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
-from crossbow_py.engine.update import NativeUpdate, StackedRows
+from crossbow_py.engine.update import NativeUpdate, StackedRows, Step
 from crossbow_py.errors import CrossbowError, LearnerError
 from crossbow_py.targets import one_line
 from crossbow_py.telemetry.timeline import Timeline
@@ -158,14 +161,8 @@ class FusedExecutor(Executor):
         tasks, update, averaging = self.tasks, self.tasks.update, outcome.plan.averaging
         learners = range(tasks.bank.num_learners)
         if isinstance(update, NativeUpdate) and self._rows is not None:
-            if tasks.gradient_mean is None:
-                self._rows.gradients = self._in_place(gradients)
-            else:
-                tasks.bank.store_stacked_gradients(gradients)
-                tasks.average_gradients(outcome)
-            norms = update.gradient_norms(self._rows)
+            steps = self._steps(update, self._rows, gradients, outcome)
             moves = tasks.collective.is_alone and (averaging is None or averaging.share == 1)
-            steps = [tasks.next_step(j, norms[j], outcome) for j in learners]
             update.correct_all(self._rows, averaging, steps, moves=moves)
             self._rows.gradients = tasks.bank.stacked_gradients()  # lets go of autograd's
             if averaging is not None and not moves:
@@ -178,6 +175,43 @@ class FusedExecutor(Executor):
             tasks.correct(learner, outcome)
         if averaging is not None:
             self._average(tasks.average, outcome)
+
+    def _steps(
+        self, update: NativeUpdate, rows: StackedRows, gradients: Sequence[Tensor | None], outcome: RoundOutcome
+    ) -> list[Step | None]:
+        """The learners' steps, by gradients that lie where `rows` says afterwards."""
+        tasks, learners = self.tasks, range(self.tasks.bank.num_learners)
+        if rows.share_gradient:
+            divisor = self._sum_up(update, rows, gradients, outcome)
+            norms = [update.gradient_norms(rows)[0] / divisor for _ in learners]
+            steps = [tasks.next_step(j, norms[j], outcome) for j in learners]
+            return [step and replace(step, gradient_scale=step.gradient_scale / divisor) for step in steps]
+        if tasks.gradient_mean is None:
+            rows.gradients = self._in_place(gradients)
+        else:
+            tasks.bank.store_stacked_gradients(gradients)
+            tasks.average_gradients(outcome)
+        norms = update.gradient_norms(rows)
+        return [tasks.next_step(j, norms[j], outcome) for j in learners]
+
+    def _sum_up(
+        self, update: NativeUpdate, rows: StackedRows, gradients: Sequence[Tensor | None], outcome: RoundOutcome
+    ) -> float:
+        """`bank.total`, for `rows` to read, ← the gradients of everybody. Returns by what it is to be divided.
+
+        A sum that is finite is one of finite gradients; in any other, learner by learner, the gate leaves out some.
+        """
+        tasks, bank = self.tasks, self.tasks.bank
+        stacked, total = self._in_place(gradients), bank.total.trained()
+        update.sum(total, [[each[learner] for each in stacked] for learner in range(bank.num_learners)])
+        rows.gradients = total
+        if not all(map(math.isfinite, [*outcome.losses, *update.gradient_norms(rows)])):
+            bank.store_stacked_gradients(gradients)
+            tasks.average_gradients(outcome)
+            torch._foreach_copy_(total, bank.gradients.trained(0))
+            return 1.0
+        tasks.collective.all_reduce_sum(bank.total.storage)
+        return float(bank.total_learners)
 
     def _average(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
         """The step of z: now, or begun on a thread where it waits for other devices."""

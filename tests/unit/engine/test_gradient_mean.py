@@ -16,8 +16,10 @@ from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.subarrays import TwoSubArrays
 from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.precision import FP32, FP64
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask
+from crossbow_py.engine.update import NativeUpdate
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, linear_model, make_tasks, norm_model, plan
 from tests.unit.engine.test_fused_device import assert_equal, run
@@ -105,6 +107,20 @@ def test_executors_on_the_host_equal_serial(executor, rule, optimizer):
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 6))
 
 
+@pytest.mark.parametrize("optimizer", [SGD(nesterov=True, clip_norm=0.3), AdamW()], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("rule", RULES, ids=KEYS)
+@pytest.mark.parametrize("order", ["blocks", "rows"])
+def test_fused_rounds_by_native_code_equal_serial_in_float32(order, rule, optimizer):
+    options = {"num_learners": 3, "rule": rule, "optimizer": optimizer, "precision": FP32, "order": order}
+    ours, reference = (make_tasks(**options) for _ in range(2))
+    assert isinstance(ours.update, NativeUpdate)
+    run(EXECUTORS["fused"](ours), ours, 6)
+    run(SerialExecutor(reference), reference, 6)
+    found, expected = rows(ours.bank), rows(reference.bank)
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert ours.bank.step_counts == reference.bank.step_counts
+
+
 @pytest.mark.parametrize("rule", RULES, ids=KEYS)
 @pytest.mark.parametrize("kind", [StreamsExecutor, FusedExecutor, TwoSubArrays])
 @pytest.mark.parametrize("make_device", [RecordingStreams, lambda: ShuffledStreams(1)], ids=["in order", "shuffled"])
@@ -139,16 +155,17 @@ class Poisoned(nn.Module):
         return self.inner(inputs) * torch.where(inputs > 1e6, math.nan, 1.0).amax(1, keepdim=True)
 
 
-def poisoned(rule, num_learners=3):
+def poisoned(rule, num_learners=3, precision=FP64):
     inputs, targets = (value.clone() for value in features(64))
     inputs[...] = inputs.clamp(-2, 2)
-    tasks = make_tasks(Poisoned, num_learners=num_learners, rule=rule, data=(inputs, targets), order="blocks")
+    options = {"num_learners": num_learners, "rule": rule, "order": "blocks", "precision": precision}
+    tasks = make_tasks(Poisoned, data=(inputs, targets), **options)
     starts = plan(tasks, 1).starts
     batch = tasks.feed.batch(starts[1]).inputs  # of the second learner, in round 1
     for row in range(len(inputs)):
         if any(torch.equal(inputs[row].to(batch), own) for own in batch):
             inputs[row] = 1e9
-    return make_tasks(Poisoned, num_learners=num_learners, rule=rule, data=(inputs, targets), order="blocks")
+    return make_tasks(Poisoned, data=(inputs, targets), **options)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +198,16 @@ def test_learner_that_is_not_finite_adds_nothing_and_steps_with_the_others(build
     velocity = 0.9 * torch.cat(reference.bank.state["momentum"].trained(0)) + mean
     expected = rows(reference.bank)[0] - 0.05 * velocity
     assert (found[0] - expected).norm() <= 1e-10 * expected.norm()
+
+
+def test_learner_that_is_not_finite_adds_nothing_in_native_code_either():
+    tasks, reference = (poisoned(SynchronousSGD(), precision=FP32) for _ in range(2))
+    outcomes = run(EXECUTORS["fused"](tasks), tasks, 2)
+    assert [o.finite for o in outcomes] == [[True] * 3, [True, False, True]]
+    run(SerialExecutor(reference), reference, 2)
+    found, expected = rows(tasks.bank), rows(reference.bank)
+    assert torch.equal(found, found[:1].expand_as(found))
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_learners_that_come_to_replicas_alike_have_the_others_weights_and_state():
