@@ -1,0 +1,117 @@
+"""Grids of training runs as data: cells with their overrides, and what identifies one that has been run.
+
+A cell is one setting of the command line, trained once for every seed. Where its records lie says what it was run
+with, so that a changed setting is another cell and an unchanged one is not run again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+TRAIN = "crossbow_py.train"
+PARTS = "experiments.common.cells.parts"
+Label = str | int | float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting.
+
+    Attributes:
+        name: unique in its grid; that of its row.
+        overrides: of `python -m crossbow_py.train`, without seed, output_dir and resume.
+        labels: what pictures and tables sort it by; no part of what is run.
+        program: what `python -m` runs; one other than `train` is given the number of parts first, and writes the
+            records of a run as `train` does.
+        parts: evaluations an epoch; more than one has `train` stop and go on for each of them.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    labels: Mapping[str, Label] = field(default_factory=dict)
+    program: str = TRAIN
+    parts: int = 1
+
+    @property
+    def key(self) -> str:
+        """The same for all that is run alike, whatever it is called."""
+        identity = json.dumps([self.program, self.parts, sorted(self.overrides)])
+        return hashlib.sha256(identity.encode()).hexdigest()[:10]
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of its runs: the key, with its name for people."""
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '_', self.name).strip('_')}-{self.key}"
+
+    def command(self, seed: int, output_dir: str) -> list[str]:
+        """What follows `python -m` to run it, or to go on with it."""
+        words = [*self.overrides, f"seed={seed}", f"output_dir='{output_dir}'", "resume=auto"]
+        if self.program == TRAIN and self.parts == 1:
+            return [TRAIN, *words]
+        return [PARTS if self.program == TRAIN else self.program, str(self.parts), *words]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells that are compared with each other.
+
+    Attributes:
+        name: of the results file.
+        title: of the picture.
+        cells: in the order of the table.
+        seeds: when no others are asked for.
+        targets: test accuracies; tables say when they were reached.
+        reference: the cell that others are compared with, seed by seed.
+        alone: whether times matter, so that cells run one at a time.
+    """
+
+    name: str
+    title: str
+    cells: tuple[Cell, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    targets: tuple[float, ...] = ()
+    reference: str | None = None
+    alone: bool = False
+
+    def with_overrides(self, extra: Sequence[str]) -> Grid:
+        """The same cells, each with more overrides, which replace those of the same key."""
+        return replace(self, cells=tuple(replace(cell, overrides=merged(cell.overrides, extra)) for cell in self.cells))
+
+
+def cells(common: str, own: Mapping[str, str], parts: int = 1) -> tuple[Cell, ...]:
+    """A cell for every name, with overrides that are written as on a command line."""
+    return tuple(Cell(name, merged(common.split(), words.split()), parts=parts) for name, words in own.items())
+
+
+def merged(*lists: Sequence[str]) -> tuple[str, ...]:
+    """All overrides, in the place of the first of their key with the value of the last."""
+    found: dict[str, str] = {}
+    for override in (override for overrides in lists for override in overrides):
+        found[override.partition("=")[0]] = override
+    return tuple(found.values())
+
+
+def chosen(grid: Grid, pattern: str) -> tuple[Cell, ...]:
+    """The cells whose names match, as file names do: `sma*`.
+
+    Raises:
+        ValueError: none does.
+    """
+    found = tuple(cell for cell in grid.cells if fnmatch.fnmatchcase(cell.name, pattern))
+    if not found:
+        names = "; ".join(cell.name for cell in grid.cells)
+        raise ValueError(f"no cell of {grid.name} matches {pattern!r}; there are {names}.")
+    return found
+
+
+def in_turns(cells: Sequence[Cell], seeds: Sequence[int]) -> list[tuple[Cell, int]]:
+    """Every cell with the first seed, then in the opposite order with the next, and so on.
+
+    A machine that slows down meanwhile slows all of them alike, and a grid that is cut short has all of its rows.
+    """
+    return [(cell, seed) for place, seed in enumerate(seeds) for cell in (cells[::-1] if place % 2 else cells)]

@@ -1,0 +1,61 @@
+"""Trains as `python -m crossbow_py.train` does, stopping several times an epoch for an evaluation of its own.
+
+    python -m experiments.common.cells.parts PARTS key=value ...
+
+Every part goes on where the checkpoint of the one before stands, so that the samples, and the model that comes out, are
+those of a run in one piece; what is measured at its end is in metrics.jsonl, at a fraction of an epoch. A schedule that
+spans the run is told the length of the whole. A run that was killed goes on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossbow_py.config import TrainConfig, compose
+from crossbow_py.schedules import Cosine
+from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
+from crossbow_py.train import main as train
+
+_ALIKE = 1e-3  # of an epoch: a part ends with the round in which it does
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train part by part; returns the exit code of the first that failed."""
+    parts, overrides = int(argv[0]), list(argv[1:])
+    config = compose(overrides, TrainConfig)
+    assert config.max_epochs is not None, "cells say it"
+    assert config.output_dir is not None, "it is said for cells"
+    folder, length = Path(config.output_dir), whole_length(config)
+    for stop in stops(config.max_epochs, parts):
+        if stop <= epochs_done(folder) + _ALIKE:
+            continue
+        code = train([*overrides, f"max_epochs={stop:.6g}", *length])
+        if code or read_summary(folder).get("status") == "target_reached":
+            return code
+    return 0
+
+
+def stops(max_epochs: float, parts: int) -> list[float]:
+    """Epochs after which each part ends, `max_epochs` the last."""
+    within = [place / parts for place in range(1, math.ceil(max_epochs * parts))]
+    return [*within, max_epochs]
+
+
+def whole_length(config: TrainConfig) -> list[str]:
+    """The override that keeps a schedule over the run from ending with a part."""
+    spans = isinstance(config.schedule, Cosine) and config.schedule.epochs is None
+    return [f"schedule.epochs={config.max_epochs:.6g}"] if spans else []
+
+
+def epochs_done(folder: Path) -> float:
+    """Up to the last evaluation; 0 before the first."""
+    path = folder / METRICS_FILE
+    records = read_metrics(path) if path.exists() else []
+    return float(records[-1]["epoch"]) if records else 0.0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

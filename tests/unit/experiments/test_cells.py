@@ -1,0 +1,169 @@
+"""Grids of training runs: cells and what identifies them, means and their confidence, tables and pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from experiments.common.cells import plot, report, summary
+from experiments.common.cells.grid import Cell, Grid, cells, chosen, in_turns, merged
+from experiments.common.cells.parts import stops
+from tests.unit.experiments.pretended_run import epochs_of, summary_of
+from tests.unit.experiments.samples import cells as table_cells
+
+MACHINE = {"cpu": "any", "cores": 2, "gpus": [], "torch": "2", "date": "2026-01-01", "commit": "abc"}
+
+
+def made_up(cell: str, seed: int, accuracy: float | None, alone: bool = True) -> dict[str, Any]:
+    """A run; a diverged one without an accuracy."""
+    return {
+        "cell": cell, "labels": {}, "seed": seed, "program": "p", "parts": 1, "overrides": [], "machine": MACHINE,
+        "status": "finished" if accuracy else "failed", "alone": alone, "foreign_share": 0.04 if alone else None,
+        "summary": summary_of(accuracy), "epochs": epochs_of(accuracy or 0.0),
+    }  # fmt: skip
+
+
+def made_up_result(alone: bool = True) -> dict[str, Any]:
+    accuracies = {"one": (0.9, 0.92), "sma": (0.94, 0.92), "wild": (0.8, None)}
+    runs = [made_up(name, seed, own, alone) for name, pair in accuracies.items() for seed, own in enumerate(pair)]
+    return {"machine": MACHINE, "grid": "digits", "title": "MLP", "targets": [0.91], "reference": "one",
+            "num_cells": 4, "runs": runs}  # fmt: skip
+
+
+def test_overrides_of_the_same_key_are_replaced_in_their_place() -> None:
+    assert merged(["+experiment=lenet", "a=1", "b.c=2"], ["a=3"], ["d=4", "b.c=5"]) == (
+        "+experiment=lenet", "a=3", "b.c=5", "d=4",
+    )  # fmt: skip
+
+
+def test_cells_have_the_common_overrides_and_their_own() -> None:
+    first, second = cells("a=1 b=2", {"x": "b=3", "y": ""}, parts=4)
+    assert (first, second) == (Cell("x", ("a=1", "b=3"), parts=4), Cell("y", ("a=1", "b=2"), parts=4))
+
+
+def test_cell_is_known_by_what_is_run_and_not_by_its_name() -> None:
+    cell = Cell("x", ("a=1", "b=2"))
+    assert cell.key == Cell("y", ("b=2", "a=1"), labels={"side": "s"}).key
+    others = [Cell("x", ("a=1", "b=3")), Cell("x", cell.overrides, parts=2), Cell("x", cell.overrides, program="other")]
+    assert len({each.key for each in (cell, *others)}) == 4
+    assert Cell("rate · √K, K=4", ()).folder.startswith("rate_K_K_4-")
+
+
+def test_command_is_that_of_training_unless_there_are_parts_or_another_program() -> None:
+    after = ["a=1", "seed=3", "output_dir='out'", "resume=auto"]
+    assert Cell("x", ("a=1",)).command(3, "out") == ["crossbow_py.train", *after]
+    assert Cell("x", ("a=1",), parts=4).command(3, "out") == ["experiments.common.cells.parts", "4", *after]
+    assert Cell("x", ("a=1",), program="other").command(3, "out") == ["other", "1", *after]
+
+
+def test_more_overrides_are_for_every_cell() -> None:
+    grid = Grid("g", "", cells("a=1", {"x": "", "y": "b=1"})).with_overrides(["a=2"])
+    assert [cell.overrides for cell in grid.cells] == [("a=2",), ("a=2", "b=1")]
+
+
+def test_cells_are_chosen_by_pattern_and_one_that_matches_none_is_refused() -> None:
+    grid = Grid("g", "", cells("", {"sma, K=2": "", "sma, K=4": "", "papa": ""}))
+    assert [cell.name for cell in chosen(grid, "sma*")] == ["sma, K=2", "sma, K=4"]
+    with pytest.raises(ValueError, match="no cell of g matches 'x'; there are sma, K=2; sma, K=4; papa"):
+        chosen(grid, "x")
+
+
+def test_seeds_take_turns_in_one_order_and_then_the_other() -> None:
+    a, b = cells("", {"a": "", "b": "x=1"})
+    assert in_turns([a, b], (5, 6, 7)) == [(a, 5), (b, 5), (b, 6), (a, 6), (a, 7), (b, 7)]
+
+
+def test_parts_end_at_fractions_of_an_epoch_and_at_the_end() -> None:
+    assert stops(1.0, 1) == [1.0]
+    assert stops(0.75, 4) == [0.25, 0.5, 0.75]
+    assert stops(1.2, 2) == [0.5, 1.0, 1.2]
+
+
+def test_confidence_interval_is_that_of_students_t() -> None:
+    found = summary.estimate([1.0, 2.0, 3.0])
+    assert found is not None and found.half_width is not None
+    # 4.303 · 1 / √3
+    assert (found.mean, found.n, found.half_width) == (2.0, 3, pytest.approx(2.4843, abs=1e-4))
+    assert summary.estimate([2.0]) == summary.Estimate(2.0, 1, None)
+    assert summary.estimate([]) is None
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(1, 12.706), (4, 2.776), (30, 2.042), (40, 2.021), (120, 1.980)])
+def test_quantiles_of_students_t_are_those_of_the_tables(degrees: int, quantile: float) -> None:
+    assert summary.student_t(degrees) == pytest.approx(quantile, abs=2e-3)
+
+
+def test_summary_leaves_out_what_diverged_and_counts_it() -> None:
+    one, sma, wild = summary.summaries(made_up_result())
+    assert one.final is not None and one.final.mean == pytest.approx(0.91)
+    assert (sma.n, sma.diverged, wild.n, wild.diverged) == (2, 0, 2, 1)
+    assert wild.final == summary.Estimate(0.8, 1, None)
+
+
+def test_target_is_reached_at_the_first_evaluation_that_has_it_and_seconds_are_of_runs_alone() -> None:
+    runs = [made_up("x", 0, 0.92), made_up("x", 1, 0.94, alone=False), made_up("x", 2, 0.8)]
+    assert summary.reached(runs, 0.91) == summary.Reached(n=2, epochs=2, samples=200, seconds=3.0)
+    assert summary.reached(runs, 0.99) == summary.Reached(0, None, None, None)
+
+
+def test_difference_is_taken_seed_by_seed_where_both_finished() -> None:
+    runs = summary.by_cell(made_up_result())
+    found = summary.difference(runs["sma"], runs["one"])
+    # +0.04 and 0: sd 0.0283, 12.706 · 0.0283 / √2
+    assert found is not None and found.mean == pytest.approx(0.02)
+    assert found.half_width == pytest.approx(0.25412)
+    alone = summary.difference(runs["wild"], runs["one"])
+    assert alone is not None and (alone.mean, alone.n) == (pytest.approx(-0.1), 1)
+
+
+def test_curve_is_the_mean_over_seeds_as_far_as_all_go() -> None:
+    runs = [made_up("x", 0, 0.8), made_up("x", 1, 0.9), made_up("x", 2, None)]
+    runs[1]["epochs"] = runs[1]["epochs"][:1]
+    samples, accuracy = summary.mean_curve(runs)
+    assert (samples, accuracy) == ([100], [pytest.approx(0.425)])
+
+
+def test_table_has_a_row_a_cell_and_says_what_diverged() -> None:
+    table = report.cells_table(made_up_result())
+    assert table_cells(table, 0) == [
+        "", "K", "b", "test accuracy", "best", "− one", "epochs to 0.91", "seconds to 0.91", "n", "diverged",
+    ]  # fmt: skip
+    assert table_cells(table, 2) == [
+        "one", "4", "16", "0.9100 ± 0.1271", "0.9100 ± 0.1271", "", "2.00 (1 of 2)", "3.0 (1 of 2)", "2", "",
+    ]  # fmt: skip
+    assert table_cells(table, 4) == ["wild", "4", "16", "0.8000", "0.8000", "-0.1000", "–", "–", "2", "1"]
+
+
+def test_table_of_runs_with_others_beside_them_says_no_times() -> None:
+    result = made_up_result(alone=False)
+    assert "seconds to 0.91" not in report.cells_table(result)
+    assert "6 runs had others beside them, on one thread each: their times are not used." in report.notes(result)
+
+
+def test_notes_say_what_is_missing_and_what_others_took() -> None:
+    said = report.notes(made_up_result())
+    assert said.startswith("6 runs of 3 cells in fp32, at commit abc;")
+    assert "1 cells of the grid have not been run." in said
+    assert said.endswith("Other programs took up to 4% of the cores meanwhile.")
+
+
+def test_text_of_a_result_has_its_picture() -> None:
+    assert report.result_text(made_up_result()).startswith("![MLP](results/digits.png)\n\n|")
+
+
+def test_picture_has_a_row_a_cell_and_a_curve_each() -> None:
+    finals, curves = plot.draw_accuracies(made_up_result()).axes
+    assert [label.get_text() for label in finals.get_yticklabels()] == ["wild", "sma", "one"]
+    assert [line.get_label() for line in curves.lines][:3] == ["one", "sma", "wild"]
+    assert list(curves.lines[1].get_ydata()) == pytest.approx([0.465, 0.93])
+    assert curves.get_xlabel() == "samples seen"
+    assert len(plot.draw_accuracies(made_up_result(), curves=False).axes) == 1
+
+
+def test_picture_says_which_cells_are_outside_of_it() -> None:
+    result = made_up_result()
+    result["runs"] = [made_up("good", seed, 0.95) for seed in range(20)] + [made_up("bad", 0, 0.1)]
+    result["runs"] += [made_up("worse", 0, None)]
+    finals = plot.draw_accuracies(result).axes[0]
+    assert [text.get_text().strip() for text in finals.texts] == ["diverged", "← 0.1000"]
