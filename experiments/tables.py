@@ -18,7 +18,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout is enough, installed or not
 
 from experiments.auto_tuner.report import decisions_list, phases_table
+from experiments.batch_size import report as batch_size_report
 from experiments.checkpoint import report as checkpoint_report
+from experiments.common.cells import report as cells_report
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
 from experiments.common.results import EXPERIMENTS, read_results
@@ -37,6 +39,7 @@ from experiments.scaling import report as scaling_report
 from experiments.throughput import suite_report
 from experiments.throughput.analysis import analysis_text
 from experiments.throughput.report import result_text, rounds_table, sides_table
+from experiments.time_to_accuracy import report as time_report
 from experiments.update_bandwidth import report as update_report
 from experiments.workers import report as workers_report
 
@@ -48,12 +51,25 @@ def _machine(result: Mapping[str, Any]) -> str:
     return machine_line(result["machine"])
 
 
+def _time_headline(result: Mapping[str, Any]) -> str:
+    return time_report.sides_table(result, result["targets"][0])
+
+
+# Of grids of training runs that are compared cell by cell.
+_CELLS: dict[str, Table] = {"all": cells_report.result_text, "cells": cells_report.cells_table, "machine": _machine}
+
 # The tables of each experiment; the first is what a page about all of its results shows.
 TABLES: dict[str, dict[str, Table]] = {
     "throughput": {"all": result_text, "sides": sides_table, "rounds": rounds_table, "machine": _machine},
     "auto_tuner": {
         "all": lambda result: f"{phases_table(result)}\n\n{decisions_list(result)}",
         "phases": phases_table,
+        "machine": _machine,
+    },
+    "averaging_rules": _CELLS,
+    "batch_size": {
+        "all": batch_size_report.result_text,
+        "batches": batch_size_report.batches_table,
         "machine": _machine,
     },
     "checkpoint": {
@@ -82,6 +98,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "headline": model_batch_report.headline,
         "machine": _machine,
     },
+    "num_learners_accuracy": _CELLS,
     "pack_step_time": {
         "all": pack_step_time_report.result_text,
         "headline": pack_step_time_report.headline,
@@ -95,6 +112,9 @@ TABLES: dict[str, dict[str, Table]] = {
     "ranks": {"all": ranks_report.result_text, "ratios": ranks_report.ratios_table, "machine": _machine},
     "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
     "scaling": {"all": scaling_report.result_text, "machine": _machine},
+    "sma_settings": _CELLS,
+    "time_to_accuracy": {"all": time_report.result_text, "first_target": _time_headline, "machine": _machine},
+    "tuner_accuracy": _CELLS,
     "update_bandwidth": {
         "all": update_report.result_text,
         "bandwidth": update_report.bandwidth_table,

@@ -1,0 +1,97 @@
+"""Trains four learners by every averaging rule at equal samples, and one learner, and writes results/GRID.json.
+
+    python experiments/averaging_rules/run.py digits|lenet|resnet8|resnet32 [--cells PATTERN] [--jobs N]
+
+README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.cells.command import run_grid
+from experiments.common.cells.grid import Grid, cells
+
+EXPERIMENT = "averaging_rules"
+ONE = "one learner"
+RULES = {
+    ONE: "num_learners=1",
+    "sma": "averaging=sma",
+    "elastic": "averaging=elastic",
+    "local_sgd": "averaging=local_sgd",
+    "diloco": "averaging=diloco",
+    "slowmo": "averaging=slowmo",
+    "papa": "averaging=papa",
+    "grouped_sma of 2": "averaging=grouped_sma averaging.group_size=2",
+    "synchronous_sgd": "averaging=synchronous_sgd",
+    "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",
+    "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
+}
+NESTEROV = {
+    "one learner, Nesterov": "num_learners=1 optimizer.nesterov=true",
+    "synchronous_sgd, linear, Nesterov": (
+        "averaging=synchronous_sgd averaging.rate_scaling=linear optimizer.nesterov=true"
+    ),
+}
+# There are but 420 rounds.
+OF_DIGITS = {"diloco": "averaging=diloco averaging.averaging_period=10"}
+# Hours of training each, so that only the ends are there: averaged models, averaged gradients, and both.
+OF_RESNET32 = {
+    ONE: "num_learners=1",
+    "sma, K=4": "averaging=sma num_learners=4",
+    "synchronous_sgd, K=4": "averaging=synchronous_sgd num_learners=4",
+    "synchronous_sgd, linear, K=4": "averaging=synchronous_sgd averaging.rate_scaling=linear num_learners=4",
+    "sma, K=16": "averaging=sma num_learners=16",
+    "grouped_sma of 4, K=16": "averaging=grouped_sma averaging.group_size=4 num_learners=16",
+    "synchronous_sgd, linear, K=16": "averaging=synchronous_sgd averaging.rate_scaling=linear num_learners=16",
+}
+_RESNET8 = (
+    "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
+)
+# The recipe's optimizer has Nesterov momentum already.
+_CIFAR10 = "+experiment=resnet32_short batch_size=32 max_epochs=5 precision=fp32 checkpoint_every_s=120"
+
+GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid(
+            "digits",
+            "MLP on the digits, learners of 16 samples, 20 epochs",
+            cells("+experiment=digits num_learners=4 batch_size=16 max_epochs=20 executor=fused precision=fp32",
+                  {**RULES, **NESTEROV, **OF_DIGITS}),
+            seeds=(0, 1, 2, 3, 4), targets=(0.97,), reference=ONE,
+        ),
+        Grid(
+            "lenet",
+            "LeNet on MNIST, learners of 32 samples, 2 epochs",
+            cells("+experiment=lenet num_learners=4 batch_size=32 max_epochs=2 executor=fused precision=fp32",
+                  {**RULES, **NESTEROV}, parts=4),
+            targets=(0.99,), reference=ONE,
+        ),
+        Grid(
+            "resnet8",
+            "ResNet-8 on CIFAR-10, learners of 32 samples, 5 epochs",
+            cells(f"{_CIFAR10} {_RESNET8} num_learners=4", RULES),
+            targets=(0.7,), reference=ONE,
+        ),
+        Grid(
+            "resnet32",
+            "ResNet-32 on CIFAR-10, learners of 32 samples, 5 epochs",
+            cells(_CIFAR10, OF_RESNET32),
+            seeds=(0, 1), targets=(0.8,), reference=ONE,
+        ),
+    )
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a grid and write its result; returns the exit code."""
+    return run_grid(EXPERIMENT, GRIDS, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

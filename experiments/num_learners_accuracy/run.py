@@ -1,0 +1,53 @@
+"""Trains by a recipe with 1, 2, 4 and 8 learners and no other key changed, and writes results/GRID.json.
+
+    python experiments/num_learners_accuracy/run.py digits|lenet [--cells PATTERN] [--seeds 0,1,...]
+
+README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.cells.command import run_grid
+from experiments.common.cells.grid import Cell, Grid, cells
+
+EXPERIMENT = "num_learners_accuracy"
+NUM_LEARNERS = (1, 2, 4, 8)
+SIDES = {"recipe": "", "plain sma": "averaging=sma averaging.rate_scaling=none"}
+REFERENCE = "recipe, K=1"
+
+
+def of_sides(common: str, parts: int = 1) -> tuple[Cell, ...]:
+    """A cell for every side and number of learners."""
+    found = cells(common, {f"{side}, K={k}": f"{words} num_learners={k}"
+                           for side, words in SIDES.items() for k in NUM_LEARNERS}, parts)  # fmt: skip
+    pairs = [(side, k) for side in SIDES for k in NUM_LEARNERS]
+    return tuple(
+        replace(cell, labels={"side": side, "num_learners": k}) for cell, (side, k) in zip(found, pairs, strict=True)
+    )
+
+
+GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid("digits", "MLP on the digits, learners of 16 samples", of_sides("+experiment=digits max_epochs=20"),
+             seeds=(0, 1, 2, 3, 4), targets=(0.97,), reference=REFERENCE, alone=True),
+        Grid("lenet", "LeNet on MNIST, learners of 32 samples", of_sides("+experiment=lenet max_epochs=3", parts=4),
+             targets=(0.99,), reference=REFERENCE, alone=True),
+    )
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a grid and write its result; returns the exit code."""
+    return run_grid(EXPERIMENT, GRIDS, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""Trains learners by SMA with one setting changed at a time, at equal samples, and writes results/GRID.json.
+
+    python experiments/sma_settings/run.py digits_k4|digits_k8|lenet_k4|lenet_k8 [--cells PATTERN] [--jobs N]
+
+README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.cells.command import run_grid
+from experiments.common.cells.grid import Grid, cells
+
+EXPERIMENT = "sma_settings"
+DEFAULT = "α=1/K, μ=0.9, τ=1"
+SETTINGS = {
+    DEFAULT: "averaging=sma",
+    "α=0.05": "averaging=sma averaging.correction_rate=0.05",
+    "α=0.1": "averaging=sma averaging.correction_rate=0.1",
+    "α=0.5": "averaging=sma averaging.correction_rate=0.5",
+    "α=0.1 growing to 0.9": "averaging=sma averaging.correction_rate=0.1 averaging.final_correction_rate=0.9",
+    "α=1/K growing to 0.9": "averaging=sma averaging.final_correction_rate=0.9",
+    "μ=0": "averaging=sma averaging.averaging_momentum=0",
+    "μ=0.5": "averaging=sma averaging.averaging_momentum=0.5",
+    "τ=2": "averaging=sma averaging.averaging_period=2",
+    "τ=4": "averaging=sma averaging.averaging_period=4",
+    "τ=10": "averaging=sma averaging.averaging_period=10",
+    "rate · √K": "averaging=sma averaging.rate_scaling=sqrt",
+    "rate · K": "averaging=sma averaging.rate_scaling=linear",
+    # The optimizer state of learners that go on from their mean: SMA itself never touches it but at a restart.
+    "local_sgd, momentum kept": "averaging=local_sgd averaging.learner_momentum=keep",
+    "local_sgd, momentum reset": "averaging=local_sgd averaging.learner_momentum=reset",
+    "local_sgd, momentum averaged": "averaging=local_sgd averaging.learner_momentum=average",
+}
+# The rate drops to a tenth at half of the samples and again at three quarters; learners restart from z, or do not.
+RESTARTS = {
+    "steps, no restart": "averaging=sma averaging.restart_on_drop=false",
+    "steps, restart, momentum reset": "averaging=sma averaging.restart_momentum=reset",
+    "steps, restart, momentum kept": "averaging=sma averaging.restart_momentum=keep",
+    "steps, restart, momentum averaged": "averaging=sma averaging.restart_momentum=average",
+}
+NUM_LEARNERS = (4, 8)
+DIGITS = "+experiment=digits batch_size=16 max_epochs=20 executor=fused precision=fp32"
+LENET = "+experiment=lenet batch_size=32 max_epochs=2 executor=fused precision=fp32"
+
+
+def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, ...], target: float) -> Grid:
+    """Of one data set and number of learners."""
+    steps = f"{common} schedule=multistep schedule.milestones=[{milestones}]"
+    every = (*cells(common, SETTINGS), *cells(steps, RESTARTS))
+    return Grid(name, title, every, seeds=seeds, targets=(target,), reference=DEFAULT)
+
+
+GRIDS = {
+    each.name: each
+    for k in NUM_LEARNERS
+    for each in (
+        grid(f"digits_k{k}", f"MLP on the digits, {k} learners of 16 samples, 20 epochs",
+             f"{DIGITS} num_learners={k}", "10,15", (0, 1, 2, 3, 4), 0.97),
+        grid(f"lenet_k{k}", f"LeNet on MNIST, {k} learners of 32 samples, 2 epochs",
+             f"{LENET} num_learners={k}", "1,1.5", (0, 1, 2), 0.99),
+    )
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a grid and write its result; returns the exit code."""
+    return run_grid(EXPERIMENT, GRIDS, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

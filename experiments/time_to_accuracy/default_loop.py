@@ -1,0 +1,201 @@
+"""PyTorch's training loop as tutorials have it, on the settings of `python -m crossbow_py.train`.
+
+    python -m experiments.time_to_accuracy.default_loop PARTS key=value ...
+
+A `Dataset` that augments and normalises one image at a time on the CPU, a `DataLoader` with two workers, the model in
+its default layout and float32, `torch.optim.SGD`, a look at the loss in every step. Data set, model, learning rate,
+schedule, batch size and length are those of the settings; PARTS times an epoch it is evaluated, outside of the time
+that counts. It writes metrics.jsonl and summary.json as a run does, begins anew every time, and has one learner.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from crossbow_py.config import TrainConfig, compose
+from crossbow_py.data.base import DataSource
+from crossbow_py.data.datasets import Data, as_pair
+from crossbow_py.engine.optimizers import SGD, PerLearner
+from crossbow_py.engine.precision import choose_device
+from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE, finite, write_atomically
+from experiments.common.cells.parts import stops
+
+_WORKERS = 2
+_TEST_BATCH = 256
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Images uint8 [N, C, H, W] and classes [N]; one is cropped, flipped and normalised when it is asked for."""
+
+    def __init__(self, pair: tuple[Tensor, Tensor], source: DataSource, augments: bool) -> None:
+        self._images, self._labels = pair
+        self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
+        self._padding = source.augmentation.crop_padding if augments else 0
+        self._flips = source.augmentation.flip and augments
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self._images[index].float() / 255
+        if self._padding:
+            height, width = image.shape[1:]
+            top, left = torch.randint(0, 2 * self._padding + 1, (2,)).tolist()
+            padded = nn.functional.pad(image, [self._padding] * 4)
+            image = padded[:, top : top + height, left : left + width]
+        if self._flips and torch.rand(1).item() < 0.5:
+            image = image.flip(2)
+        return (image - self._mean) / self._std, self._labels[index]
+
+
+@dataclass
+class _Trained:
+    """Where training stands."""
+
+    samples: int = 0
+    seconds: float = 0.0
+    loss_sum: float = 0.0
+    steps: int = 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the settings say; returns the exit code."""
+    parts, config = int(argv[0]), compose(argv[1:], TrainConfig)
+    assert config.output_dir is not None, "it is said for cells"
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    source, device = config.data.load(progress=False), choose_device(config.device)
+    model = config.model.build(source.input_shape, source.num_classes).to(device)
+    records: list[dict[str, Any]] = []
+    for record in train(model, source, config, parts, device):
+        records.append(record)
+        write_atomically(folder / METRICS_FILE, "".join(json.dumps(finite(each)) + "\n" for each in records))
+        print(f"epoch {record['epoch']:.4g}: test accuracy {record['test_accuracy']:.4f}", flush=True)
+    write_atomically(folder / SUMMARY_FILE, json.dumps(finite(_summary(config, device, records)), indent=1) + "\n")
+    return 0
+
+
+def train(
+    model: nn.Module, source: DataSource, config: TrainConfig, parts: int, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Train to the end, or to the target accuracy, or until the loss is not finite; a record an evaluation."""
+    assert config.max_epochs is not None, "cells say it"
+    assert isinstance(config.optimizer, SGD), "the recipes are of SGD"
+    loader, optimizer = _loader(source, config), _optimizer(model, config.optimizer)
+    count = len(_pair(source.train)[1])
+    total = round(config.max_epochs * count)
+    ends, state = [round(stop * count) for stop in stops(config.max_epochs, parts)], _Trained()
+    while ends:
+        begun = time.perf_counter()
+        for images, labels in loader:
+            for group in optimizer.param_groups:
+                group["lr"] = config.optimizer.learning_rate * config.schedule.factor(state.samples, count, total)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            state.loss_sum, state.steps = state.loss_sum + loss.item(), state.steps + 1
+            state.samples += len(labels)
+            if state.samples >= ends[0]:
+                state.seconds += time.perf_counter() - begun
+                record = _record(state, model, source, device)
+                yield record
+                ends = [end for end in ends if end > state.samples]
+                if _is_over(record, config) or not ends:
+                    return
+                begun = time.perf_counter()
+        state.seconds += time.perf_counter() - begun
+
+
+def _is_over(record: dict[str, Any], config: TrainConfig) -> bool:
+    reached = config.target_accuracy is not None and record["test_accuracy"] >= config.target_accuracy
+    return reached or not math.isfinite(record["train_loss"])
+
+
+def _loader(source: DataSource, config: TrainConfig) -> DataLoader[tuple[Tensor, Tensor]]:
+    data = Images(_pair(source.train), source, augments=True)
+    return DataLoader(data, config.batch_size, shuffle=True, num_workers=_WORKERS)
+
+
+def _pair(data: Data) -> tuple[Tensor, Tensor]:
+    pair = as_pair(data)
+    assert pair is not None, "the data set is in memory"
+    return pair
+
+
+def _optimizer(model: nn.Module, settings: SGD) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        model.parameters(), _one(settings.learning_rate), momentum=_one(settings.momentum),
+        weight_decay=_one(settings.weight_decay), nesterov=settings.nesterov,
+    )  # fmt: skip
+
+
+def _one(value: PerLearner) -> float:
+    assert not isinstance(value, tuple), "there is one learner"
+    return value
+
+
+def _record(state: _Trained, model: nn.Module, source: DataSource, device: torch.device) -> dict[str, Any]:
+    accuracy, loss = evaluate(model, source, device)
+    record = {
+        "epoch": round(state.samples / len(_pair(source.train)[1]), 4),
+        "samples_seen": state.samples,
+        "elapsed_s": state.seconds,
+        "num_learners": 1,
+        "train_loss": state.loss_sum / state.steps,
+        "test_loss": loss,
+        "test_accuracy": accuracy,
+    }
+    state.loss_sum, state.steps = 0.0, 0
+    return record
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, source: DataSource, device: torch.device) -> tuple[float, float]:
+    """Accuracy and loss on the test data; the model goes on training afterwards."""
+    pair = _pair(source.test)
+    model.eval()
+    right, loss = 0, 0.0
+    for images, labels in DataLoader(Images(pair, source, augments=False), _TEST_BATCH):
+        output = model(images.to(device)).cpu()
+        right += int((output.argmax(1) == labels).sum())
+        loss += float(nn.functional.cross_entropy(output, labels, reduction="sum"))
+    model.train()
+    return right / len(pair[1]), loss / len(pair[1])
+
+
+def _summary(config: TrainConfig, device: torch.device, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    last, diverged = records[-1], not math.isfinite(records[-1]["train_loss"])
+    return {
+        "status": "failed" if diverged else "finished",
+        "stop_reason": "non_finite" if diverged else "max_epochs",
+        "device": device.type,
+        "executor": "default loop",
+        "precision": "fp32",
+        "averaging": "none",
+        "model": config.model.NAME,
+        "data": config.data.NAME,
+        "num_learners": 1,
+        "batch_size": config.batch_size,
+        "epochs": last["epoch"],
+        "samples_seen": last["samples_seen"],
+        "test_accuracy": None if diverged else last["test_accuracy"],
+        "best_test_accuracy": max(record["test_accuracy"] for record in records),
+        "train_time_s": last["elapsed_s"],
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

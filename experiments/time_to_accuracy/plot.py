@@ -1,0 +1,57 @@
+"""Draws a picture beside every results file: seconds to the targets by every side, and accuracy against seconds.
+
+python experiments/time_to_accuracy/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.common.cells.plot import accuracy_lines, styles
+from experiments.common.cells.summary import Result
+from experiments.common.pictures import save_pictures
+from experiments.time_to_accuracy.report import times_of
+from experiments.time_to_accuracy.run import EXPERIMENT
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    return save_pictures(EXPERIMENT, draw)
+
+
+def draw(result: Result) -> Figure:
+    """A panel of bars a target, and one of accuracy against seconds in the same colours."""
+    targets = result["targets"]
+    figure = Figure(figsize=(6 + 4 * len(targets), 3.6), layout="constrained")
+    panels = figure.subplots(1, 1 + len(targets))
+    for place, (axes, target) in enumerate(zip(panels, targets, strict=False)):
+        _bars(axes, result, target, named=place == 0)
+    accuracy_lines(panels[-1], result, "elapsed_s")
+    figure.suptitle(result["title"])
+    return figure
+
+
+def _bars(axes: Axes, result: Result, target: float, named: bool) -> None:
+    """The median of a side's seconds as a bar, its runs as points."""
+    times, style = times_of(result, target), styles(result)
+    for place, (name, own) in enumerate(reversed(times.items())):
+        seconds = list(own.values())
+        if not seconds:
+            axes.annotate(" not reached", (0, place), va="center", fontsize="small")
+            continue
+        axes.barh(place, median(seconds), color=style[name][0], alpha=0.8)
+        axes.plot(seconds, [place] * len(seconds), ".", color="black", alpha=0.6, markersize=4)
+    axes.set_yticks(range(len(times)), list(reversed(times)) if named else [""] * len(times))
+    axes.set(xlabel=f"seconds of training to {target}", xlim=(0, None), ylim=(-0.6, len(times) - 0.4))
+    axes.grid(alpha=0.3, axis="x")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""Tables of the time to an accuracy by several sides, built from a results object."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from experiments.common.cells.report import NONE, accuracy, notes
+from experiments.common.cells.summary import Result, Run, by_cell, first_at, summarize
+from experiments.common.markdown import markdown_table
+from experiments.common.windows import spread
+from experiments.time_to_accuracy.run import DEFAULT, TUNED
+
+Times = dict[int, float]
+
+
+def sides_table(result: Result, target: float) -> str:
+    """A row a side: seconds to the target, and how many times as long the others took, seed by seed."""
+    runs, times = by_cell(result), times_of(result, target)
+    bases = [fastest(result, side, times) for side in (TUNED, DEFAULT)]
+    header = ["", "K", "b", "precision", "executor", "test accuracy", f"seconds to {target}", "epochs",
+              f"{TUNED} ÷", f"{DEFAULT} ÷", "others took", "n"]  # fmt: skip
+    rows = []
+    for name, own in runs.items():
+        summary = own[0]["summary"]
+        rows.append(
+            [
+                name,
+                *(str(summary[key]) for key in ("num_learners", "batch_size", "precision", "executor")),
+                accuracy(summarize(name, own, ()).final),
+                _spread(list(times[name].values()), len(own), "{:.1f}"),
+                _spread(_epochs(own, target), len(own), "{:.2f}"),
+                *(_ratio(times[base], times[name]) if base else NONE for base in bases),
+                _foreign(own),
+                str(len(own)),
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def times_of(result: Result, target: float) -> dict[str, Times]:
+    """By cell and seed, the seconds of those that reached the target."""
+    return {
+        name: {run["seed"]: record["elapsed_s"] for run in runs if (record := first_at(run, target)) is not None}
+        for name, runs in by_cell(result).items()
+    }
+
+
+def fastest(result: Result, side: str, times: dict[str, Times]) -> str | None:
+    """The cell of a side with the least median of seconds; None where none reached the target."""
+    own = [name for name, runs in by_cell(result).items() if runs[0]["labels"]["side"] == side and times[name]]
+    return min(own, key=lambda name: median(times[name].values()), default=None)
+
+
+def result_text(result: Result) -> str:
+    """All there is to say about a result: a table a target."""
+    tables = [sides_table(result, target) for target in result["targets"]]
+    return "\n\n".join([f"![{result['title']}](results/{result['grid']}.png)", *tables, notes(result)])
+
+
+def _ratio(base: Times, own: Times) -> str:
+    found = spread([base[seed] / own[seed] for seed in own if seed in base])
+    return NONE if found is None else f"{found['median']:.2f} ({found['minimum']:.2f}–{found['maximum']:.2f})"
+
+
+def _spread(values: list[float], n: int, form: str) -> str:
+    """Median, least and most of those that reached the target, and how many did where others did not."""
+    found = spread(values)
+    if found is None:
+        return NONE
+    median_, least, most = (form.format(found[key]) for key in ("median", "minimum", "maximum"))
+    return f"{median_} ({least}–{most})" + ("" if len(values) == n else f", {len(values)} of {n}")
+
+
+def _epochs(runs: list[Run], target: float) -> list[float]:
+    return [record["epoch"] for run in runs if (record := first_at(run, target)) is not None]
+
+
+def _foreign(runs: list[Run]) -> str:
+    """Of the cores, in the median and at most."""
+    shares = [run["foreign_share"] for run in runs if run["foreign_share"] is not None]
+    return f"{median(shares):.0%} (≤ {max(shares):.0%})" if shares else NONE

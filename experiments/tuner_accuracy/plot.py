@@ -1,0 +1,32 @@
+"""Draws a picture beside every results file: final accuracy with every number of learners, and curves.
+
+python experiments/tuner_accuracy/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.figure import Figure
+
+from experiments.common.cells.plot import draw_accuracies
+from experiments.common.cells.summary import Result
+from experiments.common.pictures import save_pictures
+from experiments.tuner_accuracy.run import EXPERIMENT
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    return save_pictures(EXPERIMENT, draw)
+
+
+def draw(result: Result) -> Figure:
+    """Of one grid."""
+    return draw_accuracies(result)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

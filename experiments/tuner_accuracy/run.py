@@ -1,0 +1,46 @@
+"""Trains with the number of learners that the auto-tuner finds and with fixed ones, and writes results/GRID.json.
+
+    python experiments/tuner_accuracy/run.py digits|lenet [--cells PATTERN] [--seeds 0,1,...]
+
+README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.cells.command import run_grid
+from experiments.common.cells.grid import Grid, cells
+
+EXPERIMENT = "tuner_accuracy"
+AUTO = "auto"
+LEARNERS = {
+    "K=1": "num_learners=1",
+    AUTO: "num_learners=auto max_learners=8",
+    **{f"K={k}": f"num_learners={k}" for k in (2, 4, 8)},
+}
+# Long enough for the tuner, which takes 7 to 17 seconds on two cores.
+GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid("digits", "MLP on the digits, learners of 16 samples, 400 epochs",
+             cells("+experiment=digits max_epochs=400 checkpoint_every_epochs=100 precision=fp32", LEARNERS),
+             seeds=(0, 1, 2, 3, 4), targets=(0.97,), reference=AUTO, alone=True),
+        Grid("lenet", "LeNet on MNIST, learners of 32 samples, 6 epochs",
+             cells("+experiment=lenet max_epochs=6 precision=fp32", LEARNERS),
+             targets=(0.99,), reference=AUTO, alone=True),
+    )
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a grid and write its result; returns the exit code."""
+    return run_grid(EXPERIMENT, GRIDS, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""The experiments on learning: grids that are no longer valid, their tables and pictures, and the default loop."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossbow_py.config import TrainConfig, compose
+from experiments import tables
+from experiments.batch_size import plot as batch_plot
+from experiments.batch_size import report as batch_report
+from experiments.batch_size.run import LEARNERS, ONE
+from experiments.common import pictures
+from experiments.common.cells.grid import Cell, Grid
+from experiments.common.cells.running import recorded
+from experiments.num_learners_accuracy import plot as learners_plot
+from experiments.time_to_accuracy import default_loop
+from experiments.time_to_accuracy import plot as time_plot
+from experiments.time_to_accuracy import report as time_report
+from experiments.time_to_accuracy.run import DEFAULT, TUNED
+from tests.unit.experiments.pretended_run import epochs_of
+from tests.unit.experiments.samples import cells as table_cells
+from tests.unit.experiments.test_cells import MACHINE, made_up
+
+FOLDERS = (
+    "averaging_rules", "batch_size", "num_learners_accuracy", "sma_settings", "time_to_accuracy", "tuner_accuracy",
+)  # fmt: skip
+GRIDS: dict[str, Grid] = {
+    f"{folder}/{grid.name}": grid
+    for folder in FOLDERS
+    for grid in importlib.import_module(f"experiments.{folder}.run").GRIDS.values()
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_cell_of_a_grid_is_a_valid_configuration_of_its_own(name: str) -> None:
+    grid = GRIDS[name]
+    configs = [compose([*cell.overrides, "seed=0"], TrainConfig) for cell in grid.cells]
+    assert all(config.max_epochs is not None and config.output_dir is None for config in configs)
+    assert len({cell.key for cell in grid.cells}) == len({cell.name for cell in grid.cells}) == len(grid.cells)
+    assert grid.reference is None or grid.reference in {cell.name for cell in grid.cells}
+
+
+def test_small_residual_network_is_one_of_eight_layers() -> None:
+    config = compose(GRIDS["averaging_rules/resnet8"].cells[0].overrides, TrainConfig)
+    model = config.model.build((3, 32, 32), 10)
+    assert sum(parameter.ndim > 1 for parameter in model.parameters()) == 8
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_plot_without_results_says_what_to_run(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pictures, "read_results", lambda _: {})
+    assert importlib.import_module(f"experiments.{folder}.plot").main() == 2
+    assert f"run experiments/{folder}/run.py first" in capsys.readouterr().err
+
+
+def labelled(name: str, seed: int, accuracy: float | None, elapsed_s: float = 3.0, **labels: Any) -> dict[str, Any]:
+    """A run whose second epoch ends after so many seconds."""
+    run = made_up(name, seed, accuracy)
+    run["epochs"][1]["elapsed_s"] = elapsed_s
+    return {**run, "labels": labels}
+
+
+def result_of(runs: list[dict[str, Any]], targets: list[float]) -> dict[str, Any]:
+    return {"machine": MACHINE, "grid": "lenet", "title": "LeNet", "targets": targets, "reference": None,
+            "num_cells": 3, "runs": runs}  # fmt: skip
+
+
+def batches() -> dict[str, Any]:
+    """At 32 the second rate is the best; at 64 one rate gets there with one seed of two, the learners with both."""
+    runs = [labelled(f"{rate}", seed, 0.99, side=ONE, total=32, rate=rate) for rate in (0.1, 0.2) for seed in (0, 1)]
+    for run in runs[2:]:
+        run["epochs"] = epochs_of(1.98)[:1]
+    runs += [labelled("64", seed, own, side=ONE, total=64, rate=0.4) for seed, own in ((0, 0.99), (1, None))]
+    runs += [labelled("2 · 32", seed, 0.99, side=LEARNERS, total=64, rate=0.2) for seed in (0, 1)]
+    return result_of(runs, [0.98])
+
+
+def test_batches_are_shown_at_their_best_rate() -> None:
+    table = batch_report.batches_table(batches())
+    assert table_cells(table, 2) == ["32", "0.2", "1.00", "1.5", "2", "", "", "", ""]
+    assert table_cells(table, 3) == ["64", "0.4", "2.00 (1 of 2)", "3.0 (1 of 2)", "2", "0.2", "2.00", "3.0", "2"]
+
+
+def test_batches_that_never_reach_the_target_are_shown_as_that() -> None:
+    result = batches()
+    result["targets"] = [0.999]
+    assert table_cells(batch_report.batches_table(result), 2)[:5] == ["32", "–", "–", "–", "2"]
+    assert batch_plot.draw(result).axes
+
+
+def test_picture_of_batches_has_open_points_where_not_all_seeds_reached_the_target() -> None:
+    epochs, seconds = batch_plot.draw(batches()).axes
+    points = [line for line in epochs.lines if line.get_marker() == "o"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in points] == [(32, 1), (64, 2), (64, 2)]
+    assert [line.get_markerfacecolor() == "white" for line in points] == [False, True, False]
+    assert seconds.get_ylabel() == "seconds to the target"
+
+
+def sides() -> dict[str, Any]:
+    """Learners take 2 and 4 seconds, the faster tuned model 3 and 4, the default loop 10 and does not get there."""
+    seconds = {("learners, K=2", "learners"): (2.0, 4.0), ("tuned, b=32", TUNED): (6.0, 6.0),
+               ("tuned, b=64", TUNED): (3.0, 4.0), ("default", DEFAULT): (10.0, None)}  # fmt: skip
+    return result_of(
+        [
+            labelled(name, seed, 0.5 if own is None else 0.99, own or 9.0, side=side)
+            for (name, side), pair in seconds.items()
+            for seed, own in enumerate(pair)
+        ],
+        [0.98, 0.999],
+    )
+
+
+def test_ratios_of_times_are_to_the_fastest_of_a_side_seed_by_seed() -> None:
+    table = time_report.sides_table(sides(), 0.98)
+    assert table_cells(table, 2) == [
+        "learners, K=2", "4", "16", "fp32", "serial", "0.9900 ± 0.0000", "3.0 (2.0–4.0)", "2.00 (2.00–2.00)",
+        "1.25 (1.00–1.50)", "5.00 (5.00–5.00)", "4% (≤ 4%)", "2",
+    ]  # fmt: skip
+    assert table_cells(table, 5)[6:10] == [
+        "10.0 (10.0–10.0), 1 of 2", "2.00 (2.00–2.00), 1 of 2", "0.30 (0.30–0.30)", "1.00 (1.00–1.00)",
+    ]  # fmt: skip
+
+
+def test_target_that_nobody_reached_has_no_times() -> None:
+    table = time_report.sides_table(sides(), 0.999)
+    assert table_cells(table, 2)[6:10] == ["–"] * 4
+    assert time_report.result_text(sides()).count("| learners, K=2") == 2
+
+
+def test_picture_of_times_has_bars_for_every_target_and_says_what_was_not_reached() -> None:
+    first, second, curves = time_plot.draw(sides()).axes
+    assert [bar.get_width() for bar in first.patches] == [10.0, 3.5, 6.0, 3.0]
+    assert [text.get_text().strip() for text in second.texts] == ["not reached"] * 4
+    assert curves.get_xlabel() == "seconds of training"
+
+
+def test_picture_of_numbers_of_learners_has_a_row_a_side() -> None:
+    runs = [labelled(f"{side}, K={k}", 0, 0.9, side=side, num_learners=k) for side in ("recipe", "sma") for k in (1, 2)]
+    axes = learners_plot.draw(result_of(runs, [0.9])).axes
+    assert len(axes) == 4
+    assert [label.get_text() for label in axes[1].get_legend().get_texts()] == ["recipe, K=1", "recipe, K=2"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_tables_of_a_folder_are_built_of_its_results(folder: str) -> None:
+    result = sides() if folder == "time_to_accuracy" else batches()
+    result["machine"] = {**MACHINE, "flags": [], "python": "3", "os": "Linux", "command": "python run.py"}
+    text = tables.build(folder, {"lenet": result})
+    assert text.startswith("### lenet\n\n    python run.py\n\n![LeNet](results/lenet.png)")
+
+
+def test_default_loop_learns_the_digits_and_writes_the_records_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(default_loop, "_WORKERS", 0)
+    words = ["+experiment=digits", "model.hidden=[16]", "num_learners=1", "max_epochs=3", "device=cpu",
+             "data.crop_padding=1", f"output_dir='{tmp_path}'", "resume=auto"]  # fmt: skip
+    assert default_loop.main(["2", *words]) == 0
+    found = recorded(Cell("x", tuple(words)), 0, tmp_path)
+    assert found is not None
+    assert [record["epoch"] for record in found["epochs"]] == pytest.approx([0.5, 1, 1.5, 2, 2.5, 3], abs=0.02)
+    seconds = [record["elapsed_s"] for record in found["epochs"]]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert found["summary"]["test_accuracy"] > 0.8
+    assert default_loop.main(["1", *words, "max_epochs=5", "target_accuracy=0.5"]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["epochs"] < 5
+
+
+def test_default_loop_that_diverges_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default_loop, "_WORKERS", 0)
+    words = ["+experiment=digits", "model.hidden=[16]", "max_epochs=2", "device=cpu", "optimizer.learning_rate=1e30"]
+    assert default_loop.main(["1", *words, f"output_dir='{tmp_path}'"]) == 0
+    found = recorded(Cell("x", ()), 0, tmp_path)
+    assert found is not None
+    assert (found["status"], found["summary"]["test_accuracy"], len(found["epochs"])) == ("failed", None, 1)
