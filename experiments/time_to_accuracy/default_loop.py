@@ -28,6 +28,7 @@ from crossbow_py.data.base import DataSource
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.engine.optimizers import SGD, PerLearner
 from crossbow_py.engine.precision import choose_device
+from crossbow_py.errors import UserError
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE, finite, write_atomically
 from experiments.common.cells.parts import stops
 
@@ -42,7 +43,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         self._images, self._labels = pair
         self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
         self._padding = source.augmentation.crop_padding if augments else 0
-        self._flips = source.augmentation.flip and augments
+        self._flips = bool(source.augmentation.flip) and augments
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -77,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
     source, device = config.data.load(progress=False), choose_device(config.device)
+    check_known(config, source)
     model = config.model.build(source.input_shape, source.num_classes).to(device)
     records: list[dict[str, Any]] = []
     for record in train(model, source, config, parts, device):
@@ -85,6 +87,18 @@ def main(argv: Sequence[str]) -> int:
         print(f"epoch {record['epoch']:.4g}: test accuracy {record['test_accuracy']:.4f}", flush=True)
     write_atomically(folder / SUMMARY_FILE, json.dumps(finite(_summary(config, device, records)), indent=1) + "\n")
     return 0
+
+
+def check_known(config: TrainConfig, source: DataSource) -> None:
+    """Refuse settings that the loop would not follow. Raises UserError."""
+    settings, augmentation = config.optimizer, source.augmentation
+    of_optimizer = isinstance(settings, SGD) and settings.clip_norm is None
+    of_images = augmentation.flip in (True, False) and not augmentation.random_erasing
+    if not (of_optimizer and of_images) or config.label_smoothing or config.num_learners != 1:
+        raise UserError(
+            "the default loop has one learner, SGD, crops and random flips, and neither clipping, erasing, alternating "
+            "flips nor label smoothing; leave what is more out."
+        )
 
 
 def train(

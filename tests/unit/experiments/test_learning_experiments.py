@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from crossbow_py.config import TrainConfig, compose
+from crossbow_py.errors import UserError
 from experiments import tables
 from experiments.batch_size import plot as batch_plot
 from experiments.batch_size import report as batch_report
@@ -173,10 +174,16 @@ def test_default_loop_learns_the_digits_and_writes_the_records_of_a_run(
     assert json.loads((tmp_path / "summary.json").read_text())["epochs"] < 5
 
 
+@pytest.mark.parametrize("word", ["optimizer=adamw", "data.flip=alternating", "label_smoothing=0.1", "num_learners=2"])
+def test_default_loop_refuses_what_it_would_not_follow(word: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the default loop has one learner, SGD"):
+        default_loop.main(["1", "+experiment=digits", "num_learners=1", f"output_dir='{tmp_path}'", word])
+
+
 def test_default_loop_that_diverges_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default_loop, "_WORKERS", 0)
     words = ["+experiment=digits", "model.hidden=[16]", "max_epochs=2", "device=cpu", "optimizer.learning_rate=1e30"]
-    assert default_loop.main(["1", *words, f"output_dir='{tmp_path}'"]) == 0
+    assert default_loop.main(["1", *words, "num_learners=1", f"output_dir='{tmp_path}'"]) == 0
     found = recorded(Cell("x", ()), 0, tmp_path)
     assert found is not None
     assert (found["status"], found["summary"]["test_accuracy"], len(found["epochs"])) == ("failed", None, 1)
