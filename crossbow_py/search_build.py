@@ -46,7 +46,7 @@ from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.reporter import versions
 from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, train_command, trial_config
-from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, identity
+from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
 from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
@@ -104,7 +104,8 @@ class SearchRun:
             maximize=self.rules.maximize, worker=self._worker, lease_s=config.lease_s,
         )  # fmt: skip
         self._closing.enter_context(closing(self.study))
-        self.study.open({**identity(config), "precision": self.choices.precision.name})
+        own = identity(config)
+        self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
         self.states = TrialStates(folder.path / TRIALS_FOLDER)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import differences
-from crossbow_py.config import config_to_mapping, read_yaml, write_yaml
+from crossbow_py.config import REGISTRIES, config_to_mapping, read_yaml, write_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.file_locks import locked
 from crossbow_py.packing.search_events import SEARCH_FILE, brought_up
@@ -23,6 +24,7 @@ JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"
 _LOCK_FILE = ".search.lock"  # no run's, which is held as long as it trains
 _JOINED_FILE = ".joined"  # in a folder that other workers than the one that began there go on in
+_NONE = dataclasses.MISSING
 _WHERE = ("storage", "study")
 _MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
@@ -112,6 +114,21 @@ def identity(config: SearchConfig) -> dict[str, Any]:
     return without(config_to_mapping(config), _MAY_CHANGE)
 
 
+def defaults_of(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What the keys of an identity are when nothing is said, those of a group by the name that it has there."""
+    found = {key: value for key, value in _defaults(SearchConfig).items() if key in identity}
+    for group, registry in REGISTRIES.items():
+        if isinstance(own := identity.get(group), Mapping):
+            found[group] = {"name": own["name"], **_defaults(registry[own["name"]])}
+    return found
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """Of the fields that have some, as plain values."""
+    given = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not _NONE}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+
+
 def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> SearchFolder:
     is_made = not path.exists()
     _has_search(path, ours, config, asked)  # before anything is written there
@@ -141,7 +158,7 @@ def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked
 
 def _changes(found: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """What is another search's; keys that the version which began it did not have do not count."""
-    return differences(brought_up(without(found, _MAY_CHANGE), ours), ours)
+    return differences(brought_up(without(found, _MAY_CHANGE), defaults_of(ours)), ours)
 
 
 def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | None:

@@ -164,6 +164,6 @@ class SearchListener:
         """Release files and the terminal. Called once, also after an error; must not raise."""
 
 
-def brought_up(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a search with our values of the keys that did not exist when it began; its space as it was."""
-    return {**filled(theirs, ours), **({"space": theirs["space"]} if "space" in theirs else {})}
+def brought_up(theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a search with the defaults of keys that did not exist when it began; its space as it was."""
+    return {**filled(theirs, defaults), **({"space": theirs["space"]} if "space" in theirs else {})}

@@ -77,18 +77,19 @@ class SharedStudy:
         self._claims = SegmentClaims(self._storage, claims, self._patience, worker, lease_s, clock)
         self._heartbeat = Heartbeat(self._claims.prolong, lambda: bool(self._claims.held), self._lock, lease_s / 3)
 
-    def open(self, identity: Mapping[str, Any]) -> None:
+    def open(self, identity: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """Create the search, or join the one that is there.
 
         Args:
             identity: plain values that are the same for all of its workers, now and later.
+            defaults: of keys that a search lacks which an earlier version began.
 
         Raises:
             UserError: the storage holds another search of that name.
         """
         with self._lock:
             ours = json.loads(json.dumps(identity))
-            agreed = brought_up(self._claims.agreed_identity(ours), ours)
+            agreed = brought_up(self._claims.agreed_identity(ours), defaults or {})
             difference = self._foreign() or _first_difference(agreed, ours)
             if difference:
                 raise UserError(

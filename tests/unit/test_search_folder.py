@@ -171,6 +171,9 @@ def test_folder_of_a_search_that_an_earlier_version_began_is_gone_on_with(key: s
     del plain["label_smoothing"], plain["data"]["random_erasing"]
     (path / "config.yaml").write_text(write_yaml(plain))
     assert open_search_folder(config(**{key: str(path)})).is_known
+    with pytest.raises(UserError, match=r"holds another search \(data.random_erasing: 0.0 → 0.5\)"):
+        erasing = dataclasses.replace(BASE.data, random_erasing=0.5)
+        open_search_folder(config(**{key: str(path)}, data=erasing))
     plain["space"].popitem()
     (path / "config.yaml").write_text(write_yaml(plain))
     with pytest.raises(UserError, match=r"holds another search \(space"):
