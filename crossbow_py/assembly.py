@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from crossbow_py.averaging import AveragingRule, OuterStep, Stage
-from crossbow_py.averaging.collective import Collective
+from crossbow_py.averaging import AveragingRule
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Batch, Feed
@@ -18,18 +16,17 @@ from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.dropout import counter_seed
-from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.kernel_checks import serves
-from crossbow_py.engine.optimizers import Optimizer, for_learner
-from crossbow_py.engine.outer_step import take_outer_step
+from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
-from crossbow_py.engine.update import TorchUpdate, choose_update
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.update import choose_update
 from crossbow_py.errors import UserError
-from crossbow_py.evaluation import Evaluation, Evaluator, Metric, State, evaluation_batch_size, mean_evaluation
+from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound
+from crossbow_py.parts import Parts
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.seeded_model import MakeModel, seeded_model
@@ -49,170 +46,6 @@ class DataSets:
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run is made of, built once by the trainer.
-
-    `warnings` are sentences for the user; the `timeline`, when there is one, gets a span of every task. `most_learners`
-    is how many memory holds, no more than the settings allow; `ranks` are those of the run, and `nodes` their
-    `Ranks.nodes`, when nodes have an average model each. `average_ema` is there when the rule asks for it.
-    """
-
-    choices: Choices
-    bank: ReplicaBank
-    average_ema: AverageEMA | None
-    update: TorchUpdate
-    loss: Loss
-    evaluator: Evaluator
-    train_feed: Feed
-    validation_feed: Feed | None
-    test_feed: Feed | None
-    collective: Collective
-    warnings: list[str]
-    timeline: Timeline | None
-    compile_model: bool
-    most_learners: int
-    ranks: Ranks
-    nodes: list[int] | None
-    label_smoothing: float
-
-    @property
-    def rule(self) -> AveragingRule:
-        """The averaging rule."""
-        return self.update.rule
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer."""
-        return self.update.optimizer
-
-    def new_executor(self, seed: int) -> Executor:
-        """Task bodies and the executor over the bank. It may start threads: close it."""
-        executor = EXECUTORS[self.choices.executor](self._tasks(seed))
-        if self.timeline is not None:
-            executor.trace(self.timeline)
-        self.ranks.watch.running = executor.running
-        return executor
-
-    def _tasks(self, seed: int) -> RoundTasks:
-        return RoundTasks(
-            self.bank,
-            update=self.update,
-            feed=self.train_feed,
-            loss=self.loss,
-            seed=seed,
-            collective=self.collective,
-            compile_model=self.compile_model,
-            label_smoothing=smoothing_rows(self.label_smoothing, self.bank),
-        )
-
-    def plan(self, index: int, cursor: int, factor: float, rounds_apart: int = 1) -> Round:
-        """Round `index` from stream position `cursor`: which batch and learning rate each learner gets.
-
-        For `factor` and `rounds_apart` see `Stage`.
-        """
-        learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
-        own = cursor + self.bank.first_learner * batch_size
-        devices = self.collective.num_devices
-        rate = factor * self.rule.rate_scale(self.bank.total_learners, self.bank.num_devices)
-        rates = tuple(for_learner(self.optimizer.learning_rate, j) * rate for j in learners)
-        return Round(
-            index=index,
-            starts=tuple(own + j * batch_size if self.rule.has_central_model else cursor for j in learners),
-            learning_rates=rates,
-            together=self.rule.round(Stage(index, len(learners) * devices, rates[0], factor, rounds_apart, devices)),
-            joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
-        )
-
-    def sit_out(self, plan: Round) -> None:
-        """Take part in a round without learners of this device: nothing is added to the sum, and z moves alike.
-
-        The executor is closed or drained.
-        """
-        if plan.averaging is not None:
-            self.bank.total.zero_row(0)
-            self._tasks(seed=0).move(RoundOutcome(plan))
-        elif plan.outer_step is not None:
-            self.take_outer_step(plan.outer_step, sits_out=True)
-        elif self.bank.replicas_alike:
-            self._tasks(seed=0).step_by_others(RoundOutcome(plan))
-
-    def settle(self) -> None:
-        """Once nothing is in flight: z is one of the learners, where they are alike."""
-        if self.bank.replicas_alike:
-            self.bank.adopt_learner()
-
-    def take_outer_step(self, step: OuterStep, sits_out: bool = False) -> None:
-        """See `engine/outer_step.py`; drained, all ranks together."""
-        take_outer_step(self.bank, step, self.collective, self.ranks.adder, sits_out=sits_out)
-
-    def restart(self) -> None:
-        """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together."""
-        self.bank.restart(self.rule.restart_momentum, self.ranks.adder)
-
-    @property
-    def feeds(self) -> list[Feed]:
-        """Of training, validation and test data."""
-        return [feed for feed in (self.train_feed, self.validation_feed, self.test_feed) if feed is not None]
-
-    def feed_notes(self) -> list[str]:
-        """What the feeds have to tell the user since the last call."""
-        return [note for feed in self.feeds for note in feed.take_notes()]
-
-    def close_feeds(self) -> None:
-        """End the threads and processes of all feeds."""
-        for feed in self.feeds:
-            feed.close()
-
-    def final_states(self, cursor: int, excluded: Sequence[int] = (), ema: bool = True) -> list[State]:
-        """State dicts of what a run produces: the average model or its EMA, or every independent learner.
-
-        Args:
-            cursor: samples seen, from where in the stream recalibration takes its training batches.
-            excluded: this device's learners whose BatchNorm statistics are not to be used.
-            ema: take the EMA, where there is one.
-
-        All ranks call it together, and have the same.
-        """
-        if not self.rule.has_central_model:
-            return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
-        state = self._central_state(excluded)
-        if self.average_ema is not None and ema:
-            state = self.average_ema.at(state, cursor)
-        if self.rule.batch_norm == "recalibrate":
-            share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
-            starts = (cursor + number * self.train_feed.batch_size for number in share)
-            inputs = (self.train_feed.batch(start).inputs for start in starts)
-            state = self.evaluator.recalibrate(state, inputs, self.ranks)
-        return [state]
-
-    def _central_state(self, excluded: Sequence[int]) -> State:
-        """State dict of z, where nodes have one each of their mean."""
-        state = self.bank.central_state(excluded, self.ranks.adder)
-        if not self.collective.apart:
-            return state
-        z = self.bank.new_flat()
-        z.copy_row(0, self.bank.z)
-        self.collective.mean_over_nodes(z.storage)
-        return {**state, **z.shaped()}
-
-    def move_ema(self, samples: int, excluded: Sequence[int] = ()) -> None:
-        """Let the EMA of z follow it after so many samples; drained, all ranks together. For `excluded` see above."""
-        assert self.average_ema is not None, "nothing asks for an EMA"
-        self.average_ema.move(self._central_state(excluded), samples)
-
-    def evaluate(
-        self, feed: Feed, cursor: int, excluded: Sequence[int] = ()
-    ) -> tuple[Evaluation, tuple[Evaluation, ...]]:
-        """What stops look at, and each learner's evaluation when they are independent (the first is their mean).
-
-        All ranks call it together; each measures a share of the samples.
-        """
-        states = self.final_states(cursor, excluded)
-        each = tuple(self.evaluator.evaluate(state, feed, self.ranks) for state in states)
-        return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
 
 
 def build_parts(
@@ -274,11 +107,6 @@ def build_parts(
         collective, warnings, timeline, settings.compile_model, most_learners, ranks,
         ranks.nodes() if collective.apart else None, settings.label_smoothing,
     )  # fmt: skip
-
-
-def smoothing_rows(share: float, bank: ReplicaBank) -> Tensor | None:
-    """The label smoothing of every row of a bank; None for none."""
-    return torch.full((bank.capacity,), share, dtype=bank.precision.master, device=bank.device) if share else None
 
 
 def _begin_apart(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:

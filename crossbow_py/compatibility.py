@@ -61,6 +61,13 @@ def _check_policies(
     ranks: Ranks,
 ) -> None:
     optimizer.check_learners(settings.num_learners)
+    mean = rule.gradient_mean
+    for name in optimizer.per_learner() if mean is not None and mean.group_size != 1 else ():
+        if isinstance(getattr(optimizer, name), tuple):
+            raise UserError(
+                f"optimizer.{name} has a value for each learner, and averaging={rule.NAME} has learners step alike by "
+                "one gradient; give one value for all."
+            )
     if settings.label_smoothing and loss is not nn.functional.cross_entropy:
         raise UserError(
             f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "

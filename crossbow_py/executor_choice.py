@@ -57,7 +57,8 @@ def settle_executor(
 
     def candidate(name: str, num_learners: int) -> Candidate:
         def build() -> tuple[Executor, Callable[[int], Round]]:
-            bank = new_bank(template, num_learners, name, settings, choices, update.optimizer)
+            mean = update.rule.gradient_mean
+            bank = new_bank(template, num_learners, name, settings, choices, update.optimizer, gradient_mean=mean)
             tasks = RoundTasks(
                 bank, update=update, feed=feed, loss=loss, seed=settings.seed, collective=Collective(),
                 compile_model=settings.compile_model,
@@ -117,6 +118,7 @@ def _fingerprint(
         device=str(choices.device),
         precision=choices.precision.name,
         update=(update.NAME, update.optimizer.NAME, update.rule.NAME),
+        **({"gradients": update.rule.gradient_mean.group_size} if update.rule.gradient_mean else {}),
         **({"compiled": True} if settings.compile_model else {}),
         **({"ranks": num_ranks} if num_ranks > 1 else {}),
     )

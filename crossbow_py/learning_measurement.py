@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from crossbow_py.assembly import Parts, smoothing_rows
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.memory import free_memory, raise_if_lost
@@ -25,6 +24,7 @@ from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import CrossbowError
 from crossbow_py.evaluation import State
 from crossbow_py.learning_statistics import GradientNoise, agreement, gradient_noise, largest_eigenvalue
+from crossbow_py.parts import Parts, smoothing_rows
 from crossbow_py.run import Run
 from crossbow_py.targets import one_line
 from crossbow_py.telemetry.events import LearningStatistics

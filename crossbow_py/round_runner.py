@@ -46,7 +46,7 @@ class RoundRunner:
         if self.out_of_memory:
             self.parts.sit_out(plan)
             return True
-        if plan.together is not None or self.parts.bank.replicas_alike:
+        if plan.together is not None or (self.parts.bank.replicas_alike and not self.parts.bank.is_single):
             self._sums_due.append(plan)
             while len(self._sums_due) > _SUMS_REMEMBERED:
                 self._sums_due.popleft()
@@ -75,7 +75,7 @@ class RoundRunner:
         if self.out_of_memory or not self._attempt(self.executor.drain):
             return False
         self._sums_settled()
-        self.parts.settle()
+        self.parts.adopt_learner()
         return True
 
     def _sums_settled(self) -> None:
@@ -108,7 +108,7 @@ class RoundRunner:
     def shrink(self) -> None:
         """Take learners away that memory did not hold, on this rank or another."""
         self.drain()
-        self.parts.settle()
+        self.parts.take_replica(is_whole=not self.out_of_memory)
         self.out_of_memory = False
         self.set_learners(self._give_up_learners())
 
@@ -163,8 +163,7 @@ class RoundRunner:
             return
         healthy = [learner for learner in range(bank.num_learners) if learner not in sick]
         buffers = bank.central_buffers(healthy, ranks.adder)
-        for learner in sick:
-            bank.reseed(learner, buffers)
+        bank.reseed(sick, buffers)
         said = [
             f"Learner {bank.first_learner + learner} went non-finite in round {round_index} and was reseeded from the "
             "average model."

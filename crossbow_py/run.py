@@ -11,15 +11,17 @@ from typing import Any
 from torch import nn
 
 from crossbow_py import checkpoint
-from crossbow_py.assembly import DataSets, Parts
+from crossbow_py.assembly import DataSets
 from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, taking_from
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.gradient_mean import align_groups
 from crossbow_py.engine.measures import spread
 from crossbow_py.engine.saved_bank import CENTRAL, num_saved
 from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
+from crossbow_py.parts import Parts
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Schedule
@@ -217,14 +219,19 @@ class Run:
         bank, sick = self.parts.bank, dict[int, int]()
         num_learners = num_saved(checkpoint.part(0)["bank"])
         bank.load_central(self._central(checkpoint))
+        # Alike, learners are z with a state that goes on; else each is its own, as long as there are enough.
+        mean, goes_on = self.parts.rule.gradient_mean, not bank.replicas_alike
+        if bank.replicas_alike and mean is not None:
+            goes_on = mean.num_groups(num_learners, checkpoint.num_ranks) == 1
         for row in range(bank.num_learners):
             learner = bank.first_learner + row
             rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
             saved = checkpoint.part(rank)
-            there = learner < num_learners * checkpoint.num_ranks and not bank.is_single
-            (bank.load_row if there or bank.replicas_alike else bank.clone_learner)(row, saved["bank"], saved_row)
+            there = learner < num_learners * checkpoint.num_ranks or bank.replicas_alike
+            (bank.load_row if there and goes_on else bank.clone_learner)(row, saved["bank"], saved_row)
             if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
                 sick[row] = since  # its buffers, at least, are not to be used
+        align_groups(bank)
         return sick
 
     def _central(self, checkpoint: SavedCheckpoint) -> Mapping[str, Any]:

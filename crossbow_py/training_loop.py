@@ -241,7 +241,7 @@ class TrainingLoop:
     def _run_round(self) -> None:
         state, start, bank = self.state, self.state.samples_seen, self.parts.bank
         self.ranks.watch.doing = f"round {state.round_index}"
-        restarts = self.parts.rule.restart_on_drop and not bank.is_single
+        restarts = self.parts.rule.restarts(bank.total_learners, bank.num_devices)
         if restarts and self.job.schedule.drops_between(state.last_round_start, start, self.num_samples):
             self._drain()
             self.rounds.restart()

@@ -52,7 +52,7 @@ class CentralRule(AveragingRule):
         return True
 
     def _round(self, stage: Stage) -> RoundAveraging | None:
-        """Of a round that averages, with two learners at least."""
+        """Of a round that averages, with two learners at least; None where gradients alone are averaged."""
         return None
 
 
@@ -80,13 +80,23 @@ class PeriodicRule(CentralRule):
         return max(self.averaging_period, math.floor(longest) if math.isfinite(longest) else math.inf)
 
 
+GROUPS_AND_NODES = {
+    "group_size": "gradients are not averaged; averaging=grouped_sma has groups",
+    "node_period": "all learners of all nodes average together",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class OuterRule(PeriodicRule):
     """Base of rules by which learners go on from z after an outer step."""
 
     LACKS: ClassVar[Mapping[str, str]] = {
-        "correction_rate": "learners go by themselves and then on from the average model, which does not pull them",
-        "averaging_momentum": "momentum of its average model has another name, where there is one, as outer_momentum",
+        **dict.fromkeys(
+            ("correction_rate", "final_correction_rate"),
+            "learners go by themselves and then on from the average model, which does not pull them",
+        ),
+        "averaging_momentum": "the average model's momentum, where a rule has one, is outer_momentum or slow_momentum",
+        **GROUPS_AND_NODES,
     }
 
     learner_momentum: LearnerMomentum = setting(

@@ -10,10 +10,11 @@ It is SMA without momentum on z.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import PeriodicRule
+from crossbow_py.averaging.central import GROUPS_AND_NODES, PeriodicRule
 from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.averaging.sma import BEYOND_Z
 from crossbow_py.settings import setting
@@ -26,6 +27,11 @@ class Elastic(PeriodicRule):
     """Learners and z pull each other with the same force."""
 
     NAME: ClassVar[str] = "elastic"
+    LACKS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("averaging_momentum", "final_correction_rate"), "that is averaging=sma"),
+        "learner_momentum": "learners never stop to go on from the average model, but at a restart (restart_momentum)",
+        **GROUPS_AND_NODES,
+    }
 
     correction_rate: float | None = setting(
         None, f"α, the pull of z on a replica; null is {_BETA}/K", above=0, maximum=1, why=BEYOND_Z

@@ -13,11 +13,13 @@ al., 2018); beyond it larger batches teach no more, and SMA goes on. The learnin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, Stage
 from crossbow_py.averaging.sma import BEYOND_Z, SMA
+from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
 
 
@@ -26,11 +28,20 @@ class GroupedSMA(SMA):
     """SMA between groups of learners that average their gradients."""
 
     NAME: ClassVar[str] = "grouped_sma"
+    LACKS: ClassVar[Mapping[str, str]] = {"learner_momentum": SMA.LACKS["learner_momentum"]}
 
     group_size: int = setting(4, "learners of a device whose gradients are averaged, at most", minimum=1)
     correction_rate: float | None = setting(
         None, "α, the pull of z on a replica; null is 1/M, for M groups", above=0, maximum=1, why=BEYOND_Z
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.node_period > 1:
+            raise UserError(
+                f"averaging.node_period={self.node_period} has nodes average models by themselves, and learners of one "
+                "group have none to average; set averaging.node_period=1."
+            )
 
     @property
     def gradient_mean(self) -> GradientMean:
@@ -45,6 +56,10 @@ class GroupedSMA(SMA):
     def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
         """See AveragingRule: by the learners of a group."""
         return super().rate_scale(num_learners) / super().rate_scale(self._groups(num_learners, num_devices))
+
+    def restarts(self, num_learners: int, num_devices: int) -> bool:
+        """See AveragingRule: a single group does not, no more than a single learner."""
+        return self.restart_on_drop and self._groups(num_learners, num_devices) > 1
 
     def _groups(self, num_learners: int, num_devices: int) -> int:
         return self.gradient_mean.num_groups(num_learners // num_devices, num_devices)

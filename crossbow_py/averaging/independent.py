@@ -17,9 +17,13 @@ class Independent(AveragingRule):
     NAME: ClassVar[str] = "independent"
     has_central_model: ClassVar[bool] = False
     LACKS: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("averaging_period", "correction_rate", "averaging_momentum", "rate_scaling", "group_size", "average_ema"),
+        (
+            "average_ema", "averaging_momentum", "averaging_period", "batch_norm", "correction_rate",
+            "final_correction_rate", "group_size", "learner_momentum", "node_period", "pull", "quadratic_period",
+            "rate_scaling", "recalibration_batches", "restart_momentum", "restart_on_drop",
+        ),
         "its learners never meet, and have no average model",
-    )
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)

@@ -10,10 +10,11 @@ Replicas stay apart, so that they learn different things; what is evaluated and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import PeriodicRule
+from crossbow_py.averaging.central import GROUPS_AND_NODES, PeriodicRule
 from crossbow_py.averaging.rule import OuterStep, Stage
 from crossbow_py.settings import setting
 
@@ -23,6 +24,12 @@ class PAPA(PeriodicRule):
     """A population that stays near its mean."""
 
     NAME: ClassVar[str] = "papa"
+    LACKS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("correction_rate", "final_correction_rate"), "its pull towards the mean is averaging.pull"),
+        "averaging_momentum": "its average model is the learners' mean, and has no momentum",
+        "learner_momentum": "learners are pulled a little, and keep their optimizer state",
+        **GROUPS_AND_NODES,
+    }
 
     averaging_period: int = setting(10, "τ, learners average every that many rounds", minimum=1)
     pull: float = setting(0.01, "a, how far a replica goes towards the mean at the largest rate", above=0, maximum=1)

@@ -146,12 +146,17 @@ class AveragingRule(ABC):
 
     def linear_round(self, num_learners: int) -> LinearRound | None:
         """Coefficients of the first round in which learners are pulled; None for a rule that averages otherwise."""
-        first = self.round(Stage(self.averaging_period - 1, num_learners))
+        # On a device each, so that groups of gradients leave something to pull.
+        first = self.round(Stage(self.averaging_period - 1, num_learners, num_devices=num_learners))
         return first if isinstance(first, LinearRound) else None
 
     def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
         """What the learning rate is multiplied by for K learners on all devices."""
         return 1.0
+
+    def restarts(self, num_learners: int, num_devices: int) -> bool:
+        """Whether K learners on all devices restart from z when a step schedule drops the learning rate."""
+        return self.restart_on_drop and num_learners > 1
 
     def joins_nodes(self, round_index: int) -> bool:
         """Whether z is averaged over nodes after this round, which averages, where each has its own meanwhile."""

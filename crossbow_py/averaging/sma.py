@@ -10,7 +10,7 @@ For every learner j of K, with gradient g_j at w_j, momentum m and weight decay 
 α is `correction_rate` (default 1/K), μ is `averaging_momentum`; K = 1 is plain SGD.
 
 With a `final_correction_rate` α follows the learning rate γ from one to the other, so that learners explore while it is
-high and meet where it has fallen, and z never moves further than the learners' mean is::
+high and meet where it has fallen (or has yet to rise), and z never moves further than the learners' mean is::
 
     α  ← final + (first − final) · ⌈16 · γ / γ_max⌉ / 16        # in steps: rounds of one α can be captured as one graph
     z' ← z + min(1, 1 / (K·α)) · Σ_j c_j + μ·(z − z_prev)
@@ -19,10 +19,11 @@ high and meet where it has fallen, and z never moves further than the learners' 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import PeriodicRule
+from crossbow_py.averaging.central import GROUPS_AND_NODES, PeriodicRule
 from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
@@ -37,12 +38,16 @@ class SMA(PeriodicRule):
     """Synchronous model averaging around a central average model z with heavy-ball momentum."""
 
     NAME: ClassVar[str] = "sma"
+    LACKS: ClassVar[Mapping[str, str]] = {
+        "group_size": GROUPS_AND_NODES["group_size"],
+        "learner_momentum": "learners never stop to go on from the average model, but at a restart (restart_momentum)",
+    }
 
     correction_rate: float | None = setting(
         None, "α, the pull of z on a replica; null is 1/K", above=0, maximum=1, why=BEYOND_Z
     )
     final_correction_rate: float | None = setting(
-        None, "α once the learning rate has fallen to 0, approached as it falls; null keeps α", above=0, maximum=1
+        None, "α at a learning rate of 0, approached as the schedule lowers it; null keeps α", above=0, maximum=1
     )
     averaging_momentum: float = setting(0.9, "μ, heavy-ball momentum of z", minimum=0, below=1, why=NEVER_FADES)
     node_period: int = setting(

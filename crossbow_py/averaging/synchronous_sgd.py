@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from crossbow_py.averaging.central import CentralRule
-from crossbow_py.averaging.rule import GradientMean, RoundAveraging, Stage
+from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.settings import setting
 
 
@@ -31,9 +31,15 @@ class SynchronousSGD(CentralRule):
             ("averaging_period", "quadratic_period"), "gradients are averaged in every round, or learners would part"
         ),
         **dict.fromkeys(
-            ("correction_rate", "final_correction_rate", "averaging_momentum"),
+            ("correction_rate", "final_correction_rate", "averaging_momentum", "pull"),
             "learners stay alike, so that nothing pulls them towards an average model",
         ),
+        **dict.fromkeys(
+            ("learner_momentum", "outer_learning_rate", "outer_momentum", "slow_learning_rate", "slow_momentum"),
+            "there are no outer steps, as learners stay alike",
+        ),
+        "group_size": "everybody is in one group; averaging=grouped_sma has groups",
+        "node_period": "nodes sum gradients in every round, or learners would part",
     }
 
     restart_on_drop: bool = setting(False, "reset the optimizer state when a step schedule drops the learning rate")
@@ -42,7 +48,3 @@ class SynchronousSGD(CentralRule):
     def gradient_mean(self) -> GradientMean:
         """See AveragingRule."""
         return GradientMean()
-
-    def round(self, stage: Stage) -> RoundAveraging | None:
-        """See AveragingRule: gradients are averaged, and nothing else has to be."""
-        return None

@@ -74,11 +74,15 @@ class Ranks:
 
     def copy_first(self, values: Iterable[Tensor]) -> None:
         """values ← the first rank's, in place, to the bit but for the sign of zero; float32 or float64."""
+        self.copy_from(0, values)
+
+    def copy_from(self, source: int, values: Iterable[Tensor]) -> None:
+        """As `copy_first`, of another rank than the first."""
         if self.num_ranks == 1:
             return
         for tensor in values:
             on_host = torch.zeros(tensor.shape, dtype=tensor.dtype)
-            if self.is_first:
+            if self.rank == source:
                 on_host.copy_(tensor.detach())
             self.add(on_host)
             tensor.detach().copy_(on_host)

@@ -1,26 +1,28 @@
-"""Gradients averaged over groups of learners, in place, for learners to step by; `GradientMean` says who with whom."""
+"""Gradients averaged over groups of learners, for learners to step by alike; `GradientMean` says who with whom."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean
-from crossbow_py.engine.replicas import ReplicaBank
+
+if TYPE_CHECKING:
+    from crossbow_py.engine.replicas import ReplicaBank
 
 
 @torch.no_grad()
-def average_gradients(bank: ReplicaBank, mean: GradientMean, collective: Collective, *, sits_out: bool = False) -> None:
+def average_gradients(bank: ReplicaBank, mean: GradientMean, collective: Collective) -> None:
     """G_j ← Σ_i G_i / n over the n learners i of j's group, summed in learner order, to the bit alike in their rows.
 
     Enqueued on the current stream; the host waits only where the collective makes it. `bank.total` is scratch where
-    several devices average. A device that sits out adds nothing, and gets the mean.
+    several devices average.
     """
     for group in mean.groups(bank.num_learners):
         first, *others = (bank.gradients.trained(learner) for learner in group)
-        if sits_out:
-            torch._foreach_zero_(first)
-        for own in () if sits_out else others:
+        for own in others:
             torch._foreach_add_(first, own)
         count = len(group)
         if mean.group_size is None and collective.num_devices > 1:
@@ -32,3 +34,16 @@ def average_gradients(bank: ReplicaBank, mean: GradientMean, collective: Collect
         torch._foreach_div_(first, float(count))
         for own in others:
             torch._foreach_copy_(own, first)
+
+
+def align_groups(bank: ReplicaBank) -> None:
+    """Weights, optimizer state and step count of every group's first learner become those of all in it.
+
+    Groups have other borders once learners have come or gone, and where memory ran out some may have stepped alone.
+    """
+    for first, *others in bank.gradient_groups:
+        for learner in others:
+            for rows in (bank.weights, *bank.state.values()):
+                rows.copy_row(learner, rows, first)
+            bank.step_counts[learner] = bank.step_counts[first]
+            bank.refresh_shadow(learner)

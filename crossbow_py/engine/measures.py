@@ -20,7 +20,7 @@ def spread(bank: ReplicaBank) -> float | None:
 
 
 def correction_norm(bank: ReplicaBank) -> float | None:
-    """|Σ_j c_j| of the last round that averaged; None with one learner, or with replicas alike."""
+    """|share · Σ_j c_j| of the last round that averaged; None with one learner, or with replicas alike."""
     if bank.is_single or bank.replicas_alike:
         return None
     return norm(bank.total.trained()) if bank.total_squares is None else math.sqrt(float(bank.total_squares.sum()))

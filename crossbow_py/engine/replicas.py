@@ -7,7 +7,7 @@ Nothing here synchronises; executors order the accesses.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.engine.binding import bind
 from crossbow_py.engine.central import checksum, level, mean_buffers
 from crossbow_py.engine.dropout import replace_dropout
+from crossbow_py.engine.gradient_mean import align_groups
 from crossbow_py.engine.layout import (
     Order,
     Rows,
@@ -106,6 +107,11 @@ class ReplicaBank:
         """Whether z is any of the learners: there is one, or all step by the same gradients."""
         mean = self._gradient_mean
         return self.is_single or (mean is not None and mean.num_groups(self.num_learners, self.num_devices) == 1)
+
+    @property
+    def gradient_groups(self) -> list[range]:
+        """The learners here by who shares a gradient: each by itself, where none do."""
+        return (self._gradient_mean or GradientMean(1)).groups(self.num_learners)
 
     @property
     def total_learners(self) -> int:
@@ -210,19 +216,16 @@ class ReplicaBank:
         self.refresh_shadow(learner)
 
     def reset_learner(self, learner: int) -> None:
-        """What a new learner starts from: w_j ← z with zero state, or the first one's where replicas are alike."""
+        """w_j ← z with zero optimizer state: what a new learner starts from."""
         self.weights.copy_row(learner, self.z)
-        if self.replicas_alike and not self.is_single:
-            self._copy_state(learner)
-        else:
-            self._zero_state(learner)
+        self._zero_state(learner)
         self.refresh_shadow(learner)
 
     def resize(self, num_learners: int) -> None:
         """Grow or shrink to K = `num_learners`, between rounds. Within capacity no live row moves.
 
-        A new learner is a copy of z with zero state, or the first learner's where replicas are alike, and the mean
-        BatchNorm statistics. From replicas alike on, as from 1, z = z_prev = w first; where they become it, w = z.
+        A new learner is a copy of z with zero state and the mean BatchNorm statistics. From replicas alike on, as from
+        1, z = z_prev = w first; where they become it, w = z. Learners that share a gradient are then made alike.
         """
         before, were_alike = self.num_learners, self.replicas_alike
         if were_alike and num_learners > before:
@@ -236,9 +239,9 @@ class ReplicaBank:
             self.buffers.load(learner, buffers)
         for learner in range(num_learners) if self.replicas_alike and not were_alike else ():
             self.weights.copy_row(learner, self.z)
-            self._copy_state(learner)
             self.refresh_shadow(learner)
             self.buffers.load(learner, buffers)
+        align_groups(self)
 
     def trim(self) -> None:
         """Give back the rows of learners that are gone; where there is no room to do so, they stay."""
@@ -256,10 +259,14 @@ class ReplicaBank:
             raise
         self._load_rows(rows, self.num_learners)
 
-    def reseed(self, learner: int, buffers: Mapping[str, Tensor]) -> None:
-        """w_j ← z, zero state, and BatchNorm statistics as given. Touches no other row."""
-        self.reset_learner(learner)
-        self.buffers.load(learner, buffers)
+    def reseed(self, sick: Collection[int], buffers: Mapping[str, Tensor]) -> None:
+        """BatchNorm statistics as given, and w_j ← z with zero state where nobody healthy shares the gradient."""
+        for group in self.gradient_groups:
+            ill = [learner for learner in group if learner in sick]
+            for learner in ill:
+                if len(ill) == len(group) and not self.replicas_alike:
+                    self.reset_learner(learner)
+                self.buffers.load(learner, buffers)
 
     def restart(self, momentum: str, add: Callable[[Tensor], None] | None = None) -> None:
         """Restart: w_j ← z, and z at rest. Optimizer state per `momentum`, see `settle_state`."""
@@ -288,11 +295,6 @@ class ReplicaBank:
         for rows in (self.corrections, *self.state.values()) if self._training else ():
             rows.zero_row(learner)
         self.step_counts[learner] = 0
-
-    def _copy_state(self, learner: int) -> None:
-        for rows in self.state.values() if self._training else ():
-            rows.copy_row(learner, rows, 0)
-        self.step_counts[learner] = self.step_counts[0]
 
     def adopt_learner(self) -> None:
         """z ← z_prev ← w of the first learner: the only one (K = 1 is plain SGD: z is w), or one of replicas alike."""

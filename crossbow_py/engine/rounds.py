@@ -165,24 +165,18 @@ class RoundTasks:
         self.bank.generators[learner].manual_seed(seed)
 
     def average_gradients(self, outcome: RoundOutcome) -> None:
-        """G_j ← the mean of the gradients of j's group.
-
-        The gate: a learner whose loss or gradient norm is not finite adds nothing, and takes the others' mean.
-        """
+        """G_j ← the mean of the gradients of j's group, to which those that are gated add nothing."""
         assert self.gradient_mean is not None, "the scheduler asks for it where gradients are averaged"
+        self.gate_gradients(outcome)
+        average_gradients(self.bank, self.gradient_mean, self.collective)
+
+    def gate_gradients(self, outcome: RoundOutcome) -> None:
+        """G_j ← 0 for learners whose loss or gradient norm is not finite."""
         for learner in range(self.bank.num_learners):
             norm = self.update.gradient_norm(self.bank.trained_row(learner))
             outcome.finite[learner] = math.isfinite(norm) and math.isfinite(outcome.losses[learner])
             if not outcome.finite[learner]:
                 self.bank.gradients.zero_row(learner)
-        average_gradients(self.bank, self.gradient_mean, self.collective)
-
-    def step_by_others(self, outcome: RoundOutcome) -> None:
-        """The round of a device that sits out, whose learners step by what the others' gradients come to."""
-        assert self.gradient_mean is not None, "nobody sits out where nobody waits"
-        average_gradients(self.bank, self.gradient_mean, self.collective, sits_out=True)
-        for learner in range(self.bank.num_learners):
-            self.correct(learner, outcome)
 
     def correct(self, learner: int, outcome: RoundOutcome) -> None:
         """C_j ← correction from the weights the gradient was taken at; then w_j ← w_j − γ·u_j − c_j.

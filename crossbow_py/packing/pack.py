@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from crossbow_py.assembly import smoothing_rows
 from crossbow_py.averaging import Independent
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feed import Feed
@@ -26,6 +25,7 @@ from crossbow_py.evaluation import Evaluation, Evaluator
 from crossbow_py.executor_choice import new_bank
 from crossbow_py.packed_evaluation import evaluate_bank
 from crossbow_py.packing.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
+from crossbow_py.parts import smoothing_rows
 from crossbow_py.run_settings import Choices, RunSettings
 
 NON_FINITE = "its loss or gradient is not finite"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import SGD, SMA, CheckpointSettings, Independent, SynchronousSGD
+from crossbow_py import SGD, SMA, CheckpointSettings, GroupedSMA, Independent, SynchronousSGD
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.data.sampler import epoch_order
@@ -188,10 +188,20 @@ def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
     assert "learner 1 went non-finite in round 5" in first.text and first.text in second.text
 
 
-@pytest.mark.parametrize(("executor", "num_learners"), [("serial", 2), ("threads", 1), ("fused", 2)])
-def test_learner_gone_non_finite_on_one_rank_is_reseeded_and_all_go_on(tmp_path, executor, num_learners):
+@pytest.mark.parametrize(
+    ("executor", "num_learners", "averaging"),
+    [
+        ("serial", 2, SMA()),
+        ("threads", 1, SMA()),
+        ("fused", 2, SMA()),
+        ("fused", 3, SynchronousSGD()),  # six in all: a division by which is not exact
+        ("threads", 3, GroupedSMA(group_size=2)),
+    ],
+)
+def test_learner_gone_non_finite_on_one_rank_is_reseeded_and_all_go_on(tmp_path, executor, num_learners, averaging):
     position = 5 * 8 * num_learners + 4 * num_learners + 1  # round 5, the first learner of rank 1
     options = {**with_a_nan_at(position), "executor": executor, "on_nonfinite": "reseed", "num_learners": num_learners}
+    options["averaging"] = averaging
     found = results(rank_jobs.train, 2, options, {"max_epochs": 3})  # ranks that meet late act late
     assert_alike(found)
     assert found[0].num_reseeded >= 1
@@ -278,6 +288,8 @@ def test_auto_tuner_decides_alike_on_all_ranks(average_ema):
         # An EMA that moves after almost every round, also in that which memory did not hold.
         ("threads", "round", SMA(average_ema=1.0)),
         ("serial", "round", SynchronousSGD(average_ema=1.0)),
+        ("fused", "round", SynchronousSGD()),
+        ("threads", "round", GroupedSMA(group_size=2)),
         pytest.param("serial", "round", SMA(), marks=pytest.mark.slow),
         pytest.param("threads", "allocation", SMA(), marks=pytest.mark.slow),
         pytest.param("fused", "allocation", SMA(), marks=pytest.mark.slow),

@@ -106,19 +106,39 @@ def test_z_of_a_rank_that_sits_out_moves_by_what_the_others_add(make_runner, exe
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_learners_of_a_rank_that_sits_out_step_by_the_others_gradients(make_runner, executor):
+def test_learners_that_share_gradients_wait_for_another_ranks_weights_while_theirs_sits_out(make_runner, executor):
     runner, run, collective, loss = make_runner(executor, averaging=SynchronousSGD())
     bank = run.parts.bank
     before = bank.weights.flat()[0].clone()
     loss.error = MemoryError("no room")
     assert submit(runner, run, range(3)) == [True] * 3
     assert collective.num_sums == 3
-    # Gradients of 0.25 over four learners; momentum 0.9: 1, 1.9 and 2.71 times that.
-    step = 0.01 * (OTHERS / 4) * (1 + 1.9 + 2.71)
-    for learner in range(2):
-        torch.testing.assert_close(bank.weights.flat(learner)[0], before - step)
+    assert all(not given.any() for given in collective.given)
+    assert torch.equal(bank.weights.flat()[0], before)
+
+
+def test_learners_that_share_gradients_are_alike_again_after_one_ran_out_of_memory_in_its_step(make_runner):
+    runner, run, _, _ = make_runner("serial", averaging=SynchronousSGD())
+    runner.parts = run.parts = dataclasses.replace(run.parts, collective=Collective())
+    run.parts.bank.num_devices = 1
+    run.tuning.state = dataclasses.replace(run.tuning.state, num_learners=4)
+    runner.set_learners(4)
+    correct, calls = runner.executor.tasks.correct, []
+
+    def fails(learner, outcome):
+        calls.append(learner)
+        if learner == 2:
+            raise MemoryError("no room")
+        correct(learner, outcome)
+
+    runner.executor.tasks.correct = fails
+    assert submit(runner, run, [0]) == [False]
+    assert calls == [0, 1, 2]
     runner.shrink()
-    assert torch.equal(bank.z.flat()[0], bank.weights.flat()[0])
+    bank = run.parts.bank
+    rows = [bank.weights.flat(learner)[0] for learner in range(bank.num_learners)]
+    assert bank.num_learners > 1 and all(torch.equal(row, rows[0]) for row in rows)
+    assert torch.equal(bank.z.flat()[0], rows[0]) and set(bank.step_counts[: bank.num_learners]) == {1}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)

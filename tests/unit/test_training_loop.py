@@ -304,11 +304,12 @@ def test_reseed_clones_the_sick_learner_from_z_counts_it_and_leaves_the_others_b
     )  # fmt: skip
     bank, original, checked = trainer.run.parts.bank, trainer.run.parts.bank.reseed, []
 
-    def reseed(learner, buffers):
+    def reseed(sick, buffers):
+        (learner,) = sick
         healthy = [0, 1]
         everything = (bank.weights, *bank.state.values())
         before = [[view.clone() for rows in everything for view in rows.flat(other)] for other in healthy]
-        original(learner, buffers)
+        original(sick, buffers)
         after = [[view for rows in everything for view in rows.flat(other)] for other in healthy]
         same = all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
         at_z = all(torch.equal(a, b) for a, b in zip(bank.weights.flat(learner), bank.z.flat(), strict=True))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from crossbow_py.engine.device_update import knows
@@ -105,12 +104,15 @@ class FusedExecutor(Executor):
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         if self._on_trial and not self._before:
             self._before = [(buffer, buffer.clone()) for buffer in self._buffers()]
+        num_sums = self.tasks.collective.num_sums
         try:
             self._issue_round(outcome)
         except CrossbowError:
             raise
         except Exception as error:
-            if not self._on_trial or is_out_of_memory(error):
+            # What others have summed with this device cannot be begun anew.
+            summed = self.tasks.collective.num_sums > num_sums
+            if not self._on_trial or summed or is_out_of_memory(error):
                 raise LearnerError("round", outcome.plan.index, ALL_LEARNERS, error) from error
             self._give_up_kernels(error)
             self._issue(launches, outcome)
@@ -182,7 +184,8 @@ class FusedExecutor(Executor):
         """The learners' steps, by gradients that lie where `rows` says afterwards."""
         tasks, learners = self.tasks, range(self.tasks.bank.num_learners)
         if rows.share_gradient:
-            divisor = self._sum_up(update, rows, gradients, outcome)
+            self._sum_up(update, rows, gradients, outcome)
+            divisor = float(tasks.bank.total_learners)
             norms = [update.gradient_norms(rows)[0] / divisor for _ in learners]
             steps = [tasks.next_step(j, norms[j], outcome) for j in learners]
             return [step and replace(step, gradient_scale=step.gradient_scale / divisor) for step in steps]
@@ -196,22 +199,19 @@ class FusedExecutor(Executor):
 
     def _sum_up(
         self, update: NativeUpdate, rows: StackedRows, gradients: Sequence[Tensor | None], outcome: RoundOutcome
-    ) -> float:
-        """`bank.total`, for `rows` to read, ← the gradients of everybody. Returns by what it is to be divided.
+    ) -> None:
+        """`bank.total`, for `rows` to read, ← the sum of everybody's gradients.
 
         A sum that is finite is one of finite gradients; in any other, learner by learner, the gate leaves out some.
         """
-        tasks, bank = self.tasks, self.tasks.bank
-        stacked, total = self._in_place(gradients), bank.total.trained()
-        update.sum(total, [[each[learner] for each in stacked] for learner in range(bank.num_learners)])
-        rows.gradients = total
+        tasks, bank, learners = self.tasks, self.tasks.bank, range(self.tasks.bank.num_learners)
+        stacked, rows.gradients = self._in_place(gradients), bank.total.trained()
+        update.sum(rows.gradients, [[each[learner] for each in stacked] for learner in learners])
         if not all(map(math.isfinite, [*outcome.losses, *update.gradient_norms(rows)])):
             bank.store_stacked_gradients(gradients)
-            tasks.average_gradients(outcome)
-            torch._foreach_copy_(total, bank.gradients.trained(0))
-            return 1.0
+            tasks.gate_gradients(outcome)
+            update.sum(rows.gradients, [bank.gradients.trained(learner) for learner in learners])
         tasks.collective.all_reduce_sum(bank.total.storage)
-        return float(bank.total_learners)
 
     def _average(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
         """The step of z: now, or begun on a thread where it waits for other devices."""

@@ -239,7 +239,20 @@ def test_settings_that_a_rule_cannot_have_are_refused_with_the_reason(rule: str,
         from_mapping(RULES[rule], {key: 1}, "averaging")
 
 
-def test_what_a_rule_cannot_have_is_a_setting_of_another() -> None:
-    known = {field.name for rule in RULES.values() for field in fields(rule)}
-    assert {key for rule in RULES.values() for key in rule.LACKS} <= known
-    assert not any(field.name in rule.LACKS for rule in RULES.values() for field in fields(rule))
+def test_every_setting_of_a_rule_is_one_of_another_or_lacked_with_a_reason() -> None:
+    own = {rule: {field.name for field in fields(rule)} for rule in RULES.values()}
+    # Names of one rule's own parameters, which nobody looks for at another that has no outer steps.
+    particular = {"outer_learning_rate", "outer_momentum", "slow_learning_rate", "slow_momentum", "pull"}
+    for rule in RULES.values():
+        assert rule.LACKS.keys() <= set().union(*own.values()) - own[rule]
+        others = set().union(*own.values()) - own[rule] - particular
+        assert others <= rule.LACKS.keys(), rule
+
+
+def test_rules_whose_restarts_and_nodes_groups_decide() -> None:
+    rule = GroupedSMA(group_size=4)
+    assert [rule.restarts(k, 1) for k in (1, 4, 8)] == [False, False, True]
+    assert rule.restarts(4, 2)
+    assert not SynchronousSGD().restarts(4, 1)
+    with pytest.raises(UserError, match="averaging.node_period=2 has nodes average models by themselves"):
+        GroupedSMA(node_period=2)

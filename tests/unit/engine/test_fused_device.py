@@ -214,7 +214,7 @@ def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
         tasks = make_tasks(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES, order="blocks")
         runner = SerialExecutor(tasks) if serial else FusedExecutor(tasks, RecordingStreams())
         found = [o for n in range(5) for o in runner.submit(plan(tasks, n, 0.01))] + runner.drain()
-        tasks.bank.reseed(1, tasks.bank.central_buffers([0, 2]))
+        tasks.bank.reseed([1], tasks.bank.central_buffers([0, 2]))
         found += [o for n in range(5, 10) for o in runner.submit(plan(tasks, n, 0.01))] + runner.drain()
         runner.close()
         banks.append(tasks.bank)

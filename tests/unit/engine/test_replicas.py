@@ -166,7 +166,7 @@ def test_bank_reseed_touches_one_row_and_takes_statistics_from_the_healthy():
     randomize(bank)
     bank.buffers.shaped(1)["1.running_mean"].fill_(float("nan"))
     others = [copy.deepcopy(bank.learner_state(learner)) for learner in (0, 2)]
-    bank.reseed(1, bank.central_buffers([0, 2]))
+    bank.reseed([1], bank.central_buffers([0, 2]))
     for learner, before in zip((0, 2), others, strict=True):
         assert all(torch.equal(value, before[name]) for name, value in bank.learner_state(learner).items())
     expected = (others[0]["1.running_mean"] + others[1]["1.running_mean"]) / 2

@@ -296,7 +296,7 @@ def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
         for n in range(5):
             runner.submit(plan(tasks, n, 0.01))
         runner.drain()
-        tasks.bank.reseed(1, tasks.bank.central_buffers([0, 2]))
+        tasks.bank.reseed([1], tasks.bank.central_buffers([0, 2]))
         for n in range(5, 10):
             runner.submit(plan(tasks, n, 0.01))
         runner.drain()
