@@ -305,8 +305,29 @@ def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> N
         for bank, found in zip((in_one_pass, by_row), norms, strict=True):
             pairs = [*zip(_compared(bank), _compared(expected), strict=True)]
             pairs.append((torch.tensor(found), torch.tensor(expected_norms)))
-            if not all(_is_close(*pair) for pair in pairs):
-                raise NativeError("its results differ from those of torch's operators", "name another C compiler in CC")
+            _refuse_unless(pairs)
+    shared, expected = _random_bank(optimizer), _random_bank(optimizer)
+    _share_gradient(native, shared)
+    for learner in range(1, expected.num_learners):
+        expected.gradients.copy_row(learner, expected.gradients, 0)
+    expected.total.copy_row(0, shared.total)
+    _round_by_row(reference, expected, None)
+    _refuse_unless([*zip(_compared(shared), _compared(expected), strict=True)])
+
+
+def _refuse_unless(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Raise NativeError unless all are close."""
+    if not all(_is_close(*pair) for pair in pairs):
+        raise NativeError("its results differ from those of torch's operators", "name another C compiler in CC")
+
+
+def _share_gradient(update: NativeUpdate, bank: ReplicaBank) -> None:
+    """A round in one pass in which all learners read the first one's gradient, from where sums of gradients are."""
+    rows = StackedRows(bank)
+    rows.share_gradient, rows.gradients = True, bank.total.trained()
+    torch._foreach_copy_(rows.gradients, bank.gradients.trained(0))
+    update.gradient_norms(rows)
+    update.correct_all(rows, None, _CHECK_STEPS, moves=True)
 
 
 def _random_bank(optimizer: Optimizer) -> ReplicaBank:
