@@ -68,7 +68,8 @@ GRIDS = {
         Grid(
             "lenet",
             "LeNet on MNIST, learners of 32 samples, 2 epochs",
-            cells("+experiment=lenet num_learners=4 batch_size=32 max_epochs=2 executor=fused precision=fp32",
+            cells("+experiment=lenet averaging=sma optimizer.nesterov=false num_learners=4 batch_size=32 max_epochs=2 "
+                  "executor=fused precision=fp32",
                   {**RULES, **NESTEROV}, parts=4),
             targets=(0.99,), reference=ONE,
         ),

@@ -57,8 +57,8 @@ GRIDS = {
         Grid(
             "lenet",
             "LeNet on MNIST to 99 %",
-            cells_of("+experiment=lenet schedule=constant max_epochs=10 target_accuracy=0.99 averaging=sma "
-                     "precision=fp32", 0.03, 32, parts=4),
+            cells_of("+experiment=lenet optimizer.nesterov=false schedule=constant max_epochs=10 target_accuracy=0.99 "
+                     "averaging=sma precision=fp32", 0.03, 32, parts=4),
             targets=(0.99,),
         ),
     )

@@ -19,15 +19,19 @@ from experiments.common.cells.grid import Cell, Grid, cells
 
 EXPERIMENT = "num_learners_accuracy"
 NUM_LEARNERS = (1, 2, 4, 8)
-SIDES = {"recipe": "", "plain sma": "averaging=sma averaging.rate_scaling=none"}
+# The recipe of the digits is plain SMA, that of LeNet synchronous_sgd with the learning rate times √K.
+SIDES = {
+    "digits": {"recipe": "", "gradients averaged": "averaging=synchronous_sgd_linear"},
+    "lenet": {"recipe": "", "plain sma": "averaging=sma"},
+}
 REFERENCE = "recipe, K=1"
 
 
-def of_sides(common: str, parts: int = 1) -> tuple[Cell, ...]:
-    """A cell for every side and number of learners."""
+def of_sides(grid: str, common: str, parts: int = 1) -> tuple[Cell, ...]:
+    """A cell for every side of a grid and number of learners."""
     found = cells(common, {f"{side}, K={k}": f"{words} num_learners={k}"
-                           for side, words in SIDES.items() for k in NUM_LEARNERS}, parts)  # fmt: skip
-    pairs = [(side, k) for side in SIDES for k in NUM_LEARNERS]
+                           for side, words in SIDES[grid].items() for k in NUM_LEARNERS}, parts)  # fmt: skip
+    pairs = [(side, k) for side in SIDES[grid] for k in NUM_LEARNERS]
     return tuple(
         replace(cell, labels={"side": side, "num_learners": k}) for cell, (side, k) in zip(found, pairs, strict=True)
     )
@@ -36,9 +40,11 @@ def of_sides(common: str, parts: int = 1) -> tuple[Cell, ...]:
 GRIDS = {
     grid.name: grid
     for grid in (
-        Grid("digits", "MLP on the digits, learners of 16 samples", of_sides("+experiment=digits max_epochs=20"),
+        Grid("digits", "MLP on the digits, learners of 16 samples",
+             of_sides("digits", "+experiment=digits max_epochs=20"),
              seeds=(0, 1, 2, 3, 4), targets=(0.97,), reference=REFERENCE, alone=True),
-        Grid("lenet", "LeNet on MNIST, learners of 32 samples", of_sides("+experiment=lenet max_epochs=3", parts=4),
+        Grid("lenet", "LeNet on MNIST, learners of 32 samples",
+             of_sides("lenet", "+experiment=lenet max_epochs=3", parts=4),
              targets=(0.99,), reference=REFERENCE, alone=True),
     )
 }  # fmt: skip

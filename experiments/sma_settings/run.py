@@ -46,7 +46,7 @@ RESTARTS = {
 }
 NUM_LEARNERS = (4, 8)
 DIGITS = "+experiment=digits batch_size=16 max_epochs=20 executor=fused precision=fp32"
-LENET = "+experiment=lenet batch_size=32 max_epochs=2 executor=fused precision=fp32"
+LENET = "+experiment=lenet optimizer.nesterov=false batch_size=32 max_epochs=2 executor=fused precision=fp32"
 
 
 def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, ...], target: float) -> Grid:
