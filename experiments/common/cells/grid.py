@@ -11,7 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+from crossbow_py.config import REGISTRIES, TrainConfig, compose
+from crossbow_py.errors import UserError
 
 TRAIN = "crossbow_py.train"
 PARTS = "experiments.common.cells.parts"
@@ -39,8 +44,8 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The same for all that is run alike, whatever it is called."""
-        identity = json.dumps([self.program, self.parts, sorted(self.overrides)])
+        """The same for all that is run alike, whatever it is called: by what the overrides come to, with recipes."""
+        identity = json.dumps([self.program, self.parts, settings_of(self.overrides)], sort_keys=True)
         return hashlib.sha256(identity.encode()).hexdigest()[:10]
 
     @property
@@ -81,6 +86,32 @@ class Grid:
     def with_overrides(self, extra: Sequence[str]) -> Grid:
         """The same cells, each with more overrides, which replace those of the same key."""
         return replace(self, cells=tuple(replace(cell, overrides=merged(cell.overrides, extra)) for cell in self.cells))
+
+
+@cache
+def settings_of(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What a command's settings are, as plain values, without those that are what they are when nothing is said.
+
+    So a key that a later version adds makes no other cell, and a recipe that has changed does. Of what is no command of
+    `train`, its words.
+    """
+    try:
+        config = compose(list(overrides), TrainConfig)
+    except UserError:
+        return {"words": sorted(overrides)}
+    said = _said(config)
+    for group in REGISTRIES:
+        if (chosen := getattr(config, group, None)) is not None:
+            said[group] = {"name": type(chosen).NAME, **_said(chosen)}
+    return said
+
+
+def _said(settings: Any) -> dict[str, Any]:
+    """The fields with another value than their default, those of groups left out."""
+    own = [each for each in fields(settings) if each.name not in REGISTRIES]
+    values = {each.name: getattr(settings, each.name) for each in own if getattr(settings, each.name) != each.default}
+    kept = {key: value for key, value in values.items() if not is_dataclass(value)}
+    return json.loads(json.dumps(kept))  # type: ignore[no-any-return]  # tuples become lists
 
 
 def cells(common: str, own: Mapping[str, str], parts: int = 1) -> tuple[Cell, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experiments.common.cells import plot, report, summary
-from experiments.common.cells.grid import Cell, Grid, cells, chosen, in_turns, merged
+from experiments.common.cells.grid import Cell, Grid, cells, chosen, in_turns, merged, settings_of
 from experiments.common.cells.parts import stops
 from tests.unit.experiments.pretended_run import epochs_of, summary_of
 from tests.unit.experiments.samples import cells as table_cells
@@ -43,10 +43,17 @@ def test_cells_have_the_common_overrides_and_their_own() -> None:
 
 
 def test_cell_is_known_by_what_is_run_and_not_by_its_name() -> None:
-    cell = Cell("x", ("a=1", "b=2"))
-    assert cell.key == Cell("y", ("b=2", "a=1"), labels={"side": "s"}).key
-    others = [Cell("x", ("a=1", "b=3")), Cell("x", cell.overrides, parts=2), Cell("x", cell.overrides, program="other")]
+    cell = Cell("x", ("+experiment=digits", "max_epochs=2", "seed=1"))
+    same = ("+experiment=digits", "seed=1", "optimizer.nesterov=false", "max_epochs=2")  # which it is by default
+    assert cell.key == Cell("y", same, labels={"side": "s"}).key
+    others = [Cell("x", same[:2]), Cell("x", cell.overrides, parts=2), Cell("x", cell.overrides, program="other")]
     assert len({each.key for each in (cell, *others)}) == 4
+
+
+def test_settings_of_a_cell_are_those_that_a_recipe_or_an_override_sets() -> None:
+    found = settings_of(("+experiment=digits", "averaging=diloco", "averaging.outer_momentum=0.5"))
+    assert found["averaging"] == {"name": "diloco", "outer_momentum": 0.5}
+    assert found["max_epochs"] == 20 and "executor" not in found
     assert Cell("rate · √K, K=4", ()).folder.startswith("rate_K_K_4-")
 
 

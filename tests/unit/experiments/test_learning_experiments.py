@@ -37,7 +37,12 @@ GRIDS: dict[str, Grid] = {
 }
 
 
-@pytest.mark.parametrize("name", GRIDS)
+# The others are slow: composing a configuration takes a tenth of a second.
+QUICK = "time_to_accuracy/lenet"
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in GRIDS if name != QUICK]
+
+
+@pytest.mark.parametrize("name", [QUICK, *SLOW])
 def test_every_cell_of_a_grid_is_a_valid_configuration_of_its_own(name: str) -> None:
     grid = GRIDS[name]
     configs = [compose([*cell.overrides, "seed=0"], TrainConfig) for cell in grid.cells]
