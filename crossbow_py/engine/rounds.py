@@ -7,8 +7,8 @@ different learners may run at the same time; the executor orders corrections and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
+from crossbow_py.engine.layout import TrainedRow
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 from crossbow_py.engine.update import Step, TorchUpdate
@@ -70,13 +71,15 @@ class Round:
 class RoundOutcome:
     """What a round's tasks leave behind, one entry a learner. Whole once the round's last task is over.
 
-    `num_correct` is None where the task is not classification.
+    `num_correct` is None where the task is not classification. `gradient_norm` is that of the sum of gradients in
+    `bank.total`, where all learners step by it.
     """
 
     plan: Round
     losses: list[float] = field(default_factory=list)
     num_correct: list[float | None] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
+    gradient_norm: float = math.nan
 
     def __post_init__(self) -> None:
         learners = len(self.plan.starts)
@@ -113,6 +116,7 @@ class RoundTasks:
         label_smoothing: Tensor | None = None,
     ) -> None:
         self._compiled = CompiledModels() if compile_model else None
+        self._summed_rows: list[TrainedRow] = []
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
 
@@ -165,10 +169,47 @@ class RoundTasks:
         self.bank.generators[learner].manual_seed(seed)
 
     def average_gradients(self, outcome: RoundOutcome) -> None:
-        """G_j ← the mean of the gradients of j's group, to which those that are gated add nothing."""
+        """G_j ← the mean of the gradients of j's group, to which those that are gated add nothing.
+
+        Where everybody is in one group, and the update leaves gradients as they are, `bank.total` ← their sum instead.
+        """
         assert self.gradient_mean is not None, "the scheduler asks for it where gradients are averaged"
+        if self.summed_rows:
+            rows = [self.bank.gradients.trained(learner) for learner in range(self.bank.num_learners)]
+            self.sum_gradients(rows, outcome)
+            return
         self.gate_gradients(outcome)
         average_gradients(self.bank, self.gradient_mean, self.collective)
+
+    @property
+    def summed_rows(self) -> list[TrainedRow]:
+        """The learners' rows with the sum of all gradients in place of their own; empty where they do not share it."""
+        bank = self.bank
+        if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_alike:
+            return []
+        if len(self._summed_rows) != bank.num_learners:
+            total = bank.total.trained()
+            self._summed_rows = [replace(bank.trained_row(j), gradients=total) for j in range(bank.num_learners)]
+        return self._summed_rows
+
+    def sum_gradients(
+        self, gradients: Sequence[list[Tensor]], outcome: RoundOutcome, store: Callable[[], None] | None = None
+    ) -> None:
+        """`bank.total` ← the sum of the learners' gradients, of all devices; its norm to the outcome.
+
+        A sum that is finite is one of finite gradients; in any other, learner by learner, the gate leaves out some.
+        `store` puts the gradients into the bank, where they are not there.
+        """
+        bank, summed = self.bank, self.summed_rows[0]
+        self.update.sum(summed.gradients, gradients)
+        outcome.gradient_norm = self.update.gradient_norm(summed)
+        if not all(map(math.isfinite, [*outcome.losses, outcome.gradient_norm])):
+            if store is not None:
+                store()
+            self.gate_gradients(outcome)
+            self.update.sum(summed.gradients, [bank.gradients.trained(j) for j in range(bank.num_learners)])
+        self.collective.all_reduce_sum(bank.total.storage)
+        outcome.gradient_norm = self.update.gradient_norm(summed)
 
     def gate_gradients(self, outcome: RoundOutcome) -> None:
         """G_j ← 0 for learners whose loss or gradient norm is not finite."""
@@ -184,8 +225,12 @@ class RoundTasks:
         The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum. Where
         gradients are averaged its loss does not count, as the gradient is not its own.
         """
-        row = self.bank.trained_row(learner)
-        step = self.next_step(learner, self.update.gradient_norm(row), outcome)
+        summed = self.summed_rows
+        if summed:
+            row, step = summed[learner], self.next_summed_step(learner, outcome)
+        else:
+            row = self.bank.trained_row(learner)
+            step = self.next_step(learner, self.update.gradient_norm(row), outcome)
         if step is not None:
             self.update.correct(learner, row, outcome.plan.averaging, step)
         elif outcome.plan.averaging is not None:  # in other rounds C may still be summed
@@ -206,6 +251,12 @@ class RoundTasks:
             step_count=bank.step_counts[learner],
             gradient_scale=limit / (gradient_norm + 1e-6) if limit is not None and clips else 1.0,  # as in torch
         )
+
+    def next_summed_step(self, learner: int, outcome: RoundOutcome) -> Step | None:
+        """As `next_step`, for a learner that steps by the mean of the gradients whose sum is in `bank.total`."""
+        count = float(self.bank.total_learners)
+        step = self.next_step(learner, outcome.gradient_norm / count, outcome)
+        return step and replace(step, gradient_scale=step.gradient_scale / count)
 
     def average(self, outcome: RoundOutcome) -> None:
         """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""

@@ -49,6 +49,7 @@ class TorchUpdate:
     """The reference. Bodies touch what they are given alone, so learners may update at the same time."""
 
     NAME = "torch"
+    KEEPS_GRADIENTS = False  # as they were, in a correction
 
     def __init__(self, optimizer: Optimizer, rule: AveragingRule) -> None:
         self.optimizer, self.rule = optimizer, rule
@@ -96,6 +97,7 @@ class NativeUpdate(TorchUpdate):
     """
 
     NAME = "native"
+    KEEPS_GRADIENTS = True
 
     def __init__(self, optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
         super().__init__(optimizer, rule)

@@ -7,9 +7,7 @@ waits for the others, goes on beside the passes up to the next corrections that 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -184,11 +182,10 @@ class FusedExecutor(Executor):
         """The learners' steps, by gradients that lie where `rows` says afterwards."""
         tasks, learners = self.tasks, range(self.tasks.bank.num_learners)
         if rows.share_gradient:
-            self._sum_up(update, rows, gradients, outcome)
-            divisor = float(tasks.bank.total_learners)
-            norms = [update.gradient_norms(rows)[0] / divisor for _ in learners]
-            steps = [tasks.next_step(j, norms[j], outcome) for j in learners]
-            return [step and replace(step, gradient_scale=step.gradient_scale / divisor) for step in steps]
+            stacked, rows.gradients = self._in_place(gradients), tasks.bank.total.trained()
+            own = [[each[learner] for each in stacked] for learner in learners]
+            tasks.sum_gradients(own, outcome, lambda: tasks.bank.store_stacked_gradients(gradients))
+            return [tasks.next_summed_step(learner, outcome) for learner in learners]
         if tasks.gradient_mean is None:
             rows.gradients = self._in_place(gradients)
         else:
@@ -196,22 +193,6 @@ class FusedExecutor(Executor):
             tasks.average_gradients(outcome)
         norms = update.gradient_norms(rows)
         return [tasks.next_step(j, norms[j], outcome) for j in learners]
-
-    def _sum_up(
-        self, update: NativeUpdate, rows: StackedRows, gradients: Sequence[Tensor | None], outcome: RoundOutcome
-    ) -> None:
-        """`bank.total`, for `rows` to read, ← the sum of everybody's gradients.
-
-        A sum that is finite is one of finite gradients; in any other, learner by learner, the gate leaves out some.
-        """
-        tasks, bank, learners = self.tasks, self.tasks.bank, range(self.tasks.bank.num_learners)
-        stacked, rows.gradients = self._in_place(gradients), bank.total.trained()
-        update.sum(rows.gradients, [[each[learner] for each in stacked] for learner in learners])
-        if not all(map(math.isfinite, [*outcome.losses, *update.gradient_norms(rows)])):
-            bank.store_stacked_gradients(gradients)
-            tasks.gate_gradients(outcome)
-            update.sum(rows.gradients, [bank.gradients.trained(learner) for learner in learners])
-        tasks.collective.all_reduce_sum(bank.total.storage)
 
     def _average(self, body: Callable[[RoundOutcome], None], outcome: RoundOutcome) -> None:
         """The step of z: now, or begun on a thread where it waits for other devices."""

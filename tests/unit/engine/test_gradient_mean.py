@@ -109,14 +109,15 @@ def test_executors_on_the_host_equal_serial(executor, rule, optimizer):
 
 @pytest.mark.parametrize("optimizer", [SGD(nesterov=True, clip_norm=0.3), AdamW()], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("rule", RULES, ids=KEYS)
-@pytest.mark.parametrize("order", ["blocks", "rows"])
-def test_fused_rounds_by_native_code_equal_serial_in_float32(order, rule, optimizer):
-    options = {"num_learners": 3, "rule": rule, "optimizer": optimizer, "precision": FP32, "order": order}
-    ours, reference = (make_tasks(**options) for _ in range(2))
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
+def test_rounds_by_native_code_equal_those_by_operators_in_float64(executor, rule, optimizer):
+    options = {"num_learners": 3, "rule": rule, "optimizer": optimizer, "order": EXECUTORS[executor].ORDER}
+    ours, reference = make_tasks(**options, precision=FP32), make_tasks(**options)
     assert isinstance(ours.update, NativeUpdate)
-    run(EXECUTORS["fused"](ours), ours, 6)
+    assert not isinstance(reference.update, NativeUpdate)
+    run(EXECUTORS[executor](ours), ours, 6)
     run(SerialExecutor(reference), reference, 6)
-    found, expected = rows(ours.bank), rows(reference.bank)
+    found, expected = rows(ours.bank).double(), rows(reference.bank)
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     assert ours.bank.step_counts == reference.bank.step_counts
 
@@ -200,12 +201,13 @@ def test_learner_that_is_not_finite_adds_nothing_and_steps_with_the_others(build
     assert (found[0] - expected).norm() <= 1e-10 * expected.norm()
 
 
-def test_learner_that_is_not_finite_adds_nothing_in_native_code_either():
-    tasks, reference = (poisoned(SynchronousSGD(), precision=FP32) for _ in range(2))
-    outcomes = run(EXECUTORS["fused"](tasks), tasks, 2)
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused", "fused_threads"])
+def test_learner_that_is_not_finite_adds_nothing_in_native_code_either(executor):
+    tasks, reference = (poisoned(SynchronousSGD(), precision=precision) for precision in (FP32, FP64))
+    outcomes = run(EXECUTORS[executor](tasks), tasks, 2)
     assert [o.finite for o in outcomes] == [[True] * 3, [True, False, True]]
     run(SerialExecutor(reference), reference, 2)
-    found, expected = rows(tasks.bank), rows(reference.bank)
+    found, expected = rows(tasks.bank).double(), rows(reference.bank)
     assert torch.equal(found, found[:1].expand_as(found))
     assert (found - expected).norm() <= 1e-6 * expected.norm()
 
