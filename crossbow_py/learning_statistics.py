@@ -45,7 +45,8 @@ def gradient_noise(
         squared_norms: |G_b|² of each batch, at least two.
         squared_norm_of_mean: |G_nb|², of the mean of their gradients.
         batch_size: b.
-        num_samples: N, that the batches are drawn from.
+        num_samples: N, that the batches are drawn from. Augmentation makes more of them, which is not counted: the
+            noise that it adds is taken as averaged out where the batches are all there is.
     """
     n = len(squared_norms)
     assert n > 1, "one batch alone says nothing about noise"
