@@ -262,9 +262,8 @@ class TrainingLoop:
         self._attend_to_z(start)
         self.learning_rate = plan.learning_rates[0]
         self.meter.update(images)
-        self.reporter.progress(
-            state, self.learning_rate, self.total_samples, bank.total_learners, self.stops.max_time_s
-        )
+        rate, stops = self.learning_rate, self.stops
+        self.reporter.progress(state, rate, self.total_samples, bank.total_learners, stops.max_time_s)
         self.rounds.tell_notes()
         if self.job.supply:
             self._supply(self.job.supply)
