@@ -9,7 +9,9 @@ which is convex: with a small batch the peak is among the gradients, with a larg
 for tensors that are constant or linear in b. For tensors that grow faster, such as b × b similarities, the lines are
 chords, above the truth between the two probes; so the larger probe lies above every batch size asked for.
 
-    bytes(b, K) = fixed + bank(K) + staged_batches(K) · b · staged + at_once · activations(b)
+    bytes(b, K) = fixed + bank(K) + staged_batches(K) · b · staged + max(at_once · activations(b), evaluated)
+
+`evaluated` is what evaluations hold while no learner runs: copies of the model. What they run on it is not counted.
 """
 
 from __future__ import annotations
@@ -157,18 +159,26 @@ class ModelSizes:
         buffers = _rows_bytes(self.buffers, k, master, "blocks")
         if self.has_ema:
             buffers += _rows_bytes(self.buffers, 1, master, "blocks")
-        central = (3 + self.num_further) * _rows_bytes(self.parameters, 1, master, self.order)
+        central = (3 + self.has_velocity + self.has_ema) * _rows_bytes(self.parameters, 1, master, self.order)
         return rows + buffers + central + k * self.counter_bytes
-
-    @property
-    def num_further(self) -> int:
-        """Vectors like z beside z, z_prev and the sum of corrections."""
-        return self.has_velocity + self.has_ema
 
     @property
     def template_bytes(self) -> int:
         """The model as it was made, which evaluation copies from."""
         return (self.num_values + sum(self.buffers)) * self.master_bytes + self.counter_bytes
+
+    @property
+    def ema_bytes(self) -> int:
+        """What the EMA of z and its buffers are, if any; padding is not counted."""
+        return (self.num_values + sum(self.buffers)) * self.master_bytes if self.has_ema else 0
+
+    @property
+    def evaluation_bytes(self) -> int:
+        """What an evaluation holds beside the bank and the template: the model it runs, and what that is filled from.
+
+        This is z with means of the learners' buffers, or the EMA as it stands then, both made anew.
+        """
+        return self.template_bytes + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
 
     @property
     def _has_shadow(self) -> bool:
@@ -218,7 +228,12 @@ class LearnerModel:
         own = self.learner(batch_size)
         padding = self.sizes.bank_bytes(num_learners) - 3 * own.weights - num_learners * own.row
         fixed = self.fixed_bytes + self.sizes.template_bytes + padding + self.staged_bytes(batch_size, num_learners)
+        fixed += self.evaluation_beyond(batch_size, at_once)
         return predicted_bytes(own, num_learners, at_once=at_once, fixed=fixed)
+
+    def evaluation_beyond(self, batch_size: int, at_once: int) -> int:
+        """By how much an evaluation holds more than the passes of learners, if it does."""
+        return max(0, self.sizes.evaluation_bytes - at_once * self.activations.at(batch_size))
 
     def staged_bytes(self, batch_size: int, num_learners: int) -> int:
         """Batches that a streaming feed keeps on the device."""
@@ -286,11 +301,13 @@ def breakdown(model: LearnerModel, batch_size: int, num_learners: int, at_once: 
         "copies in the compute format": num_learners * own.shadow,
         "buffers": num_learners * own.buffers,
         "average model (z, z_prev, sum of corrections)": 3 * own.weights,
-        "velocity and EMA of z": model.sizes.num_further * own.weights,
+        "velocity of z": own.weights if model.sizes.has_velocity else 0,
+        "EMA of z and its buffers": model.sizes.ema_bytes,
         "template": model.sizes.template_bytes,
         "data set": model.fixed_bytes,
         "batches of the feed": model.staged_bytes(batch_size, num_learners),
         "forward and backward passes": at_once * own.activations,
+        "copies of the model in evaluations, beyond the passes": model.evaluation_beyond(batch_size, at_once),
     }
     rest = model.predicted_bytes(batch_size, num_learners, at_once) - sum(parts.values())
     return {name: size for name, size in {**parts, "padding": rest}.items() if size}

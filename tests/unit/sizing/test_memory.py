@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from crossbow_py.averaging import SMA
 from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.layout import Order
+from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import BF16, FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.evaluation import Evaluator
+from crossbow_py.sizing.job import Job, model_sizes
 from crossbow_py.sizing.memory import (
     Activations,
     HeldBack,
@@ -109,9 +113,18 @@ def test_breakdown_adds_up_and_leaves_out_what_there_is_none_of() -> None:
     assert parts["weights"] == 3 * 256
     assert parts["forward and backward passes"] == 3 * 1200
     assert "data set" not in parts
-    assert "velocity and EMA of z" not in parts
-    with_both = breakdown(replace(MODEL, sizes=replace(SIZES, has_velocity=True, has_ema=True)), 10, 3, 3)
-    assert with_both["velocity and EMA of z"] == 2 * 256
+    assert not any(name.startswith(("velocity", "EMA", "copies of the model")) for name in parts)
+
+
+def test_breakdown_has_what_an_averaging_rule_keeps_and_the_copies_of_an_evaluation() -> None:
+    # 40 values in buffers; passes of 300 bytes, and an evaluation of two models of 4 · (64 + 40).
+    sizes = replace(SIZES, buffers=(40,), has_velocity=True, has_ema=True)
+    model = LearnerModel(sizes, Activations((Line(300, 0),)))
+    parts = breakdown(model, 10, 2, 2)
+    assert parts["velocity of z"] == 256
+    assert parts["EMA of z and its buffers"] == 416
+    assert parts["copies of the model in evaluations, beyond the passes"] == 2 * 416 - 2 * 300
+    assert sum(parts.values()) == model.predicted_bytes(10, 2, 2)
 
 
 def test_held_back_leaves_the_rest() -> None:
@@ -143,3 +156,29 @@ def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order
     assert replace(sizes, has_ema=True).bank_bytes(3) == allocated + more
     assert replace(sizes, has_velocity=True).bank_bytes(3) == allocated + bank.z.storage.untyped_storage().nbytes()
     assert sizes.template_bytes == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+@pytest.mark.parametrize("has_ema", [False, True], ids=["z", "EMA"])
+def test_evaluation_bytes_are_what_an_evaluation_allocates_beside_the_bank_and_the_ema(has_ema: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5, 7))
+    job = Job(nn.functional.cross_entropy, SGD(), SMA(average_ema=1.0 if has_ema else None), FP32)
+    bank = ReplicaBank(model, 3, device=torch.device("cpu"), precision=FP32, state_names=())
+    ema = AverageEMA(bank, 1.0)
+    state = ema.at(bank.central_state(), 10) if has_ema else bank.central_state()
+    module = Evaluator(model, precision=FP32, loss=job.loss, metrics={}).module(state)
+    kept = {rows.storage.untyped_storage()._cdata for rows in (bank.z, bank.buffers, ema._weights, ema._buffers)}
+    kept.add(bank.counters.untyped_storage()._cdata)
+    storages = {each._cdata: each.nbytes() for each in map(Tensor.untyped_storage, (
+        *state.values(), *module.parameters(), *module.buffers()
+    ))}  # fmt: skip
+    made = sum(size for key, size in storages.items() if key not in kept)
+    assert model_sizes(model, job).evaluation_bytes == made
+
+
+def test_predicted_bytes_are_those_of_an_evaluation_where_passes_hold_less() -> None:
+    model = LearnerModel(replace(SIZES, has_ema=True), Activations((Line(256, 100),)))
+    fixed = FIXED + 3 * 256  # the EMA, with room to align it and its buffers
+    assert model.predicted_bytes(1, 1, 1) == fixed + 1024 + 2 * 256
+    assert model.predicted_bytes(3, 1, 1) == fixed + 1024 + 256 + 300
+    assert model.predicted_bytes(1, 2, 2) == fixed + 2 * 1024 + 2 * 356
+
