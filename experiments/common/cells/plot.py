@@ -9,7 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.cells.summary import Result, Run, by_cell, has_diverged, mean_curve, summaries
+from experiments.common.cells.summary import CellSummary, Result, Run, by_cell, has_diverged, mean_curve, summaries
 
 Filled = Literal["full", "none", "left"]
 
@@ -45,7 +45,7 @@ def accuracy_dots(axes: Axes, result: Result) -> None:
     """Final accuracy of every cell: the mean with its confidence interval, and the runs as points."""
     cells, runs, style = summaries(result), by_cell(result), styles(result)
     least, most = _shown_finals(_healthy(result["runs"]))
-    axes.set_xlim(least, most)
+    axes.set_xlim(*_with_intervals(least, most, cells))
     for place, cell in enumerate(reversed(cells)):
         color, _, filled = style[cell.name]
         if cell.final is None:
@@ -114,6 +114,17 @@ def _shown_finals(runs: Sequence[Run]) -> tuple[float, float]:
         return (0.0, 1.0)
     tenth, high = values[len(values) // 10], values[-1]
     return _with_margin(min(value for value in values if value >= tenth - 2 * (high - tenth)), high)
+
+
+def _with_intervals(least: float, most: float, cells: Sequence[CellSummary]) -> tuple[float, float]:
+    """That range and the intervals of the means in it, but for those wider than it: of two seeds far apart."""
+    ends = [least, most]
+    for cell in cells:
+        if cell.final is None or cell.final.half_width is None or not least <= cell.final.mean <= most:
+            continue
+        if 2 * cell.final.half_width <= most - least:
+            ends += [cell.final.mean - cell.final.half_width, cell.final.mean + cell.final.half_width]
+    return min(ends), max(ends)
 
 
 def _with_margin(low: float, high: float) -> tuple[float, float]:

@@ -174,3 +174,11 @@ def test_picture_says_which_cells_are_outside_of_it() -> None:
     result["runs"] += [made_up("worse", 0, None)]
     finals = plot.draw_accuracies(result).axes[0]
     assert [text.get_text().strip() for text in finals.texts] == ["diverged", "← 0.1000"]
+
+
+def test_picture_is_wide_enough_for_the_intervals_in_it() -> None:
+    result = made_up_result()
+    result["runs"] = [made_up("good", 0, 0.950), made_up("good", 1, 0.951), made_up("fair", 0, 0.94)]
+    low, high = plot.draw_accuracies(result).axes[0].get_xlim()
+    assert low == pytest.approx(0.938)
+    assert high == pytest.approx(0.9505 + 12.706 * 0.0005, abs=1e-5)
