@@ -53,7 +53,7 @@ _RESNET8 = (
     "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
 )
 # The recipe's optimizer has Nesterov momentum already.
-_CIFAR10 = "+experiment=resnet32_short batch_size=32 max_epochs=5 precision=fp32 checkpoint_every_s=120"
+_CIFAR10 = "+experiment=resnet32_short averaging=sma batch_size=32 max_epochs=5 precision=fp32 checkpoint_every_s=120"
 
 GRIDS = {
     grid.name: grid
