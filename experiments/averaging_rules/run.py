@@ -1,6 +1,6 @@
 """Trains four learners by every averaging rule at equal samples, and one learner, and writes results/GRID.json.
 
-    python experiments/averaging_rules/run.py digits|lenet|resnet8|resnet32 [--cells PATTERN] [--jobs N]
+    python experiments/averaging_rules/run.py GRID [--cells PATTERN] [--jobs N]
 
 README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
 """
@@ -49,11 +49,23 @@ OF_RESNET32 = {
     "grouped_sma of 4, K=16": "averaging=grouped_sma averaging.group_size=4 num_learners=16",
     "synchronous_sgd, linear, K=16": "averaging=synchronous_sgd averaging.rate_scaling=linear num_learners=16",
 }
+# Beyond the batches that averaged gradients can make use of, if anywhere, models averaged between groups should win.
+OF_MANY = {
+    ONE: "num_learners=1",
+    "sma": "averaging=sma",
+    "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
+    "grouped_sma of 4, linear": "averaging=grouped_sma averaging.group_size=4 averaging.rate_scaling=linear",
+    "synchronous_sgd": "averaging=synchronous_sgd",
+    "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",
+    "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
+}
+OF_LONG_RUNS = {name: RULES[name] for name in (ONE, "sma", "synchronous_sgd, linear")}
 _RESNET8 = (
     "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
 )
 # The recipe's optimizer has Nesterov momentum already.
 _CIFAR10 = "+experiment=resnet32_short averaging=sma batch_size=32 max_epochs=5 precision=fp32 checkpoint_every_s=120"
+_CIFAR10_RESNET8 = f"{_CIFAR10} {_RESNET8}"
 
 GRIDS = {
     grid.name: grid
@@ -76,8 +88,26 @@ GRIDS = {
         Grid(
             "resnet8",
             "ResNet-8 on CIFAR-10, learners of 32 samples, 5 epochs",
-            cells(f"{_CIFAR10} {_RESNET8} num_learners=4", RULES),
+            cells(f"{_CIFAR10_RESNET8} num_learners=4", RULES),
             targets=(0.7,), reference=ONE,
+        ),
+        Grid(
+            "resnet8_k16",
+            "ResNet-8 on CIFAR-10, 16 learners of 32 samples, 5 epochs",
+            cells(f"{_CIFAR10_RESNET8} num_learners=16", OF_MANY),
+            seeds=(0, 1), targets=(0.7,), reference=ONE,
+        ),
+        Grid(
+            "resnet8_b1024",
+            "ResNet-8 on CIFAR-10, 8 learners of 128 samples, 1,024 together, 15 epochs",
+            cells(f"{_CIFAR10_RESNET8} num_learners=8 batch_size=128 max_epochs=15", OF_MANY),
+            seeds=(0, 1), targets=(0.8,), reference=ONE,
+        ),
+        Grid(
+            "resnet8_long",
+            "ResNet-8 on CIFAR-10, 4 learners of 32 samples, 30 epochs",
+            cells(f"{_CIFAR10_RESNET8} num_learners=4 max_epochs=30", OF_LONG_RUNS),
+            seeds=(0, 1), targets=(0.8,), reference=ONE,
         ),
         Grid(
             "resnet32",
