@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError
+from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError, checkpoint_keeping
 from crossbow_py import training_loop as loop_module
 from crossbow_py.checkpoint import checkpoints
+from crossbow_py.checkpoint_writer import CheckpointWriter
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.errors import LearnerError
 from crossbow_py.telemetry.records import read_summary
@@ -193,13 +194,46 @@ def test_checkpoints_are_written_when_due_and_always_at_the_end(tmp_path, settin
     assert len(checkpoints(tmp_path)) == min(2, len(written))
 
 
-def test_checkpoint_that_is_due_while_one_is_being_written_waits_for_a_later_round(tmp_path):
-    settings = CheckpointSettings(every_epochs=None, every_s=1e-9)
+class HeldWriter(CheckpointWriter):
+    """Is through with a part once so many rounds have found it being written, however fast the disk."""
+
+    ROUNDS = 0
+    rounds_left = 0
+
+    def begin(self, state, samples_seen):
+        super().begin(state, samples_seen)
+        self.rounds_left = self.ROUNDS
+
+    @property
+    def status(self):
+        if self.rounds_left:
+            self.rounds_left -= 1
+            return "writing"
+        super().wait()
+        return super().status
+
+    def wait(self):
+        self.rounds_left = 0
+        super().wait()
+
+
+@pytest.mark.parametrize(
+    ("rounds", "written"),
+    [
+        (0, [8, 24, 40, 56, 72, 88, 104, 120]),  # a round finds it written, the next may begin another
+        (3, [8, 48, 88, 120]),  # begun at 8, being written at 16, 24 and 32, written at 40
+        (99, [8, 120]),
+    ],
+)
+def test_checkpoint_that_is_due_while_one_is_being_written_waits_for_a_later_round(
+    tmp_path, monkeypatch, rounds, written
+):
+    monkeypatch.setattr(HeldWriter, "ROUNDS", rounds)
+    monkeypatch.setattr(checkpoint_keeping, "CheckpointWriter", HeldWriter)
+    settings = CheckpointSettings(every_epochs=None, every_s=1e-9, keep=9)
     _, recorder, _ = run({"max_epochs": 3}, output_dir=tmp_path, checkpoint=settings)
-    written = [samples for _, samples in recorder.of("checkpoint")]
-    assert written[-1] == 120
-    assert set(written) <= {*range(8, 121, 8)}
-    assert len(written) > 2
+    assert [samples for _, samples in recorder.of("checkpoint")] == written
+    assert [str(path) for path in checkpoints(tmp_path)] == [path for path, _ in reversed(recorder.of("checkpoint"))]
 
 
 def test_checkpoint_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path):
