@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -486,27 +487,31 @@ def test_ranks_killed_before_any_step_leave_the_old_checkpoint_or_the_new_one_wh
     assert (left[0], left[-1]) == (1.0, 5.0)
 
 
-def test_process_killed_at_random_moments_of_writing_always_leaves_a_whole_checkpoint(tmp_path):
-    """Of large parts, so that many fall inside a write."""
+def end_files_at(size: int) -> None:
+    """From now on the system kills this process where it writes more than so many bytes into a file."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
-    def write_on(first: int) -> None:
-        for number in range(first, first + 1000):
-            save(tmp_path, state(mark=number, size=500_000), number, keep=2)
 
-    moments, newest, inside = random.Random(0), 0, 0
-    save(tmp_path, state(mark=0, size=500_000), 0, keep=2)
-    for _ in range(20):
-        pid = in_child(lambda first=newest + 1: write_on(first))
-        time.sleep(moments.uniform(0.02, 0.2))
-        os.kill(pid, signal.SIGKILL)
-        assert was_killed(pid)
-        inside += any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
+def test_process_killed_at_any_byte_of_a_part_leaves_the_checkpoint_before_it_whole(tmp_path):
+    """Of large parts, which are written in several pieces."""
+
+    def write(number: int, at: int) -> None:
+        end_files_at(at)
+        save(tmp_path, state(mark=number, size=500_000), number, keep=2)
+
+    folder, moments = save(tmp_path, state(mark=0, size=500_000), 0, keep=2), random.Random(0)
+    whole = (folder / "rank-0.pt").stat().st_size
+    for number in range(1, 11):
+        at = moments.randrange(whole)
+        assert was_killed(in_child(lambda number=number, at=at: write(number, at)))
+        (partial,) = (tmp_path / "checkpoints").glob(".*/rank-0.partial")
+        assert partial.stat().st_size == at
         saved, problems = find_newest(tmp_path)
-        assert problems == []
-        assert mark_of(saved.part(0)) == saved.samples_seen >= newest
-        newest = saved.samples_seen
-    assert newest > 0
-    assert inside > 5
+        assert (mark_of(saved.part(0)), saved.samples_seen, problems) == (number - 1, number - 1, [])
+        save(tmp_path, state(mark=number, size=500_000), number, keep=2)
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
 def test_open_checkpoint_finds_no_other_files_than_those_of_the_manifest(tmp_path):
