@@ -24,7 +24,8 @@ PATIENCE_S = 90.0
 POLL_S = 0.002
 DIGITS = [
     "+experiment=digits", "model.hidden=[32]", "device=cpu", "precision=fp32", "num_learners=2",
-    "checkpoint_every_epochs=null", "checkpoint_every_s=0.05", "resume=auto", "distributed.timeout_s=30",
+    "schedule=constant", "checkpoint_every_epochs=null", "checkpoint_every_s=0.05", "resume=auto",
+    "distributed.timeout_s=30",
 ]  # fmt: skip
 # Of a line of metrics.jsonl, what does not depend on the clock.
 MEASURED = ("epoch", "samples_seen", "train_loss", "test_loss", "test_accuracy", "learning_rate", "spread")

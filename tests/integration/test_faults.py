@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from crossbow_py.checkpoint import MANIFEST, checkpoints, find_newest, part_name
+from crossbow_py.data.digits import Digits
 from crossbow_py.telemetry.records import read_summary
 from experiments.faults.campaign import Campaign, figures
 from experiments.faults.folder import resumed_from
@@ -34,22 +36,32 @@ from tests.training_processes import (
 
 pytestmark = pytest.mark.timeout(300)
 slow = pytest.mark.slow
-EPOCHS = "max_epochs=6"
+ENDLESS = "max_epochs=10000"
 needs_root = pytest.mark.skipif(not is_root(), reason="mounts need root")
 Outcome = tuple[bytes, list[tuple[Any, ...]]]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Of two ranks."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert train(folder, EPOCHS) == [0, 0]
-    return outcome(folder)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """Of two ranks, by where they stop."""
+
+    @functools.cache
+    def trained(stop: str) -> Outcome:
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        assert train(folder, stop) == [0, 0]
+        return outcome(folder)
+
+    return trained
+
+
+def stop_after(folder: Path) -> str:
+    """An end that what is in `folder` has not reached, however far it came before it was stopped."""
+    return f"max_epochs={max(3, samples_of(checkpoints(folder)[0]) // Digits.NUM_TRAIN + 2)}"
 
 
 def begin(folder: Path, num_checkpoints: int = 3) -> None:
     """Two ranks, killed after so many checkpoints."""
-    with started(folder, EPOCHS) as begun:
+    with started(folder, ENDLESS) as begun:
         await_checkpoints(folder, num_checkpoints, begun)
         begun.kill([0, 1])
         begun.wait()
@@ -63,8 +75,9 @@ def last_resumed_from(folder: Path) -> int | None:
     return resumed_from((folder / "console.log").read_text())[-1]
 
 
-def test_five_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path):
-    run = Campaign(tmp_path, epochs=4, seed=1).run(num_ranks=1, executor="threads", num_kills=5, name="run").to_plain()
+@pytest.mark.parametrize("num_kills", [2, pytest.param(5, marks=slow)])
+def test_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path, num_kills):
+    run = Campaign(tmp_path, epochs=4, seed=1).run(1, "threads", num_kills, "run").to_plain()
     found = figures([run])
     assert found["kills"] + found["before_first"] >= 1
     assert found["resumed"] == found["kills"]
@@ -75,31 +88,32 @@ def test_five_kills_of_one_run_leave_the_bits_of_an_undisturbed_one(tmp_path):
 @pytest.mark.parametrize("killed", [(1,), pytest.param((0,), marks=slow), pytest.param((0, 1), marks=slow)])
 def test_ranks_killed_end_the_others_and_a_resume_equals_the_undisturbed_run(tmp_path, killed, undisturbed):
     folder = tmp_path / "run"
-    with started(folder, EPOCHS) as begun:
+    with started(folder, ENDLESS) as begun:
         await_checkpoints(folder, 2, begun)
         begun.kill(killed)
         codes = begun.wait(PATIENCE_S)
     assert codes == [-signal.SIGKILL if rank in killed else 1 for rank in range(2)]
     if len(killed) == 1:
         assert "another rank has ended, or its host cannot be reached any more" in said(folder)
-    newest = samples_of(checkpoints(folder)[0])
-    assert train(folder, EPOCHS) == [0, 0]
+    newest, stop = samples_of(checkpoints(folder)[0]), stop_after(folder)
+    assert train(folder, stop) == [0, 0]
     assert last_resumed_from(folder) == newest
-    assert outcome(folder) == undisturbed
+    assert outcome(folder) == undisturbed(stop)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 1])
 def test_sigterm_to_one_rank_ends_both_with_143_and_a_checkpoint_to_go_on_from(tmp_path, rank, undisturbed):
     folder = tmp_path / "run"
-    with started(folder, EPOCHS) as begun:
+    with started(folder, ENDLESS) as begun:
         await_checkpoints(folder, 2, begun)
         os.kill(begun.processes[rank].pid, signal.SIGTERM)
         assert begun.wait(PATIENCE_S) == [143, 143]
     summary = read_summary(folder)
     assert (summary["status"], summary["stop_reason"]) == ("terminated", "SIGTERM")
     assert samples_of(checkpoints(folder)[0]) == summary["samples_seen"]
-    assert train(folder, EPOCHS) == [0, 0]
-    assert outcome(folder) == undisturbed
+    stop = stop_after(folder)
+    assert train(folder, stop) == [0, 0]
+    assert outcome(folder) == undisturbed(stop)
 
 
 def cut(checkpoint: Path) -> None:
@@ -139,22 +153,22 @@ def delete(checkpoint: Path) -> None:
 def test_spoiled_checkpoint_is_passed_over_with_a_word_and_the_bits_stay(tmp_path, spoil, why, undisturbed):
     folder = tmp_path / "run"
     begin(folder)
-    newest, older = checkpoints(folder)[:2]
+    (newest, older), stop = checkpoints(folder)[:2], stop_after(folder)
     spoil(newest)
-    assert train(folder, EPOCHS) == [0, 0]
+    assert train(folder, stop) == [0, 0]
     assert last_resumed_from(folder) == samples_of(older)
     log = (folder / "console.log").read_text()
     if why:
         assert f"{newest} {why}" in log
         assert "falling back to the one before" in log
-    assert outcome(folder) == undisturbed
+    assert outcome(folder) == undisturbed(stop)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=slow), 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=slow)])
 def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_path, num_ranks):
     folder = tmp_path / "run"
     begin(folder)
-    newest = checkpoints(folder)[0]
+    newest, end = checkpoints(folder)[0], stop_after(folder)
     before = find_newest(newest)[0].part(0)["bank"]
     stop = f"max_samples={samples_of(newest)}"
     assert train(folder, stop, num_ranks=num_ranks) == [0] * num_ranks  # nothing is left, but a checkpoint of its own
@@ -162,7 +176,7 @@ def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_pat
     after = find_newest(newest)[0].part(0)["bank"]
     for name in ("z", "z_prev"):
         assert all(torch.equal(before[name][key], after[name][key]) for key in before[name])
-    assert train(folder, EPOCHS, num_ranks=num_ranks) == [0] * num_ranks
+    assert train(folder, end, num_ranks=num_ranks) == [0] * num_ranks
     assert last_resumed_from(folder) == samples_of(newest)
     summary = read_summary(folder)
     assert summary["status"] == "finished"
@@ -173,7 +187,7 @@ def test_run_killed_goes_on_with_another_number_of_ranks_from_the_same_z(tmp_pat
 def test_disk_read_only_for_one_rank_is_told_by_the_first_and_training_goes_on(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    arguments = [*DIGITS, "executor=serial", f"output_dir={folder}", "max_epochs=1000"]
+    arguments = [*DIGITS, "executor=serial", f"output_dir={folder}", ENDLESS]
     begun = start_with_own_mounts(arguments, tmp_path / "output.log", rank=1, num_ranks=2, shared=folder)
     try:
         pid = begun.processes[1].pid
@@ -206,7 +220,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @needs_root
 def test_disk_that_is_full_in_mid_training_is_told_and_checkpoints_come_again_with_room(small_disk, tmp_path):
     folder = small_disk / "run"
-    with started(folder, "max_epochs=1000") as begun:
+    with started(folder, ENDLESS) as begun:
         await_checkpoints(folder, 2, begun)
         fill(small_disk / "others")
         await_true(lambda: "No space left on device" in said(folder), begun)

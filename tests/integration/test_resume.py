@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-import crossbow_py.train
 from crossbow_py import (
     PAPA,
     SGD,
@@ -33,10 +27,12 @@ from crossbow_py import (
     Trainer,
 )
 from crossbow_py.checkpoint import checkpoints
+from crossbow_py.data.digits import Digits
 from crossbow_py.engine import precision
 from crossbow_py.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from tests.trainers import Recorder, image_model, images, make_trainer
+from tests.training_processes import await_checkpoints, started, train
 
 EXECUTORS = ["serial", "threads"]
 # What a line of metrics.jsonl says besides the time it took.
@@ -108,7 +104,7 @@ def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_ev
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer_of(whole, **options).fit(max_epochs=3)
     trainer_of(parts, **options).fit(max_samples=70)
-    result = trainer_of(parts, **options, resume=parts).fit(max_epochs=3)
+    result = trainer_of(parts, *"model.dropout=0.2", resume=parts).fit(max_epochs=3)
     assert weights(parts) == weights(whole)
     lines = measured(parts)
     assert len({line[1] for line in lines}) == len(lines)
@@ -170,7 +166,7 @@ def test_independent_learners_resumed_equal_the_uninterrupted_ones(tmp_path):
     options = {"averaging": Independent(), "optimizer": SGD(learning_rate=(0.01, 0.1))}
     trainer_of(whole, **options).fit(max_epochs=2)
     trainer_of(parts, **options).fit(max_rounds=17)
-    trainer_of(parts, **options, resume=parts / "checkpoints").fit(max_epochs=2)
+    trainer_of(parts, *"model.dropout=0.2", resume=parts / "checkpoints").fit(max_epochs=2)
     for name in ("model_0.safetensors", "model_1.safetensors"):
         assert weights(parts, name) == weights(whole, name)
 
@@ -262,36 +258,22 @@ def test_resume_after_a_fall_back_goes_on_from_the_newest_of_its_own_checkpoints
     assert trainer_of(tmp_path, resume=tmp_path).state.samples_seen == int(older.name.split("-")[1]) + 8
 
 
-COMMAND = [
-    "+experiment=digits", "model.hidden=[32]", "model.dropout=0.2", "device=cpu", "precision=fp32", "max_epochs=6",
-    "checkpoint_every_epochs=null", "checkpoint_every_s=0.03",
-]  # fmt: skip
-SAMPLES_PER_ROUND = 2 * 16
-
-
-@pytest.mark.parametrize("executor", ["threads", pytest.param("serial", marks=pytest.mark.slow)])
-def test_process_killed_in_mid_epoch_and_resumed_equals_the_uninterrupted_run(tmp_path, monkeypatch, executor):
-    monkeypatch.chdir(tmp_path)
-    command = [*COMMAND, f"executor={executor}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(crossbow_py.train.__file__).parents[1])}
-    killed = tmp_path / "killed"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "crossbow_py.train", *command, "output_dir=killed"],
-        env=environment, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while not checkpoints(killed) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_process_killed_in_mid_epoch_and_resumed_equals_the_uninterrupted_run(tmp_path, executor):
+    """Killed once it has a checkpoint; how far it is to go on follows from where that was."""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    alone = {"num_ranks": 1, "executor": executor}
+    with started(killed, "model.dropout=0.2", "max_epochs=10000", **alone) as begun:
+        await_checkpoints(killed, 1, begun)
+        begun.kill([0])
+        assert begun.wait() == [-signal.SIGKILL]
     assert not (killed / "summary.json").exists()
-    (samples,) = {int(path.name.split("-")[1]) for path in checkpoints(killed)[:1]}
-    assert samples % SAMPLES_PER_ROUND == 0
-    assert crossbow_py.train.main([*command, "output_dir=whole"]) == 0
-    assert crossbow_py.train.main([*command, "output_dir=killed", "resume=auto"]) == 0
-    assert weights(killed) == weights(tmp_path / "whole")
-    assert measured(killed) == measured(tmp_path / "whole")
+    samples = int(checkpoints(killed)[0].name.split("-")[1])
+    assert samples % (2 * 16) == 0
+    stop = f"max_epochs={samples // Digits.NUM_TRAIN + 2}"
+    for folder in (whole, killed):
+        assert train(folder, "model.dropout=0.2", stop, **alone) == [0]
+    assert weights(killed) == weights(whole)
+    assert measured(killed) == measured(whole)
     assert read_summary(killed)["resumed_from"].endswith(f"samples-{samples:012d}")
-    assert torch.get_num_threads() == 1
