@@ -163,6 +163,17 @@ def test_training_in_parts_goes_on_where_it_was_stopped_and_stops_at_the_target(
     assert parts.epochs_done(tmp_path / "run") == pytest.approx(0.5, abs=0.05)
 
 
+def test_training_in_parts_that_was_killed_behind_its_last_evaluation_is_brought_to_its_end(tmp_path: Path) -> None:
+    words = [*DIGITS, f"output_dir={tmp_path / 'run'}", "resume=auto", "max_epochs=1"]
+    assert parts.main(["1", *words]) == 0
+    (tmp_path / "run" / "summary.json").unlink()
+    assert parts.main(["1", *words]) == 0
+    assert recorded(Cell("x", tuple(DIGITS)), 0, tmp_path / "run") is not None
+    ended = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
+    assert parts.main(["1", *words]) == 0
+    assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == ended
+
+
 def test_training_that_diverges_is_recorded_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     assert train([*DIGITS, "optimizer.learning_rate=1e30", f"output_dir={folder}"]) == 1
