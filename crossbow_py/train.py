@@ -14,7 +14,7 @@ from crossbow_py.run_folder import open_run
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.telemetry.events import Listener
 
-_EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
+EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def train(config: TrainConfig) -> int:
                 listeners = [stack.enter_context(closing(ConsoleListener(folder.path / CONSOLE_LOG)))]
             trainer = build_trainer(config, folder, listeners, ranks)
             result = trainer.fit(**stops(config), handle_signals=True)
-    return _EXIT_CODES.get(result.status, 0)
+    return EXIT_CODES.get(result.status, 0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout is enough, installed or not
 
 from experiments.auto_tuner.report import decisions_list, phases_table
+from experiments.batch_norm import report as batch_norm_report
 from experiments.batch_size import report as batch_size_report
 from experiments.checkpoint import report as checkpoint_report
 from experiments.common.cells import report as cells_report
@@ -67,6 +68,12 @@ TABLES: dict[str, dict[str, Table]] = {
         "machine": _machine,
     },
     "averaging_rules": _CELLS,
+    "batch_norm": {
+        "all": batch_norm_report.result_text,
+        "accuracies": batch_norm_report.accuracies_table,
+        "costs": batch_norm_report.costs_table,
+        "machine": _machine,
+    },
     "batch_size": {
         "all": batch_size_report.result_text,
         "batches": batch_size_report.batches_table,

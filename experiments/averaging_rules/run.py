@@ -60,12 +60,12 @@ OF_MANY = {
     "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
 }
 OF_LONG_RUNS = {name: RULES[name] for name in (ONE, "sma", "synchronous_sgd, linear")}
-_RESNET8 = (
+RESNET8 = (
     "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
 )
 # The recipe's optimizer has Nesterov momentum already.
 _CIFAR10 = "+experiment=resnet32_short averaging=sma batch_size=32 max_epochs=5 precision=fp32 checkpoint_every_s=120"
-_CIFAR10_RESNET8 = f"{_CIFAR10} {_RESNET8}"
+_CIFAR10_RESNET8 = f"{_CIFAR10} {RESNET8}"
 
 GRIDS = {
     grid.name: grid

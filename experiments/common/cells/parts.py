@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crossbow_py.config import TrainConfig, compose
@@ -24,6 +24,14 @@ _ALIKE = 1e-3  # of an epoch: a part ends with the round in which it does
 
 def main(argv: Sequence[str]) -> int:
     """Train part by part; returns the exit code of the first that failed."""
+    return in_parts(argv, train)
+
+
+def in_parts(argv: Sequence[str], part: Callable[[Sequence[str]], int], file: str = METRICS_FILE) -> int:
+    """As `main`, with a part by `part`: given a command of `train`, it goes on to its end, and returns an exit code.
+
+    `file` is that in the run's folder that has a line, like those of metrics.jsonl, for every part that is done.
+    """
     parts, overrides = int(argv[0]), list(argv[1:])
     config = compose(overrides, TrainConfig)
     assert config.max_epochs is not None, "cells say it"
@@ -31,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
     folder, length = Path(config.output_dir), whole_length(config)
     for stop in stops(config.max_epochs, parts):
         # The last one is done once the run has ended: a process may have been killed behind its evaluation.
-        if stop <= epochs_done(folder) + _ALIKE and (stop < config.max_epochs or _has_ended(folder)):
+        if stop <= epochs_done(folder, file) + _ALIKE and (stop < config.max_epochs or _has_ended(folder)):
             continue
-        code = train([*overrides, f"max_epochs={stop:.6g}", *length])
+        code = part([*overrides, f"max_epochs={stop:.6g}", *length])
         if code or read_summary(folder).get("status") == "target_reached":
             return code
     return 0
@@ -55,9 +63,9 @@ def whole_length(config: TrainConfig) -> list[str]:
     return [f"schedule.epochs={config.max_epochs:.6g}"] if spans else []
 
 
-def epochs_done(folder: Path) -> float:
-    """Up to the last evaluation; 0 before the first."""
-    path = folder / METRICS_FILE
+def epochs_done(folder: Path, file: str = METRICS_FILE) -> float:
+    """Up to the last line of `file`, one for every evaluation; 0 before the first."""
+    path = folder / file
     records = read_metrics(path) if path.exists() else []
     return float(records[-1]["epoch"]) if records else 0.0
 

@@ -26,6 +26,9 @@ from experiments.common.cells.grid import Cell, Grid
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import write_result
 
+MEASURED_FILE = "measured.jsonl"  # in a run's folder: what the program of a cell measures beside, a line an evaluation
+
+_RECORDS = (METRICS_FILE, MEASURED_FILE)
 _POLL_S = 0.1
 _DIVERGED = "non_finite"
 _TERMINATED = 143
@@ -139,7 +142,7 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
     status = summary.get("status")
     if status not in ("finished", "target_reached") and summary.get("stop_reason") != _DIVERGED:
         return None
-    epochs = read_metrics(run / METRICS_FILE) if (run / METRICS_FILE).exists() else []
+    epochs, measured = (read_metrics(run / name) if (run / name).exists() else [] for name in _RECORDS)
     facts = machine()
     return {
         "cell": cell.name,
@@ -152,6 +155,7 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
         "machine": {key: facts[key] for key in _KEPT_OF_MACHINE},
         "summary": {key: summary[key] for key in _KEPT_OF_SUMMARY},
         "epochs": [{key: record[key] for key in _KEPT_OF_EPOCH} for record in epochs],
+        **({"measured": measured} if measured else {}),
     }
 
 

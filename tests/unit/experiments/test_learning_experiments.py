@@ -12,6 +12,9 @@ import pytest
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.errors import UserError
 from experiments import tables
+from experiments.batch_norm import plot as batch_norm_plot
+from experiments.batch_norm import report as batch_norm_report
+from experiments.batch_norm.variants import VARIANTS
 from experiments.batch_size import plot as batch_plot
 from experiments.batch_size import report as batch_report
 from experiments.batch_size.run import LEARNERS, ONE
@@ -28,7 +31,8 @@ from tests.unit.experiments.samples import cells as table_cells
 from tests.unit.experiments.test_cells import MACHINE, made_up
 
 FOLDERS = (
-    "averaging_rules", "batch_size", "num_learners_accuracy", "sma_settings", "time_to_accuracy", "tuner_accuracy",
+    "averaging_rules", "batch_norm", "batch_size", "num_learners_accuracy", "sma_settings", "time_to_accuracy",
+    "tuner_accuracy",
 )  # fmt: skip
 GRIDS: dict[str, Grid] = {
     f"{folder}/{grid.name}": grid
@@ -154,9 +158,68 @@ def test_picture_of_numbers_of_learners_has_a_row_a_side() -> None:
     assert [label.get_text() for label in axes[1].get_legend().get_texts()] == ["recipe, K=1", "recipe, K=2"]
 
 
+def measured(name: str, seed: int, mean: float, gains: tuple[float, ...], alone: bool = True) -> dict[str, Any]:
+    """A run whose accuracy is nothing at first, and then `mean`; with other statistics it is more by `gains`."""
+    lines = [
+        {
+            "epoch": epoch,
+            "samples_seen": 100,
+            "variants": {
+                variant: {
+                    "test_accuracy": epoch * (mean + gain),
+                    "test_loss": 1.0,
+                    "statistics_s": place * (1.0 if alone else 0.5),
+                    "evaluation_s": 2.0,
+                }
+                for place, (variant, gain) in enumerate(zip(VARIANTS, (0, *gains), strict=True))
+            },
+        }
+        for epoch in (0, 1)
+    ]
+    return {**made_up(name, seed, mean, alone), "measured": lines}
+
+
+def statistics() -> dict[str, Any]:
+    """Two seeds of a cell, of which the first was alone, and one of another that diverged."""
+    runs = [measured("sma", 0, 0.8, (0.01, 0.02, 0.03)), measured("sma", 1, 0.7, (0.03, 0.02, 0.01), alone=False)]
+    return result_of([*runs, made_up("wild", 0, None)], [])
+
+
+def test_statistics_are_compared_with_the_same_weights_at_every_evaluation() -> None:
+    table = batch_norm_report.accuracies_table(statistics())
+    assert len(table.splitlines()) == 4
+    # Of 0.8 and 0.7, and of differences of 0.01 and 0.03: 12.706 · 0.05 and 12.706 · 0.01.
+    assert table_cells(table, 3) == [
+        "sma", "4", "1.00", "0.7500 ± 0.6353", "+0.0200 ± 0.1271", "+0.0200 ± 0.0000", "+0.0200 ± 0.1271", "2",
+    ]  # fmt: skip
+
+
+def test_seconds_of_statistics_are_of_runs_that_were_alone() -> None:
+    costs = statistics()
+    assert table_cells(batch_norm_report.costs_table(costs), 4)[1:] == ["2.000", "0.750"]  # of 2 and of 1 in 2 seconds
+    costs["runs"] = costs["runs"][1:]
+    assert table_cells(batch_norm_report.costs_table(costs), 4)[1:] == ["–", "0.500"]
+
+
+def test_picture_of_statistics_has_a_panel_a_cell_and_a_line_a_kind() -> None:
+    (panel,) = batch_norm_plot.draw(statistics()).axes
+    assert panel.get_title() == "sma"
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == list(VARIANTS)
+    mean = next(line for line in panel.lines if line.get_label() == "mean")
+    assert list(mean.get_xdata()) == [0, 1] and list(mean.get_ydata()) == pytest.approx([0, 0.75])
+
+
+def test_statistics_of_which_all_runs_diverged_have_no_tables() -> None:
+    result = statistics()
+    result["runs"] = result["runs"][2:]
+    assert batch_norm_report.result_text(result).startswith("All runs diverged.")
+    assert batch_norm_plot.draw(result).axes
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_tables_of_a_folder_are_built_of_its_results(folder: str) -> None:
-    result = sides() if folder == "time_to_accuracy" else batches()
+    made_up_of = {"batch_norm": statistics, "time_to_accuracy": sides}
+    result = made_up_of.get(folder, batches)()
     result["machine"] = {**MACHINE, "flags": [], "python": "3", "os": "Linux", "command": "python run.py"}
     text = tables.build(folder, {"lenet": result})
     assert text.startswith("### lenet\n\n    python run.py\n\n![LeNet](results/lenet.png)")

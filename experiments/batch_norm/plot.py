@@ -1,0 +1,56 @@
+"""Draws a picture beside every results file: accuracy against samples with every kind of statistics, a panel a cell.
+
+python experiments/batch_norm/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.batch_norm.report import curve, healthy
+from experiments.batch_norm.run import EXPERIMENT
+from experiments.batch_norm.variants import VARIANTS
+from experiments.common.cells.summary import Result, Run
+from experiments.common.pictures import save_pictures
+
+_STYLES = (("#000000", "-"), ("#E69F00", "--"), ("#56B4E9", "-."), ("#0072B2", ":"))
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    return save_pictures(EXPERIMENT, draw)
+
+
+def draw(result: Result) -> Figure:
+    """Panels in a row, a line for every kind of statistics of the mean over seeds, and the seeds as points."""
+    found = healthy(result)
+    figure = Figure(figsize=(1 + 3.2 * max(1, len(found)), 3.6), layout="constrained")
+    panels = figure.subplots(1, max(1, len(found)), squeeze=False, sharey=True)[0]
+    for axes, (name, runs) in zip(panels, found.items(), strict=False):
+        _draw_cell(axes, runs)
+        axes.set(title=name, xlabel="epochs")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("test accuracy")
+    if found:
+        panels[0].legend(fontsize="small")
+    figure.suptitle(result["title"])
+    return figure
+
+
+def _draw_cell(axes: Axes, runs: list[Run]) -> None:
+    for (color, line), variant in zip(_STYLES, VARIANTS, strict=True):
+        rows = list(zip(*(curve(run, variant) for run in runs), strict=False))
+        epochs = [line["epoch"] for line in runs[0]["measured"]][: len(rows)]
+        axes.plot(epochs, [sum(row) / len(row) for row in rows], line, color=color, label=variant)
+        for epoch, row in zip(epochs, rows, strict=True):
+            axes.plot([epoch] * len(row), row, ".", color=color, alpha=0.4, markersize=4)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
