@@ -28,6 +28,7 @@ from experiments.common.results import EXPERIMENTS, read_results
 from experiments.estimate import report as estimate_report
 from experiments.faults import report as faults_report
 from experiments.flowers import report as flowers_report
+from experiments.gradient_noise import report as gradient_noise_report
 from experiments.hyperband import report as hyperband_report
 from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
@@ -92,6 +93,11 @@ TABLES: dict[str, dict[str, Table]] = {
     },
     "faults": {"all": faults_report.result_text, "machine": _machine},
     "flowers": {"summary": flowers_report.summary_table, "machine": _machine},
+    "gradient_noise": {
+        "all": gradient_noise_report.result_text,
+        "statistics": gradient_noise_report.statistics_table,
+        "machine": _machine,
+    },
     "hyperband": {
         "all": hyperband_report.result_text,
         "headline": hyperband_report.headline,

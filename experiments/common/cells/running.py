@@ -37,6 +37,7 @@ _KEPT_OF_SUMMARY = (
     "samples_seen", "test_accuracy", "best_test_accuracy", "train_time_s",
 )  # fmt: skip
 _KEPT_OF_EPOCH = ("epoch", "samples_seen", "elapsed_s", "num_learners", "train_loss", "test_loss", "test_accuracy")
+_KEPT_OF_LEARNING = ("learning", "spread")  # where learning_statistics=true measured them
 _KEPT_OF_MACHINE = ("cpu", "cores", "gpus", "torch", "date", "commit")
 
 
@@ -154,9 +155,14 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
         "status": status,
         "machine": {key: facts[key] for key in _KEPT_OF_MACHINE},
         "summary": {key: summary[key] for key in _KEPT_OF_SUMMARY},
-        "epochs": [{key: record[key] for key in _KEPT_OF_EPOCH} for record in epochs],
+        "epochs": [_kept(record) for record in epochs],
         **({"measured": measured} if measured else {}),
     }
+
+
+def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    keys = _KEPT_OF_EPOCH + (_KEPT_OF_LEARNING if record.get("learning") else ())
+    return {key: record[key] for key in keys}
 
 
 def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, Any]:

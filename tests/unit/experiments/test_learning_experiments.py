@@ -21,6 +21,8 @@ from experiments.batch_size.run import LEARNERS, ONE
 from experiments.common import pictures
 from experiments.common.cells.grid import Cell, Grid
 from experiments.common.cells.running import recorded
+from experiments.gradient_noise import plot as noise_plot
+from experiments.gradient_noise import report as noise_report
 from experiments.num_learners_accuracy import plot as learners_plot
 from experiments.time_to_accuracy import default_loop
 from experiments.time_to_accuracy import plot as time_plot
@@ -31,8 +33,8 @@ from tests.unit.experiments.samples import cells as table_cells
 from tests.unit.experiments.test_cells import MACHINE, made_up
 
 FOLDERS = (
-    "averaging_rules", "batch_norm", "batch_size", "num_learners_accuracy", "sma_settings", "time_to_accuracy",
-    "tuner_accuracy",
+    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "sma_settings",
+    "time_to_accuracy", "tuner_accuracy",
 )  # fmt: skip
 GRIDS: dict[str, Grid] = {
     f"{folder}/{grid.name}": grid
@@ -111,6 +113,37 @@ def test_picture_of_batches_has_open_points_where_not_all_seeds_reached_the_targ
     assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in points] == [(32, 1), (64, 2), (64, 2)]
     assert [line.get_markerfacecolor() == "white" for line in points] == [False, True, False]
     assert seconds.get_ylabel() == "seconds to the target"
+
+
+def learning(run: dict[str, Any], noise: list[tuple[float, float]], spread: float | None = None) -> dict[str, Any]:
+    """A run whose evaluations have measured so much of tr(Σ) and |G|²."""
+    for record, (variance, squared_norm) in zip(run["epochs"], noise, strict=True):
+        measured = {"gradient_variance": variance, "squared_gradient_norm": squared_norm, "agreement": None,
+                    "sharpness": 20.0}  # fmt: skip
+        record.update(spread=spread, learning=measured)
+    return run
+
+
+def noise() -> dict[str, Any]:
+    """With one learner noise hides the gradient at the end of the second seed, and with four at the end of both."""
+    runs = [learning(made_up("one", 0, 0.9), [(8.0, 2.0), (9.0, 3.0)]),
+            learning(made_up("one", 1, 0.9), [(8.0, 0.0), (9.0, -1.0)]),
+            learning(made_up("sma", 0, 0.9), [(8.0, 2.0), (9.0, -1.0)], spread=0.25)]  # fmt: skip
+    return result_of(runs, [])
+
+
+def test_gradient_noise_scale_is_of_means_over_seeds_and_none_where_noise_hides_the_gradient() -> None:
+    assert noise_report.noise_scale_samples([]) is None
+    table = noise_report.statistics_table(noise())
+    assert table_cells(table, 2)[:8] == ["one", "4", "8", "–", "9", "–", "–", "20"]
+    assert table_cells(table, 3)[:8] == ["sma", "4", "4", "–", "–", "0.25", "–", "20"]
+
+
+def test_picture_of_gradient_noise_leaves_out_what_is_not_known() -> None:
+    scale, spread, agreement, _ = noise_plot.draw(noise()).axes
+    assert [list(line.get_ydata()) for line in scale.lines[:2]] == [[8.0, 9.0], [4.0]]
+    assert [list(line.get_ydata()) for line in spread.lines] == [[], [0.25, 0.25]]
+    assert not any(len(line.get_ydata()) for line in agreement.lines)
 
 
 def sides() -> dict[str, Any]:

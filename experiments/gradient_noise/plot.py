@@ -1,0 +1,70 @@
+"""Draws a picture beside every results file: four statistics of learning against epochs, a line a rule.
+
+python experiments/gradient_noise/plot.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.common.cells.plot import styles
+from experiments.common.cells.summary import Result, by_cell
+from experiments.common.pictures import save_pictures
+from experiments.gradient_noise.report import by_evaluation, mean_of, noise_scale_samples
+from experiments.gradient_noise.run import EXPERIMENT
+
+_NOISE = "gradient noise scale, samples"
+_PANELS = {
+    _NOISE: None,
+    "spread of replicas": "spread",
+    "agreement of learners": "agreement",
+    "sharpness of the average model": "sharpness",
+}
+_LOGARITHMIC = (_NOISE, "spread of replicas", "sharpness of the average model")
+_TOTAL_BATCHES = (32, 128, 512, 1024)
+
+
+def main() -> int:
+    """Draw all results; returns the exit code."""
+    return save_pictures(EXPERIMENT, draw)
+
+
+def draw(result: Result) -> Figure:
+    """Of one grid."""
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    for axes, (title, key) in zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True):
+        _draw_statistic(axes, result, key)
+        axes.set(title=title, xlabel="epochs")
+        if title in _LOGARITHMIC:
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    noise = figure.axes[0]
+    for batch in _TOTAL_BATCHES:
+        noise.axhline(batch, color="grey", linestyle=":", linewidth=1)
+        noise.annotate(f"{batch}", (1, batch), xycoords=("axes fraction", "data"), fontsize="small", va="center")
+    noise.legend(fontsize="small")
+    figure.suptitle(result["title"])
+    return figure
+
+
+def _draw_statistic(axes: Axes, result: Result, key: str | None) -> None:
+    style = styles(result)
+    for name, runs in by_cell(result).items():
+        evaluations = by_evaluation(runs)
+        values = [noise_scale_samples(each) if key is None else mean_of(each, key) for each in evaluations]
+        known = [(each[0]["epoch"], value) for each, value in zip(evaluations, values, strict=True) if value]
+        color, line, filled = style[name]
+        axes.plot(
+            [epoch for epoch, _ in known], [value for _, value in known], line, color=color, marker="o",
+            markersize=3.5, fillstyle=filled, label=name,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""Trains learners by several rules while their learning is measured, and writes results/GRID.json.
+
+    python experiments/gradient_noise/run.py lenet|resnet8 [--cells PATTERN] [--seeds 0,1,...] [--jobs N]
+
+README.md says what is measured. A cell that is done is not run again; `--list` says what would be run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.averaging_rules.run import RESNET8
+from experiments.common.cells.command import run_grid
+from experiments.common.cells.grid import Grid, cells
+
+EXPERIMENT = "gradient_noise"
+ONE = "one learner"
+_MEASURED = "batch_size=32 precision=fp32 learning_statistics=true"
+_RULES = {
+    ONE: "num_learners=1",
+    "sma": "averaging=sma num_learners=4",
+    "local_sgd": "averaging=local_sgd num_learners=4",
+}
+
+GRIDS = {
+    grid.name: grid
+    for grid in (
+        Grid("lenet", "LeNet on MNIST, learners of 32 samples",
+             cells(f"+experiment=lenet executor=fused max_epochs=2 {_MEASURED}",
+                   {**_RULES, "synchronous_sgd, sqrt": "averaging=synchronous_sgd_sqrt num_learners=4"}, parts=4),
+             reference=ONE),
+        Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples",
+             cells(f"+experiment=resnet32_short {RESNET8} max_epochs=5 checkpoint_every_s=120 {_MEASURED}",
+                   {**_RULES, "synchronous_sgd, linear": "averaging=synchronous_sgd_linear num_learners=4"}, parts=2),
+             seeds=(0, 1), reference=ONE),
+    )
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a grid and write its result; returns the exit code."""
+    return run_grid(EXPERIMENT, GRIDS, argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
