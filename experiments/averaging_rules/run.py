@@ -21,6 +21,8 @@ ONE = "one learner"
 RULES = {
     ONE: "num_learners=1",
     "sma": "averaging=sma",
+    "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
+    "sma, linear": "averaging=sma averaging.rate_scaling=linear",
     "elastic": "averaging=elastic",
     "local_sgd": "averaging=local_sgd",
     "diloco": "averaging=diloco",
@@ -54,6 +56,7 @@ OF_MANY = {
     ONE: "num_learners=1",
     "sma": "averaging=sma",
     "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
+    "sma, linear": "averaging=sma averaging.rate_scaling=linear",
     "grouped_sma of 4, linear": "averaging=grouped_sma averaging.group_size=4 averaging.rate_scaling=linear",
     "synchronous_sgd": "averaging=synchronous_sgd",
     "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",
