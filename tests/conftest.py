@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -42,6 +43,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _on_gpu(config: pytest.Config) -> bool:
     return torch.cuda.is_available() and config.option.markexpr == "gpu"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """What is imported and collected stays: garbage is not looked for in it, then nor in any test.
+
+    It is most of what there is, and one look through it takes longer than most tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Python's end looks for everything, and libraries complain of what it does not find."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
