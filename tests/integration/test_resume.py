@@ -104,7 +104,7 @@ def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_ev
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer_of(whole, **options).fit(max_epochs=3)
     trainer_of(parts, **options).fit(max_samples=70)
-    result = trainer_of(parts, *"model.dropout=0.2", resume=parts).fit(max_epochs=3)
+    result = trainer_of(parts, **options, resume=parts).fit(max_epochs=3)
     assert weights(parts) == weights(whole)
     lines = measured(parts)
     assert len({line[1] for line in lines}) == len(lines)
@@ -166,7 +166,7 @@ def test_independent_learners_resumed_equal_the_uninterrupted_ones(tmp_path):
     options = {"averaging": Independent(), "optimizer": SGD(learning_rate=(0.01, 0.1))}
     trainer_of(whole, **options).fit(max_epochs=2)
     trainer_of(parts, **options).fit(max_rounds=17)
-    trainer_of(parts, *"model.dropout=0.2", resume=parts / "checkpoints").fit(max_epochs=2)
+    trainer_of(parts, **options, resume=parts / "checkpoints").fit(max_epochs=2)
     for name in ("model_0.safetensors", "model_1.safetensors"):
         assert weights(parts, name) == weights(whole, name)
 
