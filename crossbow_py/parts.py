@@ -90,7 +90,7 @@ class Parts:
         learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
         own = cursor + self.bank.first_learner * batch_size
         devices = self.collective.num_devices
-        rate = factor * self.rule.rate_scale(self.bank.total_learners, self.bank.num_devices)
+        rate = factor * self.rule.rate_scale(self.bank.total_learners)
         rates = tuple(for_learner(self.optimizer.learning_rate, j) * rate for j in learners)
         return Round(
             index=index,

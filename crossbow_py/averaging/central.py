@@ -10,7 +10,9 @@ from typing import ClassVar, Literal
 from crossbow_py.averaging.rule import AveragingRule, LearnerMomentum, RoundAveraging, Stage
 from crossbow_py.settings import check, setting
 
+RateScaling = Literal["none", "sqrt", "linear"]
 _POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+RATE_SCALING = "multiply the learning rate by 1, √K or K, for K learners on all devices"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +21,7 @@ class CentralRule(AveragingRule):
 
     has_central_model: ClassVar[bool] = True
 
-    rate_scaling: Literal["none", "sqrt", "linear"] = setting(
-        "none", "multiply the learning rate by 1, √K or K, for K learners on all devices"
-    )
+    rate_scaling: RateScaling = setting("none", RATE_SCALING)
     restart_on_drop: bool = setting(True, "restart the learners from z when a step schedule drops the learning rate")
     restart_momentum: LearnerMomentum = setting(
         "reset", "optimizer state at a restart: reset, keep or average over learners"
@@ -40,7 +40,7 @@ class CentralRule(AveragingRule):
     def __post_init__(self) -> None:
         check(self)
 
-    def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
+    def rate_scale(self, num_learners: int) -> float:
         """See AveragingRule."""
         return float(num_learners ** _POWERS[self.rate_scaling])
 

@@ -8,7 +8,8 @@ With M groups of about n = K/M learners, n ≤ `group_size`, for every learner j
 
 Synchronous SGD and SMA are its two ends: a single group averages no models, and z is any learner; groups of one are
 `sma`. Averaging gradients is best as long as the batch n·b is small against the gradient noise scale (McCandlish et
-al., 2018); beyond it larger batches teach no more, and SMA goes on. The learning rate is scaled by n and not by K.
+al., 2018); beyond it larger batches teach no more, and SMA goes on. The learning rate is scaled for all K
+learners, as at both ends.
 """
 
 from __future__ import annotations
@@ -52,10 +53,6 @@ class GroupedSMA(SMA):
     def scales_sum(self) -> bool:
         """See AveragingRule."""
         return True
-
-    def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
-        """See AveragingRule: by the learners of a group."""
-        return super().rate_scale(num_learners) / super().rate_scale(self._groups(num_learners, num_devices))
 
     def restarts(self, num_learners: int, num_devices: int) -> bool:
         """See AveragingRule: a single group does not, no more than a single learner."""

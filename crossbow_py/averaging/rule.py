@@ -150,7 +150,7 @@ class AveragingRule(ABC):
         first = self.round(Stage(self.averaging_period - 1, num_learners, num_devices=num_learners))
         return first if isinstance(first, LinearRound) else None
 
-    def rate_scale(self, num_learners: int, num_devices: int = 1) -> float:
+    def rate_scale(self, num_learners: int) -> float:
         """What the learning rate is multiplied by for K learners on all devices."""
         return 1.0
 

@@ -7,7 +7,10 @@ For every learner j of K, with gradient g_j at w_j, momentum m and weight decay 
     w_j ← w_j − γ·u_j − c_j
     z'  ← z + Σ_j c_j + μ·(z − z_prev)     # z_prev ← z; z ← z'
 
-α is `correction_rate` (default 1/K), μ is `averaging_momentum`; K = 1 is plain SGD.
+α is `correction_rate` (default 1/K), μ is `averaging_momentum`; K = 1 is plain SGD. As z moves by the mean of γ·u_j,
+K learners take it no further in a round than one, in K times the samples: so γ is that of the settings times √K
+(`rate_scaling`), with which it learned best unless it is warmed up, and then times K (experiments/averaging_rules).
+Crossbow leaves γ as it is.
 
 With a `final_correction_rate` α follows the learning rate γ from one to the other, so that learners explore while it is
 high and meet where it has fallen (or has yet to rise), and z never moves further than the learners' mean is::
@@ -23,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.averaging.central import GROUPS_AND_NODES, PeriodicRule
+from crossbow_py.averaging.central import GROUPS_AND_NODES, RATE_SCALING, PeriodicRule, RateScaling
 from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
@@ -50,6 +53,7 @@ class SMA(PeriodicRule):
         None, "α at a learning rate of 0, approached as the schedule lowers it; null keeps α", above=0, maximum=1
     )
     averaging_momentum: float = setting(0.9, "μ, heavy-ball momentum of z", minimum=0, below=1, why=NEVER_FADES)
+    rate_scaling: RateScaling = setting("sqrt", RATE_SCALING)
     node_period: int = setting(
         1, "H, average between nodes in every H-th averaging; in between each node is by itself", minimum=1
     )

@@ -20,7 +20,7 @@ EXPERIMENT = "averaging_rules"
 ONE = "one learner"
 RULES = {
     ONE: "num_learners=1",
-    "sma": "averaging=sma",
+    "sma, unscaled": "averaging=sma averaging.rate_scaling=none",
     "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
     "sma, linear": "averaging=sma averaging.rate_scaling=linear",
     "elastic": "averaging=elastic",
@@ -28,8 +28,8 @@ RULES = {
     "diloco": "averaging=diloco",
     "slowmo": "averaging=slowmo",
     "papa": "averaging=papa",
-    "grouped_sma of 2": "averaging=grouped_sma averaging.group_size=2",
-    "synchronous_sgd": "averaging=synchronous_sgd",
+    "grouped_sma of 2, linear": "averaging=grouped_sma averaging.group_size=2 averaging.rate_scaling=linear",
+    "synchronous_sgd, unscaled": "averaging=synchronous_sgd",
     "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",
     "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
 }
@@ -44,25 +44,27 @@ OF_DIGITS = {"diloco": "averaging=diloco averaging.averaging_period=10"}
 # Hours of training each, so that only the ends are there: averaged models, averaged gradients, and both.
 OF_RESNET32 = {
     ONE: "num_learners=1",
-    "sma, K=4": "averaging=sma num_learners=4",
-    "synchronous_sgd, K=4": "averaging=synchronous_sgd num_learners=4",
+    "sma, unscaled, K=4": "averaging=sma averaging.rate_scaling=none num_learners=4",
+    "sma, linear, K=4": "averaging=sma averaging.rate_scaling=linear num_learners=4",
     "synchronous_sgd, linear, K=4": "averaging=synchronous_sgd averaging.rate_scaling=linear num_learners=4",
-    "sma, K=16": "averaging=sma num_learners=16",
-    "grouped_sma of 4, K=16": "averaging=grouped_sma averaging.group_size=4 num_learners=16",
+    "sma, linear, K=16": "averaging=sma averaging.rate_scaling=linear num_learners=16",
+    "grouped_sma of 4, linear, K=16": (
+        "averaging=grouped_sma averaging.group_size=4 averaging.rate_scaling=linear num_learners=16"
+    ),
     "synchronous_sgd, linear, K=16": "averaging=synchronous_sgd averaging.rate_scaling=linear num_learners=16",
 }
 # Beyond the batches that averaged gradients can make use of, if anywhere, models averaged between groups should win.
 OF_MANY = {
     ONE: "num_learners=1",
-    "sma": "averaging=sma",
+    "sma, unscaled": "averaging=sma averaging.rate_scaling=none",
     "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
     "sma, linear": "averaging=sma averaging.rate_scaling=linear",
     "grouped_sma of 4, linear": "averaging=grouped_sma averaging.group_size=4 averaging.rate_scaling=linear",
-    "synchronous_sgd": "averaging=synchronous_sgd",
+    "synchronous_sgd, unscaled": "averaging=synchronous_sgd",
     "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",
     "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
 }
-OF_LONG_RUNS = {name: RULES[name] for name in (ONE, "sma", "synchronous_sgd, linear")}
+OF_LONG_RUNS = {name: RULES[name] for name in (ONE, "sma, linear", "synchronous_sgd, linear")}
 RESNET8 = (
     "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
 )

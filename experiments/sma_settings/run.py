@@ -30,7 +30,7 @@ SETTINGS = {
     "τ=2": "averaging=sma averaging.averaging_period=2",
     "τ=4": "averaging=sma averaging.averaging_period=4",
     "τ=10": "averaging=sma averaging.averaging_period=10",
-    "rate · √K": "averaging=sma averaging.rate_scaling=sqrt",
+    "rate as it is": "averaging=sma averaging.rate_scaling=none",
     "rate · K": "averaging=sma averaging.rate_scaling=linear",
     # The optimizer state of learners that go on from their mean: SMA itself never touches it but at a restart.
     "local_sgd, momentum kept": "averaging=local_sgd averaging.learner_momentum=keep",

@@ -26,6 +26,7 @@ from crossbow_py.averaging import (
     Stage,
     SynchronousSGD,
 )
+from crossbow_py.config import TrainConfig, compose
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
 from crossbow_py.settings import from_mapping
@@ -206,6 +207,12 @@ def test_slow_momentum_at_no_learning_rate_is_the_plain_mean() -> None:
 @pytest.mark.parametrize(("scaling", "expected"), [("none", 1.0), ("sqrt", 4.0), ("linear", 16.0)])
 def test_learning_rate_is_scaled_with_the_number_of_learners(scaling: Any, expected: float) -> None:
     assert SMA(rate_scaling=scaling).rate_scale(16) == expected
+    assert GroupedSMA(group_size=4, rate_scaling=scaling).rate_scale(16) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [("sma", 2.0), ("grouped_sma", 2.0), ("crossbow", 1.0), ("elastic", 1.0)])
+def test_learning_rate_of_four_learners_is_doubled_by_sma_unless_told_otherwise(name: str, expected: float) -> None:
+    assert compose([f"averaging={name}"], TrainConfig).averaging.rate_scale(4) == expected
 
 
 @pytest.mark.parametrize(
