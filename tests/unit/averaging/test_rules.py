@@ -210,7 +210,9 @@ def test_learning_rate_is_scaled_with_the_number_of_learners(scaling: Any, expec
     assert GroupedSMA(group_size=4, rate_scaling=scaling).rate_scale(16) == expected
 
 
-@pytest.mark.parametrize(("name", "expected"), [("sma", 2.0), ("grouped_sma", 2.0), ("crossbow", 1.0), ("elastic", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sma", 2.0), ("grouped_sma", 2.0), ("crossbow", 1.0), ("elastic", 1.0)]
+)
 def test_learning_rate_of_four_learners_is_doubled_by_sma_unless_told_otherwise(name: str, expected: float) -> None:
     assert compose([f"averaging={name}"], TrainConfig).averaging.rate_scale(4) == expected
 
