@@ -69,7 +69,7 @@ def agreement(predictions: Tensor) -> float | None:
 
 
 def largest_eigenvalue(
-    product: Callable[[Tensor], Tensor], start: Tensor, most_products: int = 20, tolerance: float = 0.01
+    product: Callable[[Tensor], Tensor], start: Tensor, most_products: int = 20, tolerance: float = 0.003
 ) -> float:
     """The largest eigenvalue of a symmetric matrix H that is known by its products with vectors alone.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from crossbow_py import checkpoint
 from crossbow_py.assembly import DataSets
-from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, taking_from
+from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, filled, taking_from
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
@@ -35,16 +35,17 @@ _CHANGEABLE = (
     "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
     "learning_statistics",
 )  # fmt: skip
-_ADDED = (
-    ("node_period", 1),
-    ("order_seed", None),
-    ("label_smoothing", 0.0),
-    ("rate_scaling", "none"),
-    ("quadratic_period", None),
-    ("final_correction_rate", None),
-    ("random_erasing", 0.0),
-    ("average_ema", None),
-)
+# What stood for settings that checkpoints of earlier versions lack.
+_ADDED: dict[str, Any] = {
+    "node_period": 1,
+    "order_seed": None,
+    "label_smoothing": 0.0,
+    "rate_scaling": "none",
+    "quadratic_period": None,
+    "final_correction_rate": None,
+    "random_erasing": 0.0,
+    "average_ema": None,
+}
 
 
 @dataclass
@@ -187,7 +188,8 @@ class Run:
                 self.parts.bank.resize(self.tuning.state.num_learners)
 
     def _check_identity(self, saved: Mapping[str, Any]) -> None:
-        changed = differences(saved, self.identity())
+        current = self.identity()
+        changed = differences(filled(saved, _formerly(current)), current)
         if changed:
             shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
             raise CheckpointError(
@@ -254,11 +256,11 @@ class Run:
         parts = self.parts
         groups: dict[str, Any] = {"optimizer": parts.optimizer, "schedule": self.schedule, "averaging": parts.rule}
         return {
-            **_since(settings),
+            **settings,
             "precision": parts.choices.precision.name,
-            **{group: {"name": chosen.NAME, **_since(to_mapping(chosen))} for group, chosen in groups.items()},
+            **{group: {"name": chosen.NAME, **to_mapping(chosen)} for group, chosen in groups.items()},
             "data": {
-                "augmentation": _since(to_mapping(self.data.augmentation or Augmentation())),
+                "augmentation": to_mapping(self.data.augmentation or Augmentation()),
                 "mean": list(self.data.mean or ()),
                 "std": list(self.data.std or ()),
             },
@@ -271,6 +273,8 @@ class Run:
         }
 
 
-def _since(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that checkpoints of earlier versions lack, where they change nothing."""
-    return {name: value for name, value in settings.items() if (name, value) not in _ADDED}
+def _formerly(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What the settings of this identity that earlier versions did not have stood for then."""
+    nested = {key: _formerly(value) for key, value in identity.items() if isinstance(value, Mapping)}
+    added = {key: _ADDED[key] for key in identity if key in _ADDED}
+    return {key: identity[key] for key in ("name",) if key in identity} | nested | added

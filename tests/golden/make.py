@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossbow_py import SGD, CheckpointSettings, MultiStep, Trainer
+from crossbow_py import SGD, SMA, CheckpointSettings, MultiStep, Trainer
 from crossbow_py.checkpoint import FORMAT_VERSION
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from tests.ranks import on_ranks
@@ -28,6 +28,7 @@ def model() -> nn.Module:
 def trainer(ranks: Ranks = ALONE, **options: Any) -> Trainer:
     """Serial and in float32; 48 samples, so that the checkpoint stands inside an epoch."""
     values = torch.arange(48 * 4, dtype=torch.float64).reshape(48, 4)
+    settings: dict[str, Any] = {"averaging": SMA(rate_scaling="none"), **options}  # as the oldest formats had it
     return Trainer(
         model=model,
         train_data=(torch.sin(values).float(), torch.arange(48) % 3),
@@ -39,7 +40,7 @@ def trainer(ranks: Ranks = ALONE, **options: Any) -> Trainer:
         device="cpu",
         precision="fp32",
         ranks=ranks,
-        **options,
+        **settings,
     )
 
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from crossbow_py import SMA
 from crossbow_py.checkpoint import FORMAT_VERSION, checkpoints, find_newest
 from crossbow_py.distributed.ranks import ALONE
+from crossbow_py.errors import CheckpointError
 from tests.golden.make import GOLDEN, NUM_RANKS, ROUNDS_AFTER, ROUNDS_BEFORE, train_on, trainer
 from tests.ranks import on_ranks
 
@@ -37,6 +39,11 @@ def test_golden_checkpoint_is_resumed_and_trains_on_to_the_known_model(folder, t
     assert expected.keys() == found.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def test_setting_newer_than_a_checkpoint_is_named_with_what_it_stood_for():
+    with pytest.raises(CheckpointError, match=r"\(averaging.rate_scaling: none → sqrt\)"):
+        trainer(resume=FORMATS[0], averaging=SMA())
 
 
 def test_golden_model_is_not_where_a_fresh_run_ends():

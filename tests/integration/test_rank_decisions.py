@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def test_run_of_two_ranks_goes_on_with_another_number_of_them(tmp_path, num_rank
         assert each.z.tobytes() == before[0].z.tobytes()
         assert each.z_prev.tobytes() == before[0].z_prev.tobytes()
         assert (each.samples_seen, each.rounds) == (160, 10)
-        assert each.learning_rate == before[0].learning_rate == 0.025
+        assert before[0].learning_rate == 0.025 * math.sqrt(4)
+        assert each.learning_rate == pytest.approx(0.025 * math.sqrt(2 * num_ranks))
         for row in range(2):
             if (learner := 2 * rank + row) < 4:
                 assert each.learners[row].tobytes() == learners[learner].tobytes()

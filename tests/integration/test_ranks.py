@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,8 @@ def test_samples_of_epochs_are_the_same_set_whatever_the_number_of_ranks(num_ran
 
 def node_reference(num_nodes: int, per_node: int, num_rounds: int, period: int, node_period: int) -> list[list[Values]]:
     """z of every node, at first and after every round: the equations of `averaging.rule`, with gradients by hand."""
-    rate, momentum, decay, mu, batch, num_learners = 0.1, 0.8, 0.01, 0.9, 4, num_nodes * per_node
+    momentum, decay, mu, batch, num_learners = 0.8, 0.01, 0.9, 4, num_nodes * per_node
+    rate = 0.1 * math.sqrt(num_learners)
     feed = make_feed(blobs(40), batch, 0)
     start = linear_model()
     first = np.concatenate([start.weight.detach().double().numpy().ravel(), start.bias.detach().double().numpy()])

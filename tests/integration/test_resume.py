@@ -228,7 +228,7 @@ def without_batch_norm_weights() -> nn.Module:
         ({"averaging": Independent()}, "averaging.name: sma → independent"),
         ({"augmentation": Augmentation(crop_padding=1, flip=True)}, "data.augmentation.crop_padding: 2 → 1"),
         ({"augmentation": Augmentation(2, "alternating")}, "data.augmentation.flip: True → alternating"),
-        ({"augmentation": Augmentation(2, True, 0.1)}, "data.augmentation.random_erasing: None → 0.1"),
+        ({"augmentation": Augmentation(2, True, 0.1)}, "data.augmentation.random_erasing: 0.0 → 0.1"),
         ({"mean": (0.5,), "std": (0.2,)}, r"data.mean: \[\] → \[0.5\]"),
         ({"train_data": images(60)}, "num_train_samples: 50 → 60"),
         ({"model": other_model}, r"model.7.weight: \[3, 32\] → \[4, 32\]"),

@@ -228,7 +228,7 @@ def test_epoch_of_a_single_batch_has_no_noise_scale():
 
 
 def test_model_without_second_derivatives_has_no_sharpness_and_the_user_is_told_once():
-    records, _, recorder = measured(model=OnceModel, stops={"max_epochs": 3})
+    records, _, recorder = measured(model=OnceModel, stops={"max_epochs": 3}, optimizer=SGD(learning_rate=0.02))
     assert [record.learning.sharpness for record in records] == [None] * 3
     assert all(record.learning.gradient_variance > 0 and record.learning.agreement for record in records)
     (said,) = [message for message in recorder.of("message") if "sharpness" in message]
