@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.common.arguments import count
 from experiments.common.cells.grid import Grid, chosen, in_turns
-from experiments.common.cells.running import Places, collect, run_cells
+from experiments.common.cells.running import Places, add_recorded, collect, run_cells
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import results_folder, write_result
 
@@ -33,12 +34,14 @@ def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | N
             print(f"{cell.name}, seed {seed}: python -m {shlex.join([cell.program, *cell.overrides, f'seed={seed}'])}")
         return 0
     places = Places(options.runs / experiment, options.results)
+    path = places.results / f"{options.name or grid.name}.json"
+    if options.add and path.exists():
+        add_recorded(grid, places, json.loads(path.read_text())["runs"])
     try:
         failed = run_cells(grid, turns, places, options.jobs)
     except KeyboardInterrupt:
         print("interrupted; give the same command again to go on.")
         return _INTERRUPTED
-    path = places.results / f"{options.name or grid.name}.json"
     result = collect(grid, places, facts)
     if result["runs"]:
         write_result(path, result)
@@ -56,6 +59,7 @@ def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentPars
     add("--seeds", type=_seeds, metavar="0,1,...", help="one run of every cell each (default: the grid's)")
     add("--jobs", type=count, default=1, help="runs at a time, of one thread each if several; their times do not count")
     add("--list", action="store_true", help="only say what would be run, as commands")
+    add("--add", action="store_true", help="runs of the results file with the same settings are done; run the others")
     add("--name", help="name of the results file (default: the grid's)")
     add("--runs", type=Path, default=ROOT / "runs", help="where run folders lie (default runs/ in the checkout)")
     add("--results", type=Path, default=results_folder(experiment), help="default: results/ beside the script")

@@ -10,17 +10,19 @@ import fnmatch
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
-from crossbow_py.config import REGISTRIES, TrainConfig, compose
+from crossbow_py.config import REGISTRIES, TrainConfig, compose, config_to_mapping
 from crossbow_py.errors import UserError
 
 TRAIN = "crossbow_py.train"
 PARTS = "experiments.common.cells.parts"
 Label = str | int | float
+
+_OF_ONE_RUN = ("experiment", "seed", "output_dir", "resume")
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,29 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The same for all that is run alike, whatever it is called: by what the overrides come to, with recipes."""
-        identity = json.dumps([self.program, self.parts, settings_of(self.overrides)], sort_keys=True)
+        """The same for all that is run alike, whatever it is called: by what the overrides come to, with recipes.
+
+        Settings that are what they are when nothing is said are left out, so that a key that a later version adds makes
+        no other cell.
+        """
+        identity = json.dumps([self.program, self.parts, said_of(self.overrides)], sort_keys=True)
         return hashlib.sha256(identity.encode()).hexdigest()[:10]
 
     @property
     def folder(self) -> str:
         """Name of the folder of its runs: the key, with its name for people."""
         return f"{re.sub(r'[^A-Za-z0-9.]+', '_', self.name).strip('_')}-{self.key}"
+
+    @property
+    def settings(self) -> str:
+        """All that the overrides come to, whatever was said, as words `key=value`; of one run alone, nothing."""
+        return settings_of(self.overrides)
+
+    def is_of(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record is of a run of this cell; keys that are newer than the record make no difference."""
+        alike = (record["program"], record["parts"]) == (self.program, self.parts)
+        then, now = (dict(_pair(word) for word in words.split()) for words in (record["settings"], self.settings))
+        return alike and {**now, **then} == now
 
     def command(self, seed: int, output_dir: str) -> list[str]:
         """What follows `python -m` to run it, or to go on with it."""
@@ -89,21 +106,45 @@ class Grid:
 
 
 @cache
-def settings_of(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """What a command's settings are, as plain values, without those that are what they are when nothing is said.
+def settings_of(overrides: tuple[str, ...]) -> str:
+    """All settings that a command comes to; of what is no command of `train`, its words."""
+    if (config := _composed(overrides)) is None:
+        return " ".join(sorted(overrides))
+    kept = {key: value for key, value in config_to_mapping(config).items() if key not in _OF_ONE_RUN}
+    return " ".join(_words(kept))
 
-    So a key that a later version adds makes no other cell, and a recipe that has changed does. Of what is no command of
-    `train`, its words.
-    """
-    try:
-        config = compose(list(overrides), TrainConfig)
-    except UserError:
+
+def _words(settings: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _words(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}={value if isinstance(value, str) else json.dumps(value, separators=(',', ':'))}"
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, _, value = word.partition("=")
+    return key, value
+
+
+@cache
+def said_of(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The settings of a command that are not what they are when nothing is said, as plain values; or its words."""
+    if (config := _composed(overrides)) is None:
         return {"words": sorted(overrides)}
     said = _said(config)
     for group in REGISTRIES:
         if (chosen := getattr(config, group, None)) is not None:
             said[group] = {"name": type(chosen).NAME, **_said(chosen)}
     return said
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> TrainConfig | None:
+    try:
+        return compose(list(overrides), TrainConfig)
+    except UserError:
+        return None
 
 
 def _said(settings: Any) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def run_cells(grid: Grid, turns: Sequence[tuple[Cell, int]], places: Places, job
     With several at a time torch has one thread in each. Left by an exception, it stops what is running, each with a
     checkpoint.
     """
-    waiting = [(cell, seed) for cell, seed in turns if not record_path(places.of(grid, cell), seed).exists()]
+    waiting = [(cell, seed) for cell, seed in turns if _record(cell, seed, places.of(grid, cell)) is None]
     print(f"{grid.name}: {len(turns) - len(waiting)} of {len(turns)} runs are done", flush=True)
     failed: list[str] = []
     running: list[_Job] = []
@@ -107,7 +107,25 @@ def run_cells(grid: Grid, turns: Sequence[tuple[Cell, int]], places: Places, job
     return failed
 
 
+def add_recorded(grid: Grid, places: Places, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Take as done the runs of a results file whose settings are those of a cell."""
+    for cell, run in ((cell, run) for cell in grid.cells for run in runs if cell.is_of(run)):
+        folder = places.of(grid, cell)
+        if _record(cell, run["seed"], folder) is None:
+            write_result(record_path(folder, run["seed"]), run)
+
+
+def _record(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
+    """What is recorded of a run; None where nothing is, or where a default has changed since."""
+    path = record_path(folder, seed)
+    record = json.loads(path.read_text()) if path.exists() else None
+    return record if record and cell.is_of(record) else None
+
+
 def _start(cell: Cell, seed: int, folder: Path, alone: bool) -> _Job:
+    if record_path(folder, seed).exists():  # of other settings than those of today
+        record_path(folder, seed).unlink()
+        shutil.rmtree(folder / f"seed-{seed}", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, **({} if alone else {"OMP_NUM_THREADS": "1"})}
@@ -152,6 +170,7 @@ def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
         "program": cell.program,
         "parts": cell.parts,
         "overrides": list(cell.overrides),
+        "settings": cell.settings,
         "status": status,
         "machine": {key: facts[key] for key in _KEPT_OF_MACHINE},
         "summary": {key: summary[key] for key in _KEPT_OF_SUMMARY},
@@ -168,9 +187,10 @@ def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
 def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The result of all runs that are done, whenever that was, with what the grid says of them now."""
     runs = [
-        {**json.loads(path.read_text()), "cell": cell.name, "labels": dict(cell.labels)}
+        {**record, "cell": cell.name, "labels": dict(cell.labels)}
         for cell in grid.cells
         for path in sorted(places.of(grid, cell).glob("seed-*.json"))
+        if cell.is_of(record := json.loads(path.read_text()))
     ]
     return {
         "machine": dict(facts),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experiments.common.cells import plot, report, summary
-from experiments.common.cells.grid import Cell, Grid, cells, chosen, in_turns, merged, settings_of
+from experiments.common.cells.grid import Cell, Grid, cells, chosen, in_turns, merged, said_of, settings_of
 from experiments.common.cells.parts import stops
 from tests.unit.experiments.pretended_run import epochs_of, summary_of
 from tests.unit.experiments.samples import cells as table_cells
@@ -51,10 +51,23 @@ def test_cell_is_known_by_what_is_run_and_not_by_its_name() -> None:
 
 
 def test_settings_of_a_cell_are_those_that_a_recipe_or_an_override_sets() -> None:
-    found = settings_of(("+experiment=digits", "averaging=diloco", "averaging.outer_momentum=0.5"))
+    overrides = ("+experiment=digits", "averaging=diloco", "averaging.outer_momentum=0.5", "seed=3")
+    found = said_of(overrides)
     assert found["averaging"] == {"name": "diloco", "outer_momentum": 0.5}
     assert found["max_epochs"] == 20 and "executor" not in found
+    assert "averaging.outer_momentum=0.5" in settings_of(overrides)
+    assert settings_of(overrides) == settings_of((*overrides[:3], "seed=4"))
     assert Cell("rate · √K, K=4", ()).folder.startswith("rate_K_K_4-")
+
+
+def test_record_is_of_a_cell_unless_a_default_has_changed() -> None:
+    cell = Cell("x", ("+experiment=digits", "averaging=sma"))
+    record = {"program": cell.program, "parts": 1, "settings": cell.settings}
+    assert cell.is_of(record) and not cell.is_of({**record, "parts": 2})
+    assert "averaging.rate_scaling=sqrt averaging." in cell.settings
+    assert cell.is_of({**record, "settings": cell.settings.replace("averaging.rate_scaling=sqrt ", "")})
+    assert not cell.is_of({**record, "settings": cell.settings.replace("rate_scaling=sqrt", "rate_scaling=none")})
+    assert not cell.is_of({**record, "settings": cell.settings + " of_old=1"})
 
 
 def test_command_is_that_of_training_unless_there_are_parts_or_another_program() -> None:

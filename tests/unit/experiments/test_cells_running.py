@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -64,6 +65,30 @@ def test_cell_with_other_overrides_is_another(run: Run, result: Callable[[], dic
     assert run({"a": "accuracy=0.9"}, "--seeds", "0") == 0
     assert run({"a": "accuracy=0.9"}, "--seeds", "0", "accuracy=0.7") == 0
     assert runs_of(result()) == [("a", 0, 0.7)]
+
+
+def test_runs_of_a_results_file_are_added_to_where_that_is_asked_for(
+    run: Run, result: Callable[[], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run({"a": "accuracy=0.9", "b": "accuracy=0.8"}, "--seeds", "0") == 0
+    shutil.rmtree(tmp_path / "runs")
+    capsys.readouterr()
+    assert run({"a": "accuracy=0.9", "b": "accuracy=0.7", "c": "accuracy=0.6"}, "--seeds", "0", "--add") == 0
+    assert "any: 1 of 3 runs are done" in capsys.readouterr().out
+    assert runs_of(result()) == [("a", 0, 0.9), ("b", 0, 0.7), ("c", 0, 0.6)]
+    assert len(list(tmp_path.rglob("pid"))) == 2
+
+
+def test_run_of_settings_that_have_changed_under_the_same_words_is_made_again(
+    run: Run, result: Callable[[], dict[str, Any]], tmp_path: Path
+) -> None:
+    assert run({"a": "accuracy=0.9"}, "--seeds", "0") == 0
+    (record,) = tmp_path.rglob("seed-0.json")
+    record.write_text(json.dumps({**json.loads(record.read_text()), "settings": "accuracy=0.5"}))
+    before = next(tmp_path.rglob("pid")).read_text()
+    assert run({"a": "accuracy=0.9"}, "--seeds", "0") == 0
+    assert next(tmp_path.rglob("pid")).read_text() != before
+    assert runs_of(result()) == [("a", 0, 0.9)]
 
 
 def test_several_at_a_time_have_a_thread_each_and_no_times(
