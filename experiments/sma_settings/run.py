@@ -44,6 +44,13 @@ RESTARTS = {
     "steps, restart, momentum kept": "averaging=sma averaging.restart_momentum=keep",
     "steps, restart, momentum averaged": "averaging=sma averaging.restart_momentum=average",
 }
+# What the average model is evaluated as, and the targets of the loss. A constant rate leaves noise for an EMA to average.
+SMOOTHED = {
+    "EMA over 0.2 epochs": "averaging=sma averaging.average_ema=0.2",
+    "label smoothing 0.1": "averaging=sma label_smoothing=0.1",
+    "constant rate": "averaging=sma schedule=constant",
+    "constant rate, EMA over 0.2 epochs": "averaging=sma schedule=constant averaging.average_ema=0.2",
+}
 NUM_LEARNERS = (4, 8)
 DIGITS = "+experiment=digits batch_size=16 max_epochs=20 executor=fused precision=fp32"
 LENET = "+experiment=lenet optimizer.nesterov=false batch_size=32 max_epochs=2 executor=fused precision=fp32"
@@ -52,7 +59,7 @@ LENET = "+experiment=lenet optimizer.nesterov=false batch_size=32 max_epochs=2 e
 def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, ...], target: float) -> Grid:
     """Of one data set and number of learners."""
     steps = f"{common} schedule=multistep schedule.milestones=[{milestones}]"
-    every = (*cells(common, SETTINGS), *cells(steps, RESTARTS))
+    every = (*cells(common, {**SETTINGS, **SMOOTHED}), *cells(steps, RESTARTS))
     return Grid(name, title, every, seeds=seeds, targets=(target,), reference=DEFAULT)
 
 
