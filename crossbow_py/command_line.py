@@ -52,9 +52,9 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int]) -> i
 
 def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> int:
     if "--help" in arguments or "-h" in arguments:
-        return _show(help_text(kind))
+        return say(help_text(kind))
     if "--list" in arguments:
-        return _show(list_text())
+        return say(list_text())
     for argument in arguments:
         if argument.startswith("-") and argument not in _FLAGS:
             raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}")
@@ -110,7 +110,8 @@ def _is_to_say(error: CrossbowError) -> bool:
     return error.after_joining or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _show(text: str) -> int:
+def say(text: str) -> int:
+    """Print, whether or not anyone reads it to its end; returns the exit code."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # the reader has seen enough, as in `--list | head`

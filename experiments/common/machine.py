@@ -60,8 +60,9 @@ def usable_cores() -> int:
 
 
 def commit() -> str | None:
-    """Short hash of the checkout's commit, with `+` when files differ from it; None outside a repository."""
-    head, changed = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    """Short hash of the checkout's commit, with `+` when files other than results differ; None outside a repository."""
+    head = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!experiments/*/results")
     return None if head is None else head + ("+" if changed else "")
 
 

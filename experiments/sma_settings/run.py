@@ -44,7 +44,7 @@ RESTARTS = {
     "steps, restart, momentum kept": "averaging=sma averaging.restart_momentum=keep",
     "steps, restart, momentum averaged": "averaging=sma averaging.restart_momentum=average",
 }
-# What the average model is evaluated as, and the targets of the loss. A constant rate leaves noise for an EMA to average.
+# What the average model is evaluated as, and the targets of the loss. A constant rate leaves an EMA noise to average.
 SMOOTHED = {
     "EMA over 0.2 epochs": "averaging=sma averaging.average_ema=0.2",
     "label smoothing 0.1": "averaging=sma label_smoothing=0.1",

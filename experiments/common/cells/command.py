@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from crossbow_py.command_line import say
 from experiments.common.arguments import count
-from experiments.common.cells.grid import Grid, chosen, in_turns
+from experiments.common.cells.grid import Cell, Grid, chosen, in_turns
 from experiments.common.cells.running import Places, add_recorded, collect, run_cells
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import results_folder, write_result
@@ -30,9 +31,7 @@ def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | N
         parser.error(str(error))
     turns, facts = in_turns(cells, options.seeds or grid.seeds), machine()
     if options.list:
-        for cell, seed in turns:
-            print(f"{cell.name}, seed {seed}: python -m {shlex.join([cell.program, *cell.overrides, f'seed={seed}'])}")
-        return 0
+        return say("\n".join(_listed(cell, seed) for cell, seed in turns))
     places = Places(options.runs / experiment, options.results)
     path = places.results / f"{options.name or grid.name}.json"
     if options.add and path.exists():
@@ -49,6 +48,10 @@ def run_grid(experiment: str, grids: Mapping[str, Grid], argv: Sequence[str] | N
     if failed:
         print(f"{len(failed)} runs failed; give the same command again to run them.")
     return 1 if failed else 0
+
+
+def _listed(cell: Cell, seed: int) -> str:
+    return f"{cell.name}, seed {seed}: python -m {shlex.join([cell.program, *cell.overrides, f'seed={seed}'])}"
 
 
 def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentParser:
