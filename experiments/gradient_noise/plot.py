@@ -26,7 +26,7 @@ _PANELS = {
     "agreement of learners": "agreement",
     "sharpness of the average model": "sharpness",
 }
-_LOGARITHMIC = (_NOISE, "spread of replicas", "sharpness of the average model")
+_LOGARITHMIC = (_NOISE, "spread of replicas")
 _TOTAL_BATCHES = (32, 128, 512, 1024)
 
 

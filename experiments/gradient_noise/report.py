@@ -36,19 +36,20 @@ def mean_of(records: Records, key: str) -> float | None:
 
 
 def statistics_table(result: Result) -> str:
-    """A row a cell: the noise scale in each third of the run, and the rest at its end."""
-    header = ["", "K", *(f"noise scale, {third}" for third in _THIRDS), "spread", "agreement", "sharpness",
-              "test accuracy", "n"]  # fmt: skip
+    """A row a cell: the noise scale in each third of the run, what tells learners apart in its middle, where the rate is
+    not yet near zero, and the rest at its end."""
+    header = ["", "K", *(f"noise scale, {third}" for third in _THIRDS), f"spread, {_THIRDS[1]}",
+              f"agreement, {_THIRDS[1]}", "sharpness", "test accuracy", "n"]  # fmt: skip
     rows = []
     for name, runs in by_cell(result).items():
         evaluations = by_evaluation(runs)
         if not evaluations:
             continue
         scales = [noise_scale_samples([r for each in part for r in each]) for part in thirds(evaluations)]
-        last = evaluations[-1]
+        middle, last = [r for each in thirds(evaluations)[1] for r in each], evaluations[-1]
         rows.append([
             name, str(runs[0]["summary"]["num_learners"]), *(_number(scale, ",.0f") for scale in scales),
-            *(_number(mean_of(last, key), form) for key, form in (("spread", ".3g"), ("agreement", ".4f"))),
+            *(_number(mean_of(middle, key), form) for key, form in (("spread", ".3g"), ("agreement", ".4f"))),
             _number(mean_of(last, "sharpness"), ".3g"),
             accuracy(estimate([record["test_accuracy"] for record in last])), str(len(last)),
         ])  # fmt: skip

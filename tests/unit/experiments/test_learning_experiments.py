@@ -136,7 +136,14 @@ def test_gradient_noise_scale_is_of_means_over_seeds_and_none_where_noise_hides_
     assert noise_report.noise_scale_samples([]) is None
     table = noise_report.statistics_table(noise())
     assert table_cells(table, 2)[:8] == ["one", "4", "8", "–", "9", "–", "–", "20"]
-    assert table_cells(table, 3)[:8] == ["sma", "4", "4", "–", "–", "0.25", "–", "20"]
+    assert table_cells(table, 3)[:8] == ["sma", "4", "4", "–", "–", "–", "–", "20"]
+
+
+def test_learners_are_told_apart_in_the_middle_third_of_a_run() -> None:
+    found = noise()
+    for run in found["runs"]:
+        run["epochs"] = [{**run["epochs"][0], "spread": spread} for spread in (0.5, 0.25, 0.125)]
+    assert table_cells(noise_report.statistics_table(found), 3)[5] == "0.25"
 
 
 def test_picture_of_gradient_noise_leaves_out_what_is_not_known() -> None:
