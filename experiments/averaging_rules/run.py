@@ -134,7 +134,7 @@ GRIDS = {
         Grid(
             "resnet32",
             "ResNet-32 on CIFAR-10, learners of 32 samples, 5 epochs",
-            cells(f"{_CIFAR10} precision=bf16", OF_RESNET32),
+            cells(_CIFAR10, OF_RESNET32),
             seeds=(0, 1), targets=(0.8,), reference=ONE,
         ),
     )
