@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from crossbow_py.averaging import AveragingRule
+from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Batch, Feed
@@ -69,6 +70,8 @@ def build_parts(
     `announce` is given a sentence before what takes long. All ranks call it together, and what `auto` becomes on the
     first is taken by all.
     """
+    collective = ranks.collective(choices.device, apart=rule.node_period > 1)
+    check_settles(rule, settings.num_learners, collective.num_devices)
     with ranks.together():
         template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
         choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, ranks)
@@ -91,6 +94,7 @@ def build_parts(
     with ranks.together():
         most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
         bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
+    most_learners = most_settling(rule, most_learners, collective.num_devices)
     most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
     if not rule.has_central_model:
         _begin_apart(bank, make_model, settings.seed, init_from)
@@ -98,10 +102,7 @@ def build_parts(
         template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_evaluation_batches,
         batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
     )  # fmt: skip
-    # Why kernels do not make batches, where one would expect it.
-    refusal = _no_batch_kernels(choices) if choices.device.type == "cuda" else None
-    warnings += [*notes, *bounded, *([refusal] if refusal else [])]
-    collective = ranks.collective(choices.device, apart=rule.node_period > 1)
+    warnings += [*notes, *bounded, *_refusals(choices)]
     return Parts(
         choices, bank, average_ema, update, loss, evaluator, train_feed, validation_feed, test_feed,
         collective, warnings, timeline, settings.compile_model, most_learners, ranks,
@@ -198,15 +199,17 @@ def new_feed(
         data.std,
         settings.channels_last,
         choices.precision.compute,
-        kernels=choices.device.type == "cuda" and _no_batch_kernels(choices) is None,
+        kernels=choices.device.type == "cuda" and not _refusals(choices),
         num_workers=first_workers(settings.num_workers, choices.device, training, ranks.num_local),
         num_ranks=ranks.num_ranks if training else 1,
         order_seed=settings.order_seed,
     )
 
 
-def _no_batch_kernels(choices: Choices) -> str | None:
-    return serves("batches", choices.device, choices.precision.compute)
+def _refusals(choices: Choices) -> list[str]:
+    """Why kernels do not make batches, where one would expect it."""
+    refusal = serves("batches", choices.device, choices.precision.compute) if choices.device.type == "cuda" else None
+    return [refusal] if refusal else []
 
 
 def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:

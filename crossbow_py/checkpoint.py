@@ -31,6 +31,17 @@ FORMAT_VERSION = 2
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 _MOST_MANIFEST_BYTES = 2**24  # of 100,000 ranks and more
+# What stood for settings that runs of earlier versions lack.
+_ADDED: dict[str, Any] = {
+    "node_period": 1,
+    "order_seed": None,
+    "label_smoothing": 0.0,
+    "rate_scaling": "none",
+    "quadratic_period": None,
+    "final_correction_rate": None,
+    "random_erasing": 0.0,
+    "average_ema": None,
+}
 _SHA256 = re.compile(f"[{string.hexdigits}]{{64}}")
 
 
@@ -273,6 +284,13 @@ def filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
         return dict(old)
     nested = {key: filled(old[key], value) for key, value in new.items() if _are_mappings(value, old.get(key))}
     return {**new, **old, **nested}
+
+
+def formerly(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What those of these settings that earlier versions did not have stood for then; plain nested values."""
+    nested = {key: formerly(value) for key, value in settings.items() if isinstance(value, Mapping)}
+    added = {key: _ADDED[key] for key in settings if key in _ADDED}
+    return {key: settings[key] for key in ("name",) if key in settings} | nested | added
 
 
 def _are_mappings(*values: Any) -> bool:

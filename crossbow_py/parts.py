@@ -16,7 +16,7 @@ from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.gradient_mean import align_groups
 from crossbow_py.engine.optimizers import Optimizer, for_learner
-from crossbow_py.engine.outer_step import take_outer_step
+from crossbow_py.engine.outer_step import mean_of_learners, take_outer_step
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
@@ -82,21 +82,31 @@ class Parts:
             label_smoothing=smoothing_rows(self.label_smoothing, self.bank),
         )
 
-    def plan(self, index: int, cursor: int, factor: float, rounds_apart: int = 1) -> Round:
+    def plan(
+        self,
+        index: int,
+        cursor: int,
+        factor: float,
+        rounds_apart: int = 1,
+        first_factor: float = 1.0,
+        is_last: bool = False,
+    ) -> Round:
         """Round `index` from stream position `cursor`: which batch and learning rate each learner gets.
 
-        For `factor` and `rounds_apart` see `Stage`.
+        For `factor`, `rounds_apart` and `is_last` see `Stage`; `first_factor` is that of the first round apart.
         """
         learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
         own = cursor + self.bank.first_learner * batch_size
         devices = self.collective.num_devices
-        rate = factor * self.rule.rate_scale(self.bank.total_learners)
-        rates = tuple(for_learner(self.optimizer.learning_rate, j) * rate for j in learners)
+        scale = self.rule.rate_scale(self.bank.total_learners)
+        rates = tuple(for_learner(self.optimizer.learning_rate, j) * (factor * scale) for j in learners)
+        first = for_learner(self.optimizer.learning_rate, 0) * (first_factor * scale)
+        stage = Stage(index, len(learners) * devices, rates[0], factor, rounds_apart, devices, first, is_last)
         return Round(
             index=index,
             starts=tuple(own + j * batch_size if self.rule.has_central_model else cursor for j in learners),
             learning_rates=rates,
-            together=self.rule.round(Stage(index, len(learners) * devices, rates[0], factor, rounds_apart, devices)),
+            together=self.rule.round(stage),
             joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
         )
 
@@ -137,7 +147,12 @@ class Parts:
         take_outer_step(self.bank, step, self.collective, self.ranks.adder, sits_out=sits_out)
 
     def restart(self) -> None:
-        """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together."""
+        """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together.
+
+        Where z is as old as their last averaging they meet first.
+        """
+        if self.rule.shows_mean:
+            self.bank.z.copy_row(0, mean_of_learners(self.bank, self.collective))
         self.bank.restart(self.rule.restart_momentum, self.ranks.adder)
 
     @property
@@ -177,8 +192,10 @@ class Parts:
         return [state]
 
     def _central_state(self, excluded: Sequence[int]) -> State:
-        """State dict of z, where nodes have one each of their mean."""
+        """State dict of z, where nodes have one each of their mean; by some rules of the learners as they are."""
         state = self.bank.central_state(excluded, self.ranks.adder)
+        if self.rule.shows_mean and not self.bank.is_single:
+            return {**state, **mean_of_learners(self.bank, self.collective).shaped()}
         if not self.collective.apart:
             return state
         z = self.bank.new_flat()

@@ -12,7 +12,7 @@ from torch import nn
 
 from crossbow_py import checkpoint
 from crossbow_py.assembly import DataSets
-from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, filled, taking_from
+from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, filled, formerly, taking_from
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
@@ -35,17 +35,6 @@ _CHANGEABLE = (
     "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
     "learning_statistics",
 )  # fmt: skip
-# What stood for settings that checkpoints of earlier versions lack.
-_ADDED: dict[str, Any] = {
-    "node_period": 1,
-    "order_seed": None,
-    "label_smoothing": 0.0,
-    "rate_scaling": "none",
-    "quadratic_period": None,
-    "final_correction_rate": None,
-    "random_erasing": 0.0,
-    "average_ema": None,
-}
 
 
 @dataclass
@@ -189,7 +178,7 @@ class Run:
 
     def _check_identity(self, saved: Mapping[str, Any]) -> None:
         current = self.identity()
-        changed = differences(filled(saved, _formerly(current)), current)
+        changed = differences(filled(saved, formerly(current)), current)
         if changed:
             shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
             raise CheckpointError(
@@ -271,10 +260,3 @@ class Run:
             },
             "num_train_samples": self.num_samples,
         }
-
-
-def _formerly(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What the settings of this identity that earlier versions did not have stood for then."""
-    nested = {key: _formerly(value) for key, value in identity.items() if isinstance(value, Mapping)}
-    added = {key: _ADDED[key] for key in identity if key in _ADDED}
-    return {key: identity[key] for key in ("name",) if key in identity} | nested | added

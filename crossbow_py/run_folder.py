@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
-from crossbow_py.checkpoint import checkpoints, differences, filled, holds_run
+from crossbow_py.checkpoint import checkpoints, differences, filled, formerly, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
 from crossbow_py.distributed.launch import Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -131,9 +131,9 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """`key: old → new` for every key that differs and that a resume may not change; keys newer than `old` do not."""
+    """`key: old → new` for every key that differs and that a resume may not change; see `formerly`."""
     kept = without(new, MAY_CHANGE)
-    return differences(filled(without(old, MAY_CHANGE), kept), kept)
+    return differences(filled(filled(without(old, MAY_CHANGE), formerly(kept)), kept), kept)
 
 
 def run_of(asked: Path) -> Path:

@@ -160,10 +160,13 @@ class TrainingLoop:
 
     def _plan(self) -> Round:
         """The next round, from where training stands."""
-        start = self.state.samples_seen
-        factor = self.job.schedule.factor(start, self.num_samples, self.total_samples)
-        apart = self.state.round_index + 1 - self.state.apart_since
-        return self.parts.plan(self.state.round_index, start, factor, rounds_apart=apart)
+        state, factor = self.state, self._factor()
+        after = state.samples_seen + self.job.samples_per_round
+        is_last = self.total_samples is not None and after >= self.total_samples
+        return self.parts.plan(state.round_index, state.samples_seen, factor, *state.apart(factor), is_last)
+
+    def _factor(self) -> float:
+        return self.job.schedule.factor(self.state.samples_seen, self.num_samples, self.total_samples)
 
     def _await_batches(self, signals: StopSignal) -> None:
         """Block until the next round's batches are there, or a signal comes; or keep why they cannot be made.
@@ -251,10 +254,7 @@ class TrainingLoop:
             self._look_after(len(state.sick_learners), self.rounds.out_of_memory)
         if not counts:
             return
-        state.round_index, state.last_round_start = state.round_index + 1, start
-        if plan.together is not None:
-            state.apart_since = state.round_index
-        state.samples_seen += self.job.samples_per_round
+        state.note_round(self.job.samples_per_round, self._factor(), averages=plan.together is not None)
         images = self.settings.batch_size * bank.total_learners
         self._images += images
         if len(state.sick_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:

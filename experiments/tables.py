@@ -4,7 +4,8 @@
     python experiments/tables.py --check    # only say what is out of date (exit code 1)
 
 A page says where a table goes by `<!-- table:NAME -->` and, on a later line, `<!-- end -->`; what is between them is
-replaced. NAME is EXPERIMENT for all of its results (nothing while there are none), or EXPERIMENT/RESULT/TABLE.
+replaced. NAME is EXPERIMENT for all of its results (nothing while there are none), EXPERIMENT/TABLE for a table over
+all of them, or EXPERIMENT/RESULT/TABLE.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout is enough, installed or not
 
 from experiments.auto_tuner.report import decisions_list, phases_table
+from experiments.averaging_rules.report import differences_table
 from experiments.batch_norm import report as batch_norm_report
 from experiments.batch_size import report as batch_size_report
 from experiments.checkpoint import report as checkpoint_report
@@ -135,6 +137,10 @@ TABLES: dict[str, dict[str, Table]] = {
     },
     "workers": {"all": workers_report.result_text, "workers": workers_report.workers_table, "machine": _machine},
 }
+# Over all results of an experiment.
+TABLES_OVER_ALL: dict[str, dict[str, Callable[[Results], str]]] = {
+    "averaging_rules": {"differences": differences_table},
+}
 # Those of a result that says of itself what kind it is.
 TABLES_OF_KIND: dict[str, dict[str, Table]] = {
     suite_report.KIND: {
@@ -180,6 +186,8 @@ def build(name: str, results: Results) -> str:
         raise ValueError(f"table:{name} is of no known experiment; known: {', '.join(TABLES)}.")
     if not rest:
         return "\n\n".join(_section(experiment, result, results[result]) for result in results)
+    if rest[0] in TABLES_OVER_ALL.get(experiment, {}):
+        return TABLES_OVER_ALL[experiment][rest[0]](results)
     result, table = (*rest, "")[:2]
     tables = _tables(experiment, results.get(result, {}))
     if result not in results or table not in tables:

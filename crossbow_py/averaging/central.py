@@ -61,7 +61,8 @@ class PeriodicRule(CentralRule):
     """Base of rules that average every so many rounds.
 
     By the quadratic synchronisation rule (Gu et al., ICLR 2024) learners go the longer by themselves the smaller the
-    learning rate γ is: max(averaging_period, ⌊(quadratic_period / γ)²⌋) rounds.
+    learning rate γ was when they last averaged: max(averaging_period, ⌊(quadratic_period / γ)²⌋) rounds, and no longer
+    than to the planned end of the run. γ is what learners step with, after `rate_scaling`.
     """
 
     averaging_period: int = setting(1, "τ, learners average every that many rounds", minimum=1)
@@ -72,7 +73,7 @@ class PeriodicRule(CentralRule):
     def _averages(self, stage: Stage) -> bool:
         if self.quadratic_period is None:
             return (stage.round_index + 1) % self.averaging_period == 0
-        return stage.rounds_apart >= self._period(stage.learning_rate)
+        return (stage.is_last and not self.shows_mean) or stage.rounds_apart >= self._period(stage.first_rate)
 
     def _period(self, learning_rate: float) -> float:
         assert self.quadratic_period is not None, "the period is constant"
@@ -88,8 +89,9 @@ GROUPS_AND_NODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class OuterRule(PeriodicRule):
-    """Base of rules by which learners go on from z after an outer step."""
+    """Base of rules by which learners go on from z after an outer step. Between two of them z is as old as the last."""
 
+    shows_mean: ClassVar[bool] = True
     LACKS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("correction_rate", "final_correction_rate"),

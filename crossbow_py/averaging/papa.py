@@ -5,7 +5,8 @@ With pull a, every τ rounds and in proportion to the learning rate γ, γ_0 bei
     z   ← Σ_j w_j / K
     w_j ← w_j + a·(γ/γ_0)·(z − w_j)
 
-Replicas stay apart, so that they learn different things; what is evaluated and saved is their mean.
+Replicas stay apart, so that they learn different things; what is evaluated and saved is their mean. Where a step
+schedule drops the learning rate they stay so too, unless `restart_on_drop` makes them one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class PAPA(PeriodicRule):
     """A population that stays near its mean."""
 
     NAME: ClassVar[str] = "papa"
+    shows_mean: ClassVar[bool] = True
     LACKS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("correction_rate", "final_correction_rate"), "its pull towards the mean is averaging.pull"),
         "averaging_momentum": "its average model is the learners' mean, and has no momentum",
@@ -32,6 +34,7 @@ class PAPA(PeriodicRule):
     }
 
     averaging_period: int = setting(10, "τ, learners average every that many rounds", minimum=1)
+    restart_on_drop: bool = setting(False, "restart the learners from z when a step schedule drops the learning rate")
     pull: float = setting(0.01, "a, how far a replica goes towards the mean at the largest rate", above=0, maximum=1)
 
     def _round(self, stage: Stage) -> OuterStep:

@@ -31,6 +31,7 @@ A rule that pulls, and is not linear in (w, z), overrides `corrections` and `ave
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Stage:
         learning_rate: γ of the first learner in this round.
         factor: that ÷ the largest γ of the schedule, 0 to 1.
         rounds_apart: how many rounds learners will have gone by themselves after this one, since they last averaged.
+        first_rate: γ in the first of these rounds.
+        is_last: whether the run ends after this round, as far as is known.
         num_devices: that average together.
     """
 
@@ -62,6 +65,8 @@ class Stage:
     factor: float = 1.0
     rounds_apart: int = 1
     num_devices: int = 1
+    first_rate: float = math.inf
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ class AveragingRule(ABC):
     NAME: ClassVar[str]
     has_central_model: ClassVar[bool]  # and so: learners share an epoch's samples out among them
     has_velocity: ClassVar[bool] = False  # whether outer steps use one
+    shows_mean: ClassVar[bool] = False  # whether the learners' mean is evaluated, not the z of the last averaging
     LACKS: ClassVar[Mapping[str, str]] = {}  # settings of other rules that it cannot have, and the reason
     averaging_period: int = 1
     node_period: int = 1  # beyond 1, nodes average for themselves and z differs between them
@@ -147,7 +153,9 @@ class AveragingRule(ABC):
     def linear_round(self, num_learners: int) -> LinearRound | None:
         """Coefficients of the first round in which learners are pulled; None for a rule that averages otherwise."""
         # On a device each, so that groups of gradients leave something to pull.
-        first = self.round(Stage(self.averaging_period - 1, num_learners, num_devices=num_learners))
+        first = self.round(
+            Stage(self.averaging_period - 1, num_learners, rounds_apart=self.averaging_period, num_devices=num_learners)
+        )
         return first if isinstance(first, LinearRound) else None
 
     def rate_scale(self, num_learners: int) -> float:

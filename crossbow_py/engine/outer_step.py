@@ -9,6 +9,7 @@ from torch import Tensor
 
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import OuterStep
+from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.replicas import ReplicaBank
 
 
@@ -26,7 +27,8 @@ def take_outer_step(
     `bank.total` is left as d, the mean over all devices' learners of w_j − z, summed in learner order. `add`, which
     sums a vector over devices in place, is for averaging optimizer state. A device that sits out adds nothing to d.
     """
-    mean_difference(bank, collective, range(0 if sits_out else bank.num_learners))
+    bank.total_squares = None  # `total` is written
+    write_mean_difference(bank.total, bank, collective, range(0 if sits_out else bank.num_learners))
     z, total = bank.z.trained(), bank.total.trained()
     move = list(torch._foreach_mul(total, step.along_mean))
     if bank.velocity is not None:
@@ -42,15 +44,26 @@ def take_outer_step(
     bank.settle_state(step.learner_momentum, add)
 
 
-def mean_difference(bank: ReplicaBank, collective: Collective, learners: range) -> None:
-    """`bank.total` ← the mean over all devices' learners of w_j − z, of which this device adds those given."""
-    z, total = bank.z.trained(), bank.total.trained()
-    bank.total_squares = None  # `total` is written
-    torch._foreach_zero_(total)
+@torch.no_grad()
+def mean_of_learners(bank: ReplicaBank, collective: Collective) -> Rows:
+    """A new row, the mean of all devices' learners as they are; drained, all devices together.
+
+    It is z to the bit where learners are. What is not trained is that of z.
+    """
+    mean = bank.new_flat()
+    write_mean_difference(mean, bank, collective, range(bank.num_learners))
+    mean.storage.add_(bank.z.storage)
+    return mean
+
+
+def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, learners: range) -> None:
+    """The trained part of `out` ← mean over all devices' learners of w_j − z, of which this device adds those given."""
+    z, mean = bank.z.trained(), out.trained()
+    torch._foreach_zero_(mean)
     for learner in learners:
-        torch._foreach_add_(total, torch._foreach_sub(bank.weights.trained(learner), z))
-    collective.all_reduce_sum(bank.total.storage)
-    torch._foreach_div_(total, float(bank.num_learners * collective.num_devices))
+        torch._foreach_add_(mean, torch._foreach_sub(bank.weights.trained(learner), z))
+    collective.all_reduce_sum(out.storage)
+    torch._foreach_div_(mean, float(bank.num_learners * collective.num_devices))
 
 
 def _pull(weights: list[Tensor], z: list[Tensor], share: float) -> None:

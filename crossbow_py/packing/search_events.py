@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossbow_py.checkpoint import filled
+from crossbow_py.checkpoint import filled, formerly
 from crossbow_py.packing.hyperband import Bracket, TrialState
 from crossbow_py.packing.space import Space
 
@@ -166,4 +166,5 @@ class SearchListener:
 
 def brought_up(theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of a search with the defaults of keys that did not exist when it began; its space as it was."""
-    return {**filled(theirs, defaults), **({"space": theirs["space"]} if "space" in theirs else {})}
+    found = filled(filled(theirs, formerly(defaults)), defaults)
+    return {**found, **({"space": theirs["space"]} if "space" in theirs else {})}

@@ -36,8 +36,9 @@ def mean_of(records: Records, key: str) -> float | None:
 
 
 def statistics_table(result: Result) -> str:
-    """A row a cell: the noise scale in each third of the run, what tells learners apart in its middle, where the rate is
-    not yet near zero, and the rest at its end."""
+    """A row a cell: the noise scale in each third of the run, what tells learners apart in its middle, where the rate
+    has not come to zero yet, and the rest at its end.
+    """
     header = ["", "K", *(f"noise scale, {third}" for third in _THIRDS), f"spread, {_THIRDS[1]}",
               f"agreement, {_THIRDS[1]}", "sharpness", "test accuracy", "n"]  # fmt: skip
     rows = []

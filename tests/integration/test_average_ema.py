@@ -34,8 +34,11 @@ class Seen:
 
 def look(trainer: Trainer) -> Seen:
     """With `serial` nothing is in flight."""
-    bank = trainer.run.parts.bank
+    bank, rule = trainer.run.parts.bank, trainer.run.parts.rule
     state = {name: value for name, value in bank.central_state().items() if value.is_floating_point()}
+    if rule.shows_mean:
+        rows = [bank.learner_state(learner) for learner in range(bank.num_learners)]
+        state |= {name: torch.stack([row[name] for row in rows]).mean(0) for name in bank.z.shaped()}
     return Seen(
         trainer.state.samples_seen, bank.num_learners, {name: value.numpy().copy() for name, value in state.items()}
     )

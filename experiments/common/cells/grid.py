@@ -65,10 +65,11 @@ class Cell:
         return settings_of(self.overrides)
 
     def is_of(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record is of a run of this cell; keys that are newer than the record make no difference."""
+        """Whether a record is of a run of this cell; keys newer than the record are to be what they are by default."""
         alike = (record["program"], record["parts"]) == (self.program, self.parts)
         then, now = (dict(_pair(word) for word in words.split()) for words in (record["settings"], self.settings))
-        return alike and {**now, **then} == now
+        said = {_pair(word)[0] for word in _words(said_of(self.overrides))} & now.keys()
+        return alike and {**now, **then} == now and not said - then.keys()
 
     def command(self, seed: int, output_dir: str) -> list[str]:
         """What follows `python -m` to run it, or to go on with it."""

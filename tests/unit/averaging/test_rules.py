@@ -20,6 +20,7 @@ from crossbow_py.averaging import (
     Elastic,
     GroupedSMA,
     Independent,
+    LinearRound,
     LocalSGD,
     OuterStep,
     SlowMo,
@@ -195,9 +196,15 @@ def test_quadratic_rule_averages_less_often_as_the_rate_falls() -> None:
     rule = LocalSGD(averaging_period=2, quadratic_period=0.4)
     # (0.4 / 0.2)² = 4 rounds; at 0.1 they are 16; at 0.8 the least, 2.
     for rate, period in ((0.2, 4), (0.1, 16), (0.8, 2)):
-        averages = [apart for apart in range(1, 20) if rule.round(Stage(7, 4, rate, rounds_apart=apart)) is not None]
-        assert averages == list(range(period, 20))
-    assert rule.round(Stage(7, 4, 0.0, rounds_apart=10**6)) is None  # at rest there is nothing to average
+        stages = {apart: Stage(7, 4, 0.01, rounds_apart=apart, first_rate=rate) for apart in range(1, 20)}
+        assert [apart for apart, stage in stages.items() if rule.round(stage)] == list(range(period, 20))
+    assert rule.round(Stage(7, 4, rounds_apart=10**6, first_rate=0.0)) is None  # at rest there is nothing to average
+    assert rule.linear_round(4) is None
+    pulls = SMA(quadratic_period=0.4, averaging_period=2)
+    assert pulls.linear_round(4) == LinearRound(0.25, 0.9)
+    # At the end z is brought to where learners are; the mean of learners that take outer steps is there in any case.
+    last = Stage(7, 4, rounds_apart=3, first_rate=0.0, is_last=True)
+    assert (pulls.round(last), rule.round(last)) == (LinearRound(0.25, 0.9), None)
 
 
 def test_slow_momentum_at_no_learning_rate_is_the_plain_mean() -> None:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py.averaging import SMA, Stage
+from crossbow_py.averaging import SMA, Elastic, GroupedSMA, Independent, LocalSGD, Stage
+from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.engine.optimizers import SGD
+from crossbow_py.errors import UserError
 
 
 def spectral_radius(curvature, momentum, alpha, mu, num_learners):
@@ -21,6 +23,42 @@ def spectral_radius(curvature, momentum, alpha, mu, num_learners):
         ]
     )
     return float(max(abs(np.linalg.eigvals(matrix))))
+
+
+@pytest.mark.parametrize(
+    ("rule", "most"),
+    [
+        (SMA(correction_rate=0.1), 36), (SMA(correction_rate=0.2), 17), (SMA(correction_rate=0.5), 5),
+        (SMA(correction_rate=0.1, averaging_momentum=0.0), 18), (Elastic(correction_rate=0.3), 5),
+        (SMA(correction_rate=0.5, averaging_period=7, quadratic_period=0.1), 5),
+        (SMA(correction_rate=0.5, final_correction_rate=0.9), 99), (SMA(), 99), (LocalSGD(), 99), (Independent(), 99),
+    ],
+)  # fmt: skip
+def test_learners_that_stand_still_settle_up_to_a_number_by_any_pull(rule, most):
+    assert most_settling(rule, 99) == most
+    check_settles(rule, most)
+    if most < 99:
+        with pytest.raises(UserError, match=f"averaging.correction_rate is too large .* with more than {most} the"):
+            check_settles(rule, most + 1)
+        assert distance_apart(rule, most) < 1e-3
+        assert distance_apart(rule, most + 1) > 1 - 1e-9
+
+
+def distance_apart(rule, num_learners, rounds=300):
+    """|w − z| after so many rounds without gradients from a distance of 1; one learner stands for all, which agree."""
+    found = rule.linear_round(num_learners)
+    w, z, z_prev = 1.0, 0.0, 0.0
+    for _ in range(rounds):
+        correction = found.correction * (w - z)
+        w, z, z_prev = w - correction, z + num_learners * correction + found.momentum * (z - z_prev), z
+    return abs(w - z)
+
+
+def test_groups_settle_by_their_number_and_devices_count():
+    assert most_settling(GroupedSMA(correction_rate=0.5, group_size=4), 99) == 20  # five groups of four
+    assert most_settling(SMA(correction_rate=0.1), 99, num_devices=8) == 4
+    with pytest.raises(UserError, match="for 8 learners on each of 8 devices: with more than 4 "):
+        check_settles(SMA(correction_rate=0.1), 8, num_devices=8)
 
 
 @pytest.mark.parametrize(

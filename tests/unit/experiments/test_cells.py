@@ -68,6 +68,8 @@ def test_record_is_of_a_cell_unless_a_default_has_changed() -> None:
     assert cell.is_of({**record, "settings": cell.settings.replace("averaging.rate_scaling=sqrt ", "")})
     assert not cell.is_of({**record, "settings": cell.settings.replace("rate_scaling=sqrt", "rate_scaling=none")})
     assert not cell.is_of({**record, "settings": cell.settings + " of_old=1"})
+    smoothed = Cell("x", (*cell.overrides, "averaging.average_ema=0.2"))
+    assert not smoothed.is_of({**record, "settings": smoothed.settings.replace("averaging.average_ema=0.2 ", "")})
 
 
 def test_command_is_that_of_training_unless_there_are_parts_or_another_program() -> None:

@@ -1,0 +1,42 @@
+"""For how many learners a pull towards z settles: z moves by the sum of all pulls, maybe further than their mean.
+
+With learners that stand still, K of them, the distance of their mean to z and the last step of z follow
+
+    | w̄ − z      |     | 1 − α − G   −μ |   | w̄ − z      |
+    | z − z_prev |  ←  |     G        μ | · | z − z_prev |        with G = share · K · α
+
+in every round that averages. Its powers vanish if and only if G < (2 − α)·(1 + μ), which for a share of 1 is
+α < 2·(1 + μ) / (1 + μ + K); beyond that any difference grows, whatever the learning rate is.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from crossbow_py.averaging.rule import AveragingRule, LinearRound, Stage
+from crossbow_py.errors import UserError
+
+
+def settles(rule: AveragingRule, num_learners: int, num_devices: int = 1) -> bool:
+    """Whether a rule does with so many learners on each of the devices that average together."""
+    total, period = num_learners * num_devices, rule.averaging_period
+    found = rule.round(Stage(period - 1, total, rounds_apart=period, num_devices=num_devices))
+    if not isinstance(found, LinearRound):
+        return True
+    return found.share * total * found.correction < (2 - found.correction) * (1 + found.momentum)
+
+
+def most_settling(rule: AveragingRule, most_learners: int, num_devices: int = 1) -> int:
+    """The largest number of learners on each device, up to `most_learners` and from 1, with which a rule does."""
+    return next((k for k in range(most_learners, 1, -1) if settles(rule, k, num_devices)), 1)
+
+
+def check_settles(rule: AveragingRule, num_learners: int | Literal["auto"], num_devices: int = 1) -> None:
+    """Raises UserError where a rule does not with so many learners on each device; `auto` takes no more than settle."""
+    if num_learners != "auto" and not settles(rule, num_learners, num_devices):
+        most = most_settling(rule, num_learners, num_devices)
+        devices = f" on each of {num_devices} devices" if num_devices > 1 else ""
+        raise UserError(
+            f"averaging.correction_rate is too large for {num_learners} learners{devices}: with more than {most} the "
+            "average model swings ever further; leave it out, for 1/K, or take fewer learners."
+        )

@@ -1,0 +1,47 @@
+"""What rules come to over all data sets, built from all results of this experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from experiments.averaging_rules.run import ONE, RULES
+from experiments.common.cells.report import NONE
+from experiments.common.cells.summary import Estimate, Result, Run, by_cell, difference
+from experiments.common.markdown import markdown_table
+
+_OF_FOUR = ", K=4"  # in the names of a grid that has other numbers of learners too
+_DATA = {
+    "digits": "MLP, digits",
+    "lenet": "LeNet, MNIST",
+    "cifar10": "LeNet, CIFAR-10",
+    "resnet8": "ResNet-8, CIFAR-10",
+    "resnet32": "ResNet-32, CIFAR-10",
+}
+
+
+def differences_table(results: Mapping[str, Result]) -> str:
+    """A row a rule: test accuracy of four learners less that of one at equal samples, in percentage points."""
+    runs = {grid: _of_four(results[grid]) for grid in _DATA if grid in results}
+    header = ["four learners − one, percentage points", *(_header(_DATA[grid], own) for grid, own in runs.items())]
+    rows = [
+        [rule, *(_points(difference(own[rule], own[ONE])) if rule in own else NONE for own in runs.values())]
+        for rule in RULES
+        if rule != ONE and any(rule in own for own in runs.values())
+    ]
+    return markdown_table(header, rows)
+
+
+def _of_four(result: Result) -> dict[str, list[Run]]:
+    return {name.removesuffix(_OF_FOUR): runs for name, runs in by_cell(result).items()}
+
+
+def _header(data: str, own: Mapping[str, Sequence[Run]]) -> str:
+    counts = sorted({len(runs) for runs in own.values()})
+    return f"{data} (n = {'–'.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))})"
+
+
+def _points(found: Estimate | None) -> str:
+    if found is None:
+        return NONE
+    text = f"{100 * found.mean:+.2f}"
+    return text if found.half_width is None else f"{text} ± {100 * found.half_width:.2f}"

@@ -1,0 +1,87 @@
+"""Rules by which learners go on by themselves for rounds: what is evaluated, saved and restarted from is their mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from crossbow_py import PAPA, SGD, SMA, DiLoCo, LocalSGD, MultiStep, SlowMo, Trainer
+from crossbow_py.training_loop import Result
+from tests.trainers import blobs, make_trainer
+
+
+def trained(rounds: int, **options: Any) -> tuple[Trainer, Result]:
+    trainer = make_trainer(num_learners=3, **options)
+    return trainer, trainer.fit(max_rounds=rounds)
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    bank = trainer.run.parts.bank
+    return [bank.learner_state(j)["weight"].clone() for j in range(bank.num_learners)]
+
+
+@pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo, PAPA])
+def test_model_of_a_run_shorter_than_the_period_is_the_mean_of_its_learners(rule: type) -> None:
+    trainer, result = trained(7, averaging=rule(averaging_period=1000), test_data=blobs(30))
+    rows = weights(trainer)
+    assert not torch.equal(rows[0], rows[1])
+    torch.testing.assert_close(result.model.state_dict()["weight"], torch.stack(rows).mean(0))
+    z = trainer.run.parts.bank.z.shaped()["weight"]
+    assert torch.equal(z, make_trainer().run.parts.bank.z.shaped()["weight"])  # a look at the mean has not moved it
+
+
+@pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo])
+def test_model_right_after_learners_averaged_is_z_to_the_bit(rule: type) -> None:
+    trainer, result = trained(6, averaging=rule(averaging_period=3))
+    assert torch.equal(result.model.state_dict()["weight"], trainer.run.parts.bank.z.shaped()["weight"])
+
+
+def test_evaluation_between_two_averagings_changes_nothing_of_what_is_learned() -> None:
+    options = {"averaging": DiLoCo(averaging_period=4), "num_learners": 2, "test_data": blobs(30)}
+    seldom, often = make_trainer(**options), make_trainer(**options)
+    seldom.fit(max_rounds=10)
+    for _ in range(10):
+        often.fit(max_rounds=1)
+    assert torch.equal(seldom.run.parts.bank.z.storage, often.run.parts.bank.z.storage)
+    assert all(torch.equal(one, other) for one, other in zip(weights(seldom), weights(often), strict=True))
+
+
+def test_restart_after_rounds_apart_loses_none_of_them() -> None:
+    # An epoch is 40 samples, a round 12: the rate has dropped when round 4 begins, which learns next to nothing.
+    options: dict[str, Any] = {"schedule": MultiStep(milestones=(1.0,), gamma=1e-9)}
+    apart, _ = trained(4, averaging=LocalSGD(averaging_period=1000), **options)
+    mean = torch.stack(weights(apart)).mean(0)
+    together, result = trained(5, averaging=LocalSGD(averaging_period=1000), **options)
+    for row in weights(together):
+        torch.testing.assert_close(row, mean)
+    torch.testing.assert_close(result.model.state_dict()["weight"], mean)
+
+
+def test_population_of_papa_stays_apart_when_the_rate_drops() -> None:
+    options: dict[str, Any] = {"schedule": MultiStep(milestones=(1.0,), gamma=0.1)}
+    rows = weights(trained(5, averaging=PAPA(averaging_period=1000), **options)[0])
+    assert not torch.equal(rows[0], rows[1])
+
+
+def test_last_round_of_a_growing_period_averages() -> None:
+    averaging = SMA(quadratic_period=1.0, averaging_momentum=0.0)  # (1 / 0.02)² rounds, more than there are
+    trainer = make_trainer(averaging=averaging, optimizer=SGD(learning_rate=0.02))
+    result = trainer.fit(max_samples=56)
+    start = make_trainer().run.parts.bank.z.shaped()["weight"]
+    assert not torch.equal(result.model.state_dict()["weight"], start)
+    assert (trainer.state.round_index, trainer.state.apart_since) == (7, 7)
+
+
+def test_period_that_grows_is_fixed_when_it_begins() -> None:
+    # In the middle of the first epoch the rate falls from 0.1 to 0.05, and the period grows from 4 rounds to 16.
+    options: dict[str, Any] = {"schedule": MultiStep(milestones=(0.5,), gamma=0.5), "num_learners": 2}
+    averaging = LocalSGD(quadratic_period=0.2, averaging_period=1, restart_on_drop=False)
+    trainer = make_trainer(averaging=averaging, optimizer=SGD(learning_rate=0.1), **options)
+    since = []
+    for _ in range(8):
+        trainer.fit(max_rounds=1)
+        since.append(trainer.state.apart_since)
+    # The rate falls at sample 20, in the third round, and the period which began before is over after the fourth.
+    assert since == [0, 0, 0, 4, 4, 4, 4, 4]
