@@ -301,7 +301,8 @@ def _choose(group: str, values: Any) -> Any:
     name = str(values.get("name"))
     if name not in registry:
         raise UserError(f"{group}.name must be a registered name, got {name!r}{suggestion(name, registry)}")
-    return from_mapping(registry[name], {key: value for key, value in values.items() if key != "name"}, group)
+    own = {key: value for key, value in values.items() if key != "name"}
+    return from_mapping(registry[name], own, group, registry.values())
 
 
 def _parse(text: str) -> Override:

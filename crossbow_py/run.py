@@ -237,6 +237,17 @@ class Run:
             if name in first["bank"]
         }
 
+    def remarks(self, total_samples: int | None) -> list[str]:
+        """What has to be said of a run of so many samples, where they are known."""
+        rule, bank = self.parts.rule, self.parts.bank
+        rounds = math.inf if total_samples is None else -(-total_samples // self.samples_per_round)
+        if rule.averaging_period <= rounds or rule.shows_mean or bank.total_learners == 1 or self.tuning:
+            return []
+        return [
+            f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds: learners "
+            "never average, and the average model stays as it began; take a smaller one."
+        ]
+
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on: everything but stops, logging and paths."""
         settings = to_mapping(self.settings)

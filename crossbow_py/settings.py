@@ -12,7 +12,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from crossbow_py.errors import UserError
@@ -69,19 +69,28 @@ def check(settings: Any) -> None:
             _check_limits(path, number, field.metadata)
 
 
-def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers: Collection[type] = ()) -> T:
     """Build settings class `cls`, which checks itself, from plain values; unknown keys get a suggestion.
 
-    Keys that others of its group have and it cannot have are in its `LACKS`, each with the reason.
+    Keys that others of its group have and it cannot have are in its `LACKS`, each with the reason. Of a key that only
+    some of its `peers` have it is said which.
     """
-    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known = _names(cls)
     for key in values:
         if key not in known and key in getattr(cls, "LACKS", {}):
             name, reason = getattr(cls, "NAME", cls.__name__), getattr(cls, "LACKS", {})[key]
             raise UserError(f"{_join(path, key)} means nothing to {path}={name}: {reason}; leave it out.")
         if key not in known:
+            owners = [getattr(peer, "NAME", "") for peer in peers if key in _names(peer)]
+            if owners:
+                other = " or ".join(f"{path}={owner}" for owner in owners)
+                raise UserError(f"unknown key {_join(path, key)}, which {other} has; choose that, or leave it out.")
             raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}")
     return cls(**values)
+
+
+def _names(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
 
 
 def to_mapping(settings: Any) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class TrainingLoop:
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run and what has to be said about it."""
         self.reporter.start(run_info(self.job, self.total_samples), self.state.wall_s)
-        for message in messages:
+        for message in [*messages, *self.job.remarks(self.total_samples)]:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
         if self.job.supply:

@@ -5,7 +5,7 @@ With correction rate α, by default β/K for β = 0.9 as its authors have it, ev
     w_j ← w_j − γ·u_j − α·(w_j − z)
     z'  ← z + Σ_j α·(w_j − z)
 
-It is SMA without momentum on z.
+It is SMA without momentum on z, and by default with a pull a tenth smaller and the learning rate as it is.
 """
 
 from __future__ import annotations

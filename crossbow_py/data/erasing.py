@@ -2,11 +2,12 @@
 
 Zhong et al., "Random Erasing Data Augmentation", AAAI 2020, with the ranges of its section on image classification.
 The paper draws area, aspect ratio and place anew until the rectangle lies within the image. Here the aspect ratio is
-drawn among those that fit, then the place among those where it fits: a fixed number of draws a sample, and an area
-that is uniform in its range whatever the shape of the image.
+drawn among those that fit, uniform in its logarithm, then the place among those where it fits: a fixed number of draws
+a sample, and an area that is uniform in its range whatever the shape of the image.
 
-Erased pixels are 0 once normalised, which is the mean of their channel: so the mean of what a network sees stays, it
-takes no random numbers a pixel, and all feeds and kernels agree to the bit. (The paper fills with noise by default; the
+Erased pixels are 0 once normalised, which is the mean of their channel where images are normalised by it (and black
+where they are not): so the mean of what a network sees stays, it takes no random numbers a pixel, and all feeds and
+kernels agree to the bit. (The paper fills with noise by default; the
 mean is its variant RE-M, and what its authors' program does.)
 """
 

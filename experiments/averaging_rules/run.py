@@ -23,11 +23,16 @@ RULES = {
     "sma, unscaled": "averaging=sma averaging.rate_scaling=none",
     "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
     "sma, linear": "averaging=sma averaging.rate_scaling=linear",
-    "elastic": "averaging=elastic",
-    "local_sgd": "averaging=local_sgd",
-    "diloco": "averaging=diloco",
-    "slowmo": "averaging=slowmo",
-    "papa": "averaging=papa",
+    "elastic, unscaled": "averaging=elastic",
+    "elastic, linear": "averaging=elastic averaging.rate_scaling=linear",
+    "local_sgd, unscaled": "averaging=local_sgd",
+    "local_sgd, linear": "averaging=local_sgd averaging.rate_scaling=linear",
+    "diloco, unscaled": "averaging=diloco",
+    "diloco, linear": "averaging=diloco averaging.rate_scaling=linear",
+    "slowmo, unscaled": "averaging=slowmo",
+    "slowmo, linear": "averaging=slowmo averaging.rate_scaling=linear",
+    "papa, unscaled": "averaging=papa",
+    "papa, linear": "averaging=papa averaging.rate_scaling=linear",
     "grouped_sma of 2, linear": "averaging=grouped_sma averaging.group_size=2 averaging.rate_scaling=linear",
     "synchronous_sgd, unscaled": "averaging=synchronous_sgd",
     "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",
@@ -40,7 +45,10 @@ NESTEROV = {
     ),
 }
 # There are but 420 rounds.
-OF_DIGITS = {"diloco": "averaging=diloco averaging.averaging_period=10"}
+OF_DIGITS = {
+    "diloco, unscaled": "averaging=diloco averaging.averaging_period=10",
+    "diloco, linear": "averaging=diloco averaging.averaging_period=10 averaging.rate_scaling=linear",
+}
 # Hours of training each, so that only the ends are there: averaged models, averaged gradients, and both.
 OF_RESNET32 = {
     ONE: "num_learners=1",
@@ -59,6 +67,7 @@ OF_MANY = {
     "sma, unscaled": "averaging=sma averaging.rate_scaling=none",
     "sma, sqrt": "averaging=sma averaging.rate_scaling=sqrt",
     "sma, linear": "averaging=sma averaging.rate_scaling=linear",
+    "grouped_sma of 4, sqrt": "averaging=grouped_sma averaging.group_size=4 averaging.rate_scaling=sqrt",
     "grouped_sma of 4, linear": "averaging=grouped_sma averaging.group_size=4 averaging.rate_scaling=linear",
     "synchronous_sgd, unscaled": "averaging=synchronous_sgd",
     "synchronous_sgd, sqrt": "averaging=synchronous_sgd averaging.rate_scaling=sqrt",

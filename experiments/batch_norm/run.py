@@ -23,7 +23,7 @@ VARIANTS = "experiments.batch_norm.variants"
 LEARNERS = {
     "sma, K=4": "averaging=sma num_learners=4",
     "sma, K=8": "averaging=sma num_learners=8",
-    "local_sgd, K=4": "averaging=local_sgd num_learners=4",
+    "local_sgd, K=4": "averaging=local_sgd averaging.rate_scaling=sqrt num_learners=4",
     "synchronous_sgd, linear, K=4": "averaging=synchronous_sgd_linear num_learners=4",
 }
 

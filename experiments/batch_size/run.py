@@ -7,6 +7,7 @@ Writes results/GRID.json; README.md says what is compared. A cell that is done i
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ EXPERIMENT = "batch_size"
 ONE, LEARNERS = "one model", "learners of 32"
 BATCH_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 LEARNER_BATCH = 32
-# Times the recipe's rate, scaled linearly with the batch size; what is reported is the best of them.
+# Times the recipe's rate, scaled linearly with the batch size of a model and with √K; the best of them is reported.
 FACTORS = (0.5, 1.0, 2.0)
 
 
@@ -30,9 +31,10 @@ def cells_of(common: str, recipe_rate: float, recipe_batch: int, parts: int = 1)
     for side in (ONE, LEARNERS):
         for total in (size for size in BATCH_SIZES if side == ONE or size > LEARNER_BATCH):
             batch = total if side == ONE else LEARNER_BATCH
+            num_learners = total // batch
             for factor in FACTORS:
-                rate = recipe_rate * batch / recipe_batch * factor
-                words = (f"batch_size={batch}", f"num_learners={total // batch}", f"optimizer.learning_rate={rate:.6g}")
+                rate = recipe_rate * batch / recipe_batch * math.sqrt(num_learners) * factor
+                words = (f"batch_size={batch}", f"num_learners={num_learners}", f"optimizer.learning_rate={rate:.6g}")
                 found.append(
                     Cell(
                         name=f"{side}, {total} a round, rate {rate:.4g}",
@@ -51,14 +53,14 @@ GRIDS = {
             "digits",
             "MLP on the digits to 97 %",
             cells_of("+experiment=digits schedule=constant max_epochs=60 target_accuracy=0.97 averaging=sma "
-                     "precision=fp32", 0.05, 16, parts=2),
+                     "averaging.rate_scaling=none precision=fp32", 0.05, 16, parts=2),
             seeds=(0, 1, 2, 3, 4), targets=(0.97,),
         ),
         Grid(
             "lenet",
             "LeNet on MNIST to 99 %",
             cells_of("+experiment=lenet optimizer.nesterov=false schedule=constant max_epochs=10 target_accuracy=0.99 "
-                     "averaging=sma precision=fp32", 0.03, 32, parts=4),
+                     "averaging=sma averaging.rate_scaling=none precision=fp32", 0.03, 32, parts=4),
             targets=(0.99,),
         ),
     )

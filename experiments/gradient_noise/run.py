@@ -23,7 +23,7 @@ _MEASURED = "batch_size=32 precision=fp32 learning_statistics=true"
 _RULES = {
     ONE: "num_learners=1",
     "sma": "averaging=sma num_learners=4",
-    "local_sgd": "averaging=local_sgd num_learners=4",
+    "local_sgd": "averaging=local_sgd averaging.rate_scaling=sqrt num_learners=4",
 }
 
 GRIDS = {

@@ -19,10 +19,10 @@ from experiments.common.cells.grid import Cell, Grid, cells
 
 EXPERIMENT = "num_learners_accuracy"
 NUM_LEARNERS = (1, 2, 4, 8)
-# The recipe of the digits is plain SMA, that of LeNet synchronous_sgd with the learning rate times √K.
+# The recipe of the digits is SMA, that of LeNet synchronous_sgd, both with the learning rate times √K.
 SIDES = {
     "digits": {"recipe": "", "gradients averaged": "averaging=synchronous_sgd_linear"},
-    "lenet": {"recipe": "", "plain sma": "averaging=sma"},
+    "lenet": {"recipe": "", "models averaged": "averaging=sma"},
 }
 REFERENCE = "recipe, K=1"
 

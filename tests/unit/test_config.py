@@ -55,6 +55,12 @@ def kind_of(experiment: str) -> type[TrainConfig]:
     return SearchConfig if "space" in read_option("experiment", experiment) else TrainConfig
 
 
+@pytest.mark.parametrize(("group", "key", "owner"), [("averaging", "pull", "papa"), ("optimizer", "beta1", "adamw")])
+def test_key_of_another_choice_of_its_group_is_refused_naming_that(group: str, key: str, owner: str) -> None:
+    with pytest.raises(UserError, match=f"unknown key {group}.{key}, which {group}={owner} has; choose that, or leave"):
+        compose(["+experiment=digits", f"{group}.{key}=0.1"])
+
+
 @pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
 def test_experiment_dry_run_composes_under_its_own_name_and_says_what_it_is(experiment: str) -> None:
     config = compose([f"+experiment={experiment}"], kind_of(experiment))

@@ -9,7 +9,7 @@ import torch
 
 from crossbow_py import PAPA, SGD, SMA, DiLoCo, LocalSGD, MultiStep, SlowMo, Trainer
 from crossbow_py.training_loop import Result
-from tests.trainers import blobs, make_trainer
+from tests.trainers import Recorder, blobs, make_trainer
 
 
 def trained(rounds: int, **options: Any) -> tuple[Trainer, Result]:
@@ -30,6 +30,16 @@ def test_model_of_a_run_shorter_than_the_period_is_the_mean_of_its_learners(rule
     torch.testing.assert_close(result.model.state_dict()["weight"], torch.stack(rows).mean(0))
     z = trainer.run.parts.bank.z.shaped()["weight"]
     assert torch.equal(z, make_trainer().run.parts.bank.z.shaped()["weight"])  # a look at the mean has not moved it
+
+
+def test_period_longer_than_the_run_is_said_where_the_model_would_stay_as_it_began() -> None:
+    said = []
+    for rule in (SMA(averaging_period=6), SMA(averaging_period=5), LocalSGD(averaging_period=6)):
+        recorder = Recorder()
+        make_trainer(averaging=rule, callbacks=[recorder]).fit(max_epochs=1)
+        said.append([message for message in recorder.of("message") if "averaging_period=6" in message])
+    assert [len(messages) for messages in said] == [1, 0, 0]
+    assert "is longer than the run of 5 rounds" in said[0][0]
 
 
 @pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo])
