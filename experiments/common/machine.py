@@ -62,7 +62,7 @@ def usable_cores() -> int:
 def commit() -> str | None:
     """Short hash of the checkout's commit, with `+` when files other than results differ; None outside a repository."""
     head = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!experiments/*/results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude,glob)experiments/*/results/**")
     return None if head is None else head + ("+" if changed else "")
 
 
