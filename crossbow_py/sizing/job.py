@@ -57,4 +57,5 @@ def model_sizes(model: nn.Module, job: Job) -> ModelSizes:
         order=job.order,
         has_velocity=job.rule.has_velocity,
         has_ema=job.rule.average_ema is not None,
+        shows_mean=job.rule.shows_mean,
     )

@@ -120,6 +120,7 @@ class ModelSizes:
         master_bytes, compute_bytes: of a value, in rows and in a pass.
         order: of the bank's rows in memory.
         has_velocity, has_ema: whether there is a velocity of z, and an EMA of z and its buffers.
+        shows_mean: whether it is a mean of the learners that is evaluated, and not z.
     """
 
     parameters: tuple[int, ...]
@@ -131,6 +132,7 @@ class ModelSizes:
     order: Order = "blocks"
     has_velocity: bool = False
     has_ema: bool = False
+    shows_mean: bool = False
 
     @property
     def num_values(self) -> int:
@@ -176,9 +178,10 @@ class ModelSizes:
     def evaluation_bytes(self) -> int:
         """What an evaluation holds beside the bank and the template: the model it runs, and what that is filled from.
 
-        This is z with means of the learners' buffers, or the EMA as it stands then, both made anew.
+        This is z or the learners' mean, with means of the learners' buffers, or the EMA as it stands then besides.
         """
-        return self.template_bytes + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
+        mean = _rows_bytes(self.parameters, 1, self.master_bytes, self.order) if self.shows_mean else 0
+        return self.template_bytes + mean + (self.ema_bytes or sum(self.buffers) * self.master_bytes)
 
     @property
     def _has_shadow(self) -> bool:

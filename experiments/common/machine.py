@@ -62,7 +62,8 @@ def usable_cores() -> int:
 def commit() -> str | None:
     """Short hash of the checkout's commit, with `+` when files other than results differ; None outside a repository."""
     head = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude,glob)experiments/*/results/**")
+    apart = ":(exclude,glob)experiments/*/results/**"
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", apart)
     return None if head is None else head + ("+" if changed else "")
 
 

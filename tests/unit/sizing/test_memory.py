@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.averaging import SMA
+from crossbow_py.averaging import SMA, AveragingRule, LocalSGD
+from crossbow_py.averaging.collective import Collective
 from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.outer_step import mean_of_learners
 from crossbow_py.engine.precision import BF16, FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluator
@@ -158,13 +160,21 @@ def test_bank_bytes_are_what_a_bank_allocates(precision: Precision, order: Order
     assert sizes.template_bytes == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
-@pytest.mark.parametrize("has_ema", [False, True], ids=["z", "EMA"])
-def test_evaluation_bytes_are_what_an_evaluation_allocates_beside_the_bank_and_the_ema(has_ema: bool) -> None:
+@pytest.mark.parametrize(
+    ("rule", "has_ema"),
+    [(SMA(), False), (SMA(average_ema=1.0), True), (LocalSGD(), False)],
+    ids=["z", "EMA", "mean of learners"],
+)
+def test_evaluation_bytes_are_what_an_evaluation_allocates_beside_the_bank_and_the_ema(
+    rule: AveragingRule, has_ema: bool
+) -> None:
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(5, 7))
-    job = Job(nn.functional.cross_entropy, SGD(), SMA(average_ema=1.0 if has_ema else None), FP32)
+    job = Job(nn.functional.cross_entropy, SGD(), rule, FP32)
     bank = ReplicaBank(model, 3, device=torch.device("cpu"), precision=FP32, state_names=())
     ema = AverageEMA(bank, 1.0)
     state = ema.at(bank.central_state(), 10) if has_ema else bank.central_state()
+    mean = mean_of_learners(bank, Collective()) if rule.shows_mean else None
+    state = state if mean is None else {**state, **mean.shaped()}
     module = Evaluator(model, precision=FP32, loss=job.loss, metrics={}).module(state)
     kept = {rows.storage.untyped_storage()._cdata for rows in (bank.z, bank.buffers, ema._weights, ema._buffers)}
     kept.add(bank.counters.untyped_storage()._cdata)
