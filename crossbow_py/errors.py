@@ -104,6 +104,11 @@ class RankError(CrossbowError):
         super().__init__(f"rank {rank}: {text}")
 
 
+def is_of_data(error: BaseException | None) -> bool:
+    """Whether it is the data that failed, on this rank or another."""
+    return isinstance(error, DataError) or (isinstance(error, RankError) and error.is_of_data)
+
+
 class RankLostError(CrossbowError):
     """Another rank has ended, or cannot be reached any more; the cause says what the connection to it said."""
 

@@ -134,6 +134,7 @@ class Evaluator:
     def recalibrate(self, state: State, inputs: Iterable[Tensor], ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """The state with BatchNorm statistics measured anew: plain means over all ranks' training batches `inputs`.
 
+        Batches with a value that is not finite do not count; where none is left, statistics are those of the state.
         Raises DataError, and RankError where another rank failed.
         """
         module = self._runnable(state)
@@ -145,9 +146,13 @@ class Evaluator:
         count = 0
         with ranks.together():
             for batch in inputs if norms else ():
-                module(batch)
-                count += 1
+                if batch.isfinite().all():  # host–device synchronisation on CUDA
+                    module(batch)
+                    count += 1
         measured = {n: b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))}
+        (total,) = ranks.sum([count])
+        if total == 0:
+            return dict(state)
         if ranks.num_ranks > 1:
             measured = _weighted_means(measured, count, ranks)
         return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}

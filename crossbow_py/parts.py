@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from crossbow_py.engine.outer_step import mean_of_learners, take_outer_step
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.errors import CrossbowError, is_of_data
 from crossbow_py.evaluation import Evaluation, Evaluator, State, mean_evaluation
 from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.timeline import Timeline
@@ -51,6 +52,7 @@ class Parts:
     ranks: Ranks
     nodes: list[int] | None
     label_smoothing: float
+    notes: list[str] = field(default_factory=list)
 
     @property
     def rule(self) -> AveragingRule:
@@ -161,8 +163,10 @@ class Parts:
         return [feed for feed in (self.train_feed, self.validation_feed, self.test_feed) if feed is not None]
 
     def feed_notes(self) -> list[str]:
-        """What the feeds have to tell the user since the last call."""
-        return [note for feed in self.feeds for note in feed.take_notes()]
+        """What the feeds, and what was loaded from them, have to tell the user since the last call."""
+        own = self.notes.copy()
+        self.notes.clear()
+        return own + [note for feed in self.feeds for note in feed.take_notes()]
 
     def close_feeds(self) -> None:
         """End the threads and processes of all feeds."""
@@ -184,12 +188,20 @@ class Parts:
         state = self._central_state(excluded)
         if self.average_ema is not None and ema:
             state = self.average_ema.at(state, cursor)
-        if self.rule.batch_norm == "recalibrate":
-            share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
-            starts = (cursor + number * self.train_feed.batch_size for number in share)
-            inputs = (self.train_feed.batch(start).inputs for start in starts)
-            state = self.evaluator.recalibrate(state, inputs, self.ranks)
-        return [state]
+        return [self._recalibrated(state, cursor) if self.rule.batch_norm == "recalibrate" else state]
+
+    def _recalibrated(self, state: State, cursor: int) -> State:
+        """With BatchNorm's statistics measured anew; as it is where the training batches cannot be loaded."""
+        share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
+        starts = (cursor + number * self.train_feed.batch_size for number in share)
+        inputs = (self.train_feed.batch(start).inputs for start in starts)
+        try:
+            return self.evaluator.recalibrate(state, inputs, self.ranks)
+        except CrossbowError as error:
+            if not is_of_data(error):
+                raise
+            self.notes.append(f"BatchNorm's statistics are means of the learners', not measured anew: {error}")
+            return state
 
     def _central_state(self, excluded: Sequence[int]) -> State:
         """State dict of z, where nodes have one each of their mean; by some rules of the learners as they are."""

@@ -19,7 +19,7 @@ from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
-from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError
+from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.learning_measurement import LearningMeasurement
 from crossbow_py.reporter import Reporter, epoch_record, run_info
@@ -83,7 +83,7 @@ class TrainingLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
-        if _is_of_data(error):
+        if is_of_data(error):
             self._keep_what_is_trained()
         elif error is not None and self.ranks.num_ranks == 1:
             self.keeper.settle()  # what was being written is from before
@@ -373,6 +373,7 @@ class TrainingLoop:
             self._final = self.job.evaluate("test")
         models = self.job.models()
         model_path = self.job.save_models(models)
+        self.rounds.tell_notes()
         summary = self.reporter.summarize(self.state, status, reason, self._final, model_path)
         independent = [] if self.parts.rule.has_central_model else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # the first rank's, as in its records
@@ -384,11 +385,6 @@ class TrainingLoop:
         self._close_epoch()
         for name in ("closed_epochs", "loss_sum", "num_losses", "num_correct"):
             setattr(self.state, name, kept[name])
-
-
-def _is_of_data(error: BaseException | None) -> bool:
-    """Whether it is the data that failed, on this rank or another."""
-    return isinstance(error, DataError) or (isinstance(error, RankError) and error.is_of_data)
 
 
 def _how_it_failed(error: BaseException) -> tuple[str, str]:

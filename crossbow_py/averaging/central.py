@@ -27,9 +27,9 @@ class CentralRule(AveragingRule):
         "reset", "optimizer state at a restart: reset, keep or average over learners"
     )
     batch_norm: Literal["mean", "recalibrate"] = setting(
-        "mean", "BatchNorm statistics of z: mean of the learners' or recalibrated on training batches"
+        "recalibrate", "BatchNorm statistics of z: recalibrated on training batches, or the mean of the learners'"
     )
-    recalibration_batches: int = setting(32, "batches used by batch_norm=recalibrate", minimum=1)
+    recalibration_batches: int = setting(8, "batches used by batch_norm=recalibrate", minimum=1)
     average_ema: float | None = setting(
         None,
         "evaluate and save an exponential moving average of z over so many epochs; null is z itself",

@@ -28,7 +28,8 @@ def model() -> nn.Module:
 def trainer(ranks: Ranks = ALONE, **options: Any) -> Trainer:
     """Serial and in float32; 48 samples, so that the checkpoint stands inside an epoch."""
     values = torch.arange(48 * 4, dtype=torch.float64).reshape(48, 4)
-    settings: dict[str, Any] = {"averaging": SMA(rate_scaling="none"), **options}  # as the oldest formats had it
+    as_they_had_it = SMA(rate_scaling="none", batch_norm="mean", recalibration_batches=32)
+    settings: dict[str, Any] = {"averaging": as_they_had_it, **options}
     return Trainer(
         model=model,
         train_data=(torch.sin(values).float(), torch.arange(48) % 3),

@@ -43,7 +43,7 @@ def test_golden_checkpoint_is_resumed_and_trains_on_to_the_known_model(folder, t
 
 def test_setting_newer_than_a_checkpoint_is_named_with_what_it_stood_for():
     with pytest.raises(CheckpointError, match=r"\(averaging.rate_scaling: none → sqrt\)"):
-        trainer(resume=FORMATS[0], averaging=SMA())
+        trainer(resume=FORMATS[0], averaging=SMA(batch_norm="mean", recalibration_batches=32))
 
 
 def test_golden_model_is_not_where_a_fresh_run_ends():

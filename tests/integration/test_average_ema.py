@@ -68,7 +68,7 @@ def reference(seen: list[Seen], horizon: int) -> Values:
 def trainer_of(**options: Any) -> Trainer:
     """BatchNorm and dropout; an epoch is 40 samples, a horizon of 5 epochs 200, a twentieth of it 10."""
     defaults: dict[str, Any] = {"model": image_model, "train_data": images(NUM_SAMPLES), "test_data": images(30)}
-    return make_trainer(**{**defaults, "averaging": SMA(average_ema=5.0), **options})
+    return make_trainer(**{**defaults, "averaging": SMA(average_ema=5.0, batch_norm="mean"), **options})
 
 
 def assert_is(result: Result, expected: Values, tolerance: float = 1e-12) -> None:
@@ -99,7 +99,8 @@ def test_model_after_fifty_rounds_is_the_ema_worked_out_in_numpy(num_learners: i
 @pytest.mark.usefixtures("fp64")
 def test_rule_with_outer_steps_and_restarts_has_an_ema_that_these_leave_alone() -> None:
     trainer = trainer_of(
-        averaging=LocalSGD(averaging_period=4, average_ema=5.0), schedule=MultiStep(milestones=(3.0, 6.0))
+        averaging=LocalSGD(averaging_period=4, average_ema=5.0, batch_norm="mean"),
+        schedule=MultiStep(milestones=(3.0, 6.0)),
     )
     seen = watched(trainer)
     result = trainer.fit(max_rounds=ROUNDS)

@@ -148,14 +148,15 @@ def test_run_stopped_right_before_a_restart_restarts_when_resumed(tmp_path):
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_run_stopped_by_sigterm_in_mid_epoch_and_resumed_equals_the_uninterrupted_one(tmp_path, monkeypatch, executor):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    trainer_of(whole, executor=executor).fit(max_epochs=3)
-    stopped = trainer_of(parts, executor=executor)
+    options = {"executor": executor, "averaging": SMA(batch_norm="mean")}  # evaluations take no training batches
+    trainer_of(whole, **options).fit(max_epochs=3)
+    stopped = trainer_of(parts, **options)
     terminate_at(stopped, 68, monkeypatch)
     result = stopped.fit(max_epochs=3, handle_signals=True)
     assert (result.status, result.stop_reason) == ("terminated", "SIGTERM")
     assert (result.test_accuracy, read_summary(parts)["status"]) == (None, "terminated")
     assert 68 < result.summary.samples_seen < 100
-    trainer_of(parts, executor=executor, resume=parts).fit(max_epochs=3)
+    trainer_of(parts, **options, resume=parts).fit(max_epochs=3)
     assert weights(parts) == weights(whole)
     assert measured(parts) == measured(whole)
     assert read_summary(parts)["best_test_accuracy"] == read_summary(whole)["best_test_accuracy"]

@@ -110,6 +110,15 @@ def test_recalibrate_gives_the_plain_means_of_batch_statistics():
     assert model[0].running_mean.tolist() == [7.0]
 
 
+def test_recalibrate_passes_over_batches_that_are_not_finite():
+    model = nn.Sequential(nn.BatchNorm1d(1)).double()
+    model[0].running_mean.fill_(7.0)
+    good, bad = torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[1.0], [float("nan")]]).double()
+    assert make_evaluator(model).recalibrate(model.state_dict(), [bad, good])["0.running_mean"].tolist() == [2.0]
+    state = make_evaluator(model).recalibrate(model.state_dict(), [bad])
+    assert (state["0.running_mean"].tolist(), state["0.running_var"].tolist()) == ([7.0], [1.0])
+
+
 def test_recalibrate_measures_later_layers_behind_recalibrated_batches():
     # The second norm sees the first one's output with batch statistics: mean 0, whatever the input's.
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).double()
