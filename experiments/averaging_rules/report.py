@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from experiments.averaging_rules.run import ONE, RULES
 from experiments.common.cells.report import NONE
-from experiments.common.cells.summary import Estimate, Result, Run, by_cell, difference
+from experiments.common.cells.summary import Result, Run, by_cell, difference, has_diverged
 from experiments.common.markdown import markdown_table
 
 _OF_FOUR = ", K=4"  # in the names of a grid that has other numbers of learners too
@@ -20,11 +20,14 @@ _DATA = {
 
 
 def differences_table(results: Mapping[str, Result]) -> str:
-    """A row a rule: test accuracy of four learners less that of one at equal samples, in percentage points."""
+    """A row a rule: test accuracy of four learners less that of one at equal samples, in percentage points.
+
+    Where runs broke, with a loss that was not finite or less than half of one learner's accuracy, it is said how many.
+    """
     runs = {grid: _of_four(results[grid]) for grid in _DATA if grid in results}
     header = ["four learners − one, percentage points", *(_header(_DATA[grid], own) for grid, own in runs.items())]
     rows = [
-        [rule, *(_points(difference(own[rule], own[ONE])) if rule in own else NONE for own in runs.values())]
+        [rule, *(_points(own[rule], own[ONE]) if rule in own else NONE for own in runs.values())]
         for rule in RULES
         if rule != ONE and any(rule in own for own in runs.values())
     ]
@@ -40,7 +43,12 @@ def _header(data: str, own: Mapping[str, Sequence[Run]]) -> str:
     return f"{data} (n = {'–'.join(str(count) for count in dict.fromkeys([counts[0], counts[-1]]))})"
 
 
-def _points(found: Estimate | None) -> str:
+def _points(own: Sequence[Run], one: Sequence[Run]) -> str:
+    least = 0.5 * min(run["summary"]["test_accuracy"] for run in one)
+    broken = sum(has_diverged(run) or run["summary"]["test_accuracy"] < least for run in own)
+    if broken:
+        return f"{broken} of {len(own)} broke"
+    found = difference(own, one)
     if found is None:
         return NONE
     text = f"{100 * found.mean:+.2f}"

@@ -12,6 +12,7 @@ import pytest
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.errors import UserError
 from experiments import tables
+from experiments.averaging_rules import report as rules_report
 from experiments.batch_norm import plot as batch_norm_plot
 from experiments.batch_norm import report as batch_norm_report
 from experiments.batch_norm.variants import VARIANTS
@@ -137,6 +138,20 @@ def test_gradient_noise_scale_is_of_means_over_seeds_and_none_where_noise_hides_
     table = noise_report.statistics_table(noise())
     assert table_cells(table, 2)[:8] == ["one", "4", "8", "–", "9", "–", "–", "20"]
     assert table_cells(table, 3)[:8] == ["sma", "4", "4", "–", "–", "–", "–", "20"]
+
+
+def test_rules_are_compared_over_data_sets_in_points_and_those_that_broke_are_counted() -> None:
+    accuracies = {"one learner": (0.9, 0.92), "sma, linear": (0.91, 0.92), "papa, linear": (0.1, 0.91),
+                  "elastic, linear": (None, None)}  # fmt: skip
+    runs = [made_up(name, seed, own) for name, each in accuracies.items() for seed, own in enumerate(each)]
+    four = [{**run, "cell": run["cell"].replace("linear", "linear, K=4")} for run in runs if run["seed"] == 0]
+    table = rules_report.differences_table({"digits": result_of(runs, []), "resnet32": result_of(four[:2], [])})
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == [
+        "sma, linear", "elastic, linear", "papa, linear",
+    ]  # fmt: skip
+    assert table_cells(table, 2) == ["sma, linear", "+0.50 ± 6.35", "+1.00"]
+    assert table_cells(table, 3) == ["elastic, linear", "2 of 2 broke", "–"]
+    assert table_cells(table, 4) == ["papa, linear", "1 of 2 broke", "–"]
 
 
 def test_learners_are_told_apart_in_the_middle_third_of_a_run() -> None:
