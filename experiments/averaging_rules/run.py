@@ -83,7 +83,10 @@ _CIFAR10_LENET = (
     "optimizer.weight_decay=5e-4 schedule.warmup_epochs=0.5 batch_size=32 max_epochs=5 executor=fused precision=fp32"
 )
 # The recipe's optimizer has Nesterov momentum already.
-_CIFAR10 = "+experiment=resnet32_short averaging=sma batch_size=32 max_epochs=5 precision=fp32 checkpoint_every_s=120"
+_CIFAR10 = (
+    "+experiment=resnet32_short averaging=sma averaging.batch_norm=mean averaging.recalibration_batches=32 "
+    "batch_size=32 max_epochs=5 precision=fp32 checkpoint_every_s=120"
+)
 _CIFAR10_RESNET8 = f"{_CIFAR10} {RESNET8}"
 
 GRIDS = {

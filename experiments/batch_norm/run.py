@@ -38,7 +38,7 @@ GRIDS = {
     for grid in (
         Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples, 2 epochs",
              measured(f"+experiment=resnet32_short {RESNET8} batch_size=32 max_epochs=2 precision=fp32 "
-                      "checkpoint_every_s=120", parts=2),
+                      "checkpoint_every_s=120 averaging.batch_norm=mean averaging.recalibration_batches=32", parts=2),
              seeds=(0, 1)),
     )
 }  # fmt: skip

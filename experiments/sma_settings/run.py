@@ -78,8 +78,9 @@ OF_RESNET8 = {
 }
 RESNET8 = (
     "+experiment=resnet32_short model=custom model.target=crossbow_py.models.resnet.ResNet "
-    "model.args={depth:8,in_channels:3,num_classes:10} averaging=sma averaging.rate_scaling=linear num_learners=4 "
-    "batch_size=32 max_epochs=5 precision=fp32"
+    "model.args={depth:8,in_channels:3,num_classes:10} averaging=sma averaging.rate_scaling=linear "
+    "averaging.batch_norm=mean averaging.recalibration_batches=32 num_learners=4 batch_size=32 max_epochs=5 "
+    "precision=fp32"
 )
 
 GRIDS = {

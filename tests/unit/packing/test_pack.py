@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer, run_settings
+from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer, run_settings
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
@@ -112,6 +112,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, torch.Tens
             model=own.make_model, train_data=images(NUM_SAMPLES), optimizer=own.optimizer, schedule=own.schedule,
             augmentation=own.augmentation, batch_size=own.batch_size, num_learners=1, executor="serial", device="cpu",
             seed=own.seed, order_seed=ORDER_SEED, label_smoothing=own.label_smoothing,
+            averaging=SMA(batch_norm="mean"),  # a trial has the running statistics of its own row
         )  # fmt: skip
         return trainer.fit(max_epochs=epochs).model.state_dict()
 
