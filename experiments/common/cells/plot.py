@@ -44,7 +44,7 @@ def styles(result: Result) -> dict[str, Style]:
 def accuracy_dots(axes: Axes, result: Result) -> None:
     """Final accuracy of every cell: the mean with its confidence interval, and the runs as points."""
     cells, runs, style = summaries(result), by_cell(result), styles(result)
-    least, most = _shown_finals(_healthy(result["runs"]))
+    least, most = _shown_finals(_unbroken(result["runs"]))
     axes.set_xlim(*_with_intervals(least, most, cells))
     for place, cell in enumerate(reversed(cells)):
         color, _, filled = style[cell.name]
@@ -83,7 +83,7 @@ def accuracy_lines(axes: Axes, result: Result, key: str, legend: bool = False) -
             linewidth=1.3, label=name,
         )  # fmt: skip
     axes.set(xlabel="seconds of training" if key == "elapsed_s" else _UNITS[unit], ylabel="test accuracy")
-    axes.set_ylim(*_shown_curves(_healthy(result["runs"])))
+    axes.set_ylim(*_shown_curves(_unbroken(result["runs"])))
     for target in result["targets"]:
         axes.axhline(target, color="grey", linestyle="--", linewidth=1)
     axes.grid(alpha=0.3)
@@ -93,6 +93,13 @@ def accuracy_lines(axes: Axes, result: Result, key: str, legend: bool = False) -
 
 def _healthy(runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if not has_diverged(run)]
+
+
+def _unbroken(runs: Sequence[Run]) -> list[Run]:
+    """Those with at least half of the best accuracy: they say how far axes go."""
+    healthy = _healthy(runs)
+    best = max((run["summary"]["test_accuracy"] for run in healthy), default=0.0)
+    return [run for run in healthy if 2 * run["summary"]["test_accuracy"] >= best]
 
 
 def unit_of(result: Result) -> int:

@@ -191,6 +191,16 @@ def test_picture_says_which_cells_are_outside_of_it() -> None:
     assert [text.get_text().strip() for text in finals.texts] == ["diverged", "← 0.1000"]
 
 
+def test_runs_that_broke_do_not_say_how_far_axes_go() -> None:
+    result = made_up_result()
+    result["runs"] = [made_up("one", seed, 0.9 + 0.01 * seed) for seed in range(2)]
+    alone = plot.draw_accuracies(result).axes
+    result["runs"] += [made_up("broke", seed, 0.1) for seed in range(6)]
+    finals, curves = plot.draw_accuracies(result).axes
+    assert (finals.get_xlim(), curves.get_ylim()) == (alone[0].get_xlim(), alone[1].get_ylim())
+    assert "← 0.1000" in [text.get_text().strip() for text in finals.texts]
+
+
 def test_picture_is_wide_enough_for_the_intervals_in_it() -> None:
     result = made_up_result()
     result["runs"] = [made_up("good", 0, 0.950), made_up("good", 1, 0.951), made_up("fair", 0, 0.94)]
