@@ -22,6 +22,8 @@ TRAIN = "crossbow_py.train"
 PARTS = "experiments.common.cells.parts"
 Label = str | int | float
 
+# BatchNorm statistics as they were by default when most runs were recorded: so others can be added to these.
+MEANS = "averaging.batch_norm=mean averaging.recalibration_batches=32"
 _OF_ONE_RUN = ("experiment", "seed", "output_dir", "resume")
 
 
