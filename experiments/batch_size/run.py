@@ -53,14 +53,14 @@ GRIDS = {
             "digits",
             "MLP on the digits to 97 %",
             cells_of("+experiment=digits schedule=constant max_epochs=60 target_accuracy=0.97 averaging=sma "
-                     "averaging.rate_scaling=none precision=fp32", 0.05, 16, parts=2),
+                     "averaging.rate_scaling=none executor=fused precision=fp32", 0.05, 16, parts=2),
             seeds=(0, 1, 2, 3, 4), targets=(0.97,),
         ),
         Grid(
             "lenet",
             "LeNet on MNIST to 99 %",
             cells_of("+experiment=lenet optimizer.nesterov=false schedule=constant max_epochs=10 target_accuracy=0.99 "
-                     "averaging=sma averaging.rate_scaling=none precision=fp32", 0.03, 32, parts=4),
+                     "averaging=sma averaging.rate_scaling=none executor=fused precision=fp32", 0.03, 32, parts=4),
             targets=(0.99,),
         ),
     )

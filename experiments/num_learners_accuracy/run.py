@@ -20,10 +20,12 @@ from experiments.common.cells.grid import Cell, Grid, cells
 EXPERIMENT = "num_learners_accuracy"
 NUM_LEARNERS = (1, 2, 4, 8)
 # The recipe of the digits is SMA, that of LeNet synchronous_sgd, both with the learning rate times √K.
+SMOOTHED = {"recipe, label smoothing 0.1": "label_smoothing=0.1"}
 SIDES = {
-    "digits": {"recipe": "", "gradients averaged": "averaging=synchronous_sgd_linear"},
-    "lenet": {"recipe": "", "models averaged": "averaging=sma"},
-}
+    "digits": {"recipe": "", "gradients averaged": "averaging=synchronous_sgd_linear", **SMOOTHED},
+    "lenet": {"recipe": "", "rate · K": "averaging=synchronous_sgd_linear", "models averaged": "averaging=sma",
+              **SMOOTHED},
+}  # fmt: skip
 REFERENCE = "recipe, K=1"
 
 
