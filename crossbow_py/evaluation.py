@@ -134,11 +134,14 @@ class Evaluator:
     def recalibrate(self, state: State, inputs: Iterable[Tensor], ranks: Ranks = ALONE) -> dict[str, Tensor]:
         """The state with BatchNorm statistics measured anew: plain means over all ranks' training batches `inputs`.
 
-        Batches with a value that is not finite do not count; where none is left, statistics are those of the state.
-        Raises DataError, and RankError where another rank failed.
+        Batches with a value that is not finite do not count; where none is left, statistics are those of the state, as
+        are those of layers that the model's `train()` keeps in evaluation mode. Raises DataError, and RankError where
+        another rank failed.
         """
-        module = self._runnable(state)
-        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+        module = self._runnable(state).train()
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.training]
+        norms = [norm for norm in norms if norm.track_running_stats]
+        module.eval()
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # cumulative mean over the batches seen

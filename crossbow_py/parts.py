@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.gradient_mean import align_groups
 from crossbow_py.engine.optimizers import Optimizer, for_learner
-from crossbow_py.engine.outer_step import mean_of_learners, take_outer_step
+from crossbow_py.engine.outer_step import bring_up_to_date, mean_of_learners, take_outer_step
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
@@ -121,7 +122,7 @@ class Parts:
             self.bank.total.zero_row(0)
             self._tasks(seed=0).move(RoundOutcome(plan))
         elif plan.outer_step is not None:
-            self.take_outer_step(plan.outer_step, sits_out=True)
+            self.take_outer_step(plan.outer_step, without=range(self.bank.num_learners))
         elif self.bank.replicas_alike:  # its learners do not step until they are given another's weights
             self.bank.total.zero_row(0)
             self.collective.all_reduce_sum(self.bank.total.storage)
@@ -144,18 +145,22 @@ class Parts:
         if self.bank.replicas_alike:
             self.bank.adopt_learner()
 
-    def take_outer_step(self, step: OuterStep, sits_out: bool = False) -> None:
+    def take_outer_step(self, step: OuterStep, without: Collection[int] = ()) -> None:
         """See `engine/outer_step.py`; drained, all ranks together."""
-        take_outer_step(self.bank, step, self.collective, self.ranks.adder, sits_out=sits_out)
+        take_outer_step(self.bank, step, self.collective, self.ranks.adder, without=without)
 
-    def restart(self) -> None:
+    def restart(self, sick: Collection[int] = ()) -> None:
         """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together.
 
-        Where z is as old as their last averaging they meet first.
+        This device's learners that are `sick` count for nothing.
         """
-        if self.rule.shows_mean:
-            self.bank.z.copy_row(0, mean_of_learners(self.bank, self.collective))
-        self.bank.restart(self.rule.restart_momentum, self.ranks.adder)
+        self.bring_up_to_date(sick)
+        self.bank.restart(self.rule.restart_momentum, self.ranks.adder, sick)
+
+    def bring_up_to_date(self, sick: Collection[int] = ()) -> None:
+        """Where z is as old as the learners' last averaging: z ← their mean. Drained, all ranks together."""
+        if self.rule.shows_mean and not self.bank.is_single:
+            bring_up_to_date(self.bank, self.collective, sick)
 
     @property
     def feeds(self) -> list[Feed]:
@@ -178,7 +183,7 @@ class Parts:
 
         Args:
             cursor: samples seen, from where in the stream recalibration takes its training batches.
-            excluded: this device's learners whose BatchNorm statistics are not to be used.
+            excluded: this device's learners whose BatchNorm statistics, and weights, are not to be used.
             ema: take the EMA, where there is one.
 
         All ranks call it together, and have the same.
@@ -193,10 +198,10 @@ class Parts:
     def _recalibrated(self, state: State, cursor: int) -> State:
         """With BatchNorm's statistics measured anew; as it is where the training batches cannot be loaded."""
         share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
-        starts = (cursor + number * self.train_feed.batch_size for number in share)
-        inputs = (self.train_feed.batch(start).inputs for start in starts)
+        starts = [cursor + number * self.train_feed.batch_size for number in share]
         try:
-            return self.evaluator.recalibrate(state, inputs, self.ranks)
+            with contextlib.closing(self.train_feed.aside(starts)) as batches:
+                return self.evaluator.recalibrate(state, (batch.inputs for batch in batches), self.ranks)
         except CrossbowError as error:
             if not is_of_data(error):
                 raise
@@ -207,7 +212,7 @@ class Parts:
         """State dict of z, where nodes have one each of their mean; by some rules of the learners as they are."""
         state = self.bank.central_state(excluded, self.ranks.adder)
         if self.rule.shows_mean and not self.bank.is_single:
-            return {**state, **mean_of_learners(self.bank, self.collective).shaped()}
+            return {**state, **mean_of_learners(self.bank, self.collective, excluded).shaped()}
         if not self.collective.apart:
             return state
         z = self.bank.new_flat()

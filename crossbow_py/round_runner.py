@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from crossbow_py.averaging.rule import OuterStep
 from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import Round, RoundOutcome
-from crossbow_py.engine.scheduler import AVERAGING_STREAM
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.errors import LearnerError
 from crossbow_py.reporter import Reporter
@@ -47,6 +46,8 @@ class RoundRunner:
             self.parts.sit_out(plan)
             return True
         if plan.together is not None or (self.parts.bank.replicas_alike and not self.parts.bank.is_single):
+            if not self._sums_due:  # none is in flight, but evaluations may have summed since
+                self._sums_begun = self.parts.collective.num_sums
             self._sums_due.append(plan)
             while len(self._sums_due) > _SUMS_REMEMBERED:
                 self._sums_due.popleft()
@@ -60,8 +61,8 @@ class RoundRunner:
         """Once the round is over. False when memory did not hold it."""
         if not self._attempt(self.executor.drain):
             return False
-        with self.executor.span(AveragingTask.NAME, AVERAGING_STREAM, plan.index), self.parts.collective.awaiting():
-            self.parts.take_outer_step(step)
+        with self.executor.span_between(AveragingTask.NAME, plan.index), self.parts.collective.awaiting():
+            self.parts.take_outer_step(step, without=self.state.sick_learners)
         self._sums_settled()
         return True
 
@@ -117,6 +118,7 @@ class RoundRunner:
         bank, given_up = self.parts.bank, False
         self.executor.close()
         self.reseed()
+        self.parts.bring_up_to_date()
         while True:
             failed = False
             try:
@@ -146,12 +148,12 @@ class RoundRunner:
 
     def restart(self) -> None:
         """Restart the learners from z, when nothing is in flight."""
-        self.parts.restart()
+        self.parts.restart(self.state.sick_learners)
         self.reporter.message("The learning rate dropped: learners restart from the average model.")
 
     def move_ema(self) -> None:
         """Let the EMA of the average model follow it, when nothing is in flight."""
-        with self.executor.span("average EMA", AVERAGING_STREAM, self.state.round_index - 1):
+        with self.executor.span_between("average EMA", self.state.round_index - 1):
             self.parts.move_ema(self.state.samples_seen, list(self.state.sick_learners))
 
     def reseed(self) -> None:

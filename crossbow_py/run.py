@@ -18,7 +18,7 @@ from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.gradient_mean import align_groups
 from crossbow_py.engine.measures import spread
-from crossbow_py.engine.saved_bank import CENTRAL, num_saved
+from crossbow_py.engine.saved_bank import CENTRAL, mean_weights, num_saved
 from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.parts import Parts
@@ -210,6 +210,10 @@ class Run:
         bank, sick = self.parts.bank, dict[int, int]()
         num_learners = num_saved(checkpoint.part(0)["bank"])
         bank.load_central(self._central(checkpoint))
+        if self.parts.rule.shows_mean:  # z is as old as their last averaging
+            parts = [checkpoint.part(rank) for rank in range(checkpoint.num_ranks)]
+            ill = [part["state"]["sick_learners"] for part in parts]
+            bank.z.load(0, mean_weights([part["bank"] for part in parts], ill))
         # Alike, learners are z with a state that goes on; else each is its own, as long as there are enough.
         mean, goes_on = self.parts.rule.gradient_mean, not bank.replicas_alike
         if bank.replicas_alike and mean is not None:
@@ -238,15 +242,44 @@ class Run:
         }
 
     def remarks(self, total_samples: int | None) -> list[str]:
-        """What has to be said of a run of so many samples, where they are known."""
+        """What has to be said of a run of so many samples, where they are known.
+
+        Raises UserError when the rule needs to know them.
+        """
+        if self.parts.rule.needs_end and total_samples is None:
+            raise UserError(
+                "averaging.quadratic_period has learners average at the end of the run at the latest, which nothing "
+                "says beforehand; set max_epochs or max_samples."
+            )
+        warmup = self.schedule.warmup_epochs
+        remarks = []
+        if total_samples is not None and warmup * self.num_samples > total_samples:
+            remarks.append(
+                f"schedule.warmup_epochs={warmup:g} is longer than the run of {total_samples / self.num_samples:g} "
+                "epochs: the learning rate never gets to what is set; take a shorter warm-up."
+            )
+        return [*remarks, *self._remarks_on_averaging(total_samples)]
+
+    def _remarks_on_averaging(self, total_samples: int | None) -> list[str]:
         rule, bank = self.parts.rule, self.parts.bank
         rounds = math.inf if total_samples is None else -(-total_samples // self.samples_per_round)
-        if rule.averaging_period <= rounds or rule.shows_mean or bank.total_learners == 1 or self.tuning:
+        if bank.is_single or self.tuning:
             return []
-        return [
-            f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds: learners "
-            "never average, and the average model stays as it began; take a smaller one."
-        ]
+        if bank.replicas_alike:
+            size = rule.gradient_mean and rule.gradient_mean.group_size
+            one_group = (
+                f"averaging.group_size={size} puts all {bank.num_learners} learners into one group: they average "
+                "gradients, and no models; take a smaller one for several groups."
+            )
+            return [] if size is None else [one_group]
+        if rule.averaging_period > rounds and not rule.shows_mean:
+            return [
+                f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds: "
+                "learners never average, and the average model stays as it began; take a smaller one."
+            ]
+        if rule.node_period > 1 and not self.parts.collective.apart:
+            return [f"averaging.node_period={rule.node_period} is for several nodes; with one it does nothing."]
+        return []
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for a run to go on: everything but stops, logging and paths."""

@@ -18,7 +18,7 @@ class RunState:
     The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
     classification. `best_accuracy` and `last_*` are of the data that stops look at: validation, where there is some.
     `apart_since` is the first round after learners last averaged, and `apart_factor` what the learning rate was in it ÷
-    the largest of the schedule.
+    the largest of the schedule, had the warm-up been over.
     `sick_learners` were gated, in which round, and wait to be reseeded. `wall_s` is the time of earlier
     processes, and what making the trainer took in this one.
     """
@@ -55,13 +55,13 @@ class RunState:
     def apart(self, factor: float) -> tuple[int, float]:
         """How many rounds learners will have gone by themselves after the next one, and the factor of their first.
 
-        `factor` is that of the next one.
+        Both factors are without warm-up; `factor` is that of the next one.
         """
         num_rounds = self.round_index + 1 - self.apart_since
         return num_rounds, factor if num_rounds == 1 else self.apart_factor
 
     def note_round(self, num_samples: int, factor: float, averages: bool) -> None:
-        """Count a round that was submitted, with what the schedule's factor was, and whether learners average in it."""
+        """Count a round that was submitted, with the factor as of `apart`, and whether learners average in it."""
         if self.apart_since == self.round_index:
             self.apart_factor = factor
         self.round_index, self.last_round_start = self.round_index + 1, self.samples_seen

@@ -189,8 +189,13 @@ class Trainer:
         return measured[0]
 
     def restart(self) -> None:
-        """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`."""
-        self.run.parts.restart()
+        """Restart the learners from the average model, between two calls of `fit`; see `SMA.restart_momentum`.
+
+        Raises UserError where learners are independent.
+        """
+        if not self.run.parts.rule.has_central_model:
+            raise UserError("restart() needs an average model, which independent learners lack; use averaging=SMA().")
+        self.run.parts.restart(self.state.sick_learners)
 
     def _announce(self, message: str) -> None:
         for listener in self.callbacks:

@@ -163,10 +163,12 @@ class TrainingLoop:
         state, factor = self.state, self._factor()
         after = state.samples_seen + self.job.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples
-        return self.parts.plan(state.round_index, state.samples_seen, factor, *state.apart(factor), is_last)
+        apart = state.apart(self._factor(warmed_up=True))
+        return self.parts.plan(state.round_index, state.samples_seen, factor, *apart, is_last)
 
-    def _factor(self) -> float:
-        return self.job.schedule.factor(self.state.samples_seen, self.num_samples, self.total_samples)
+    def _factor(self, warmed_up: bool = False) -> float:
+        schedule, seen = self.job.schedule, self.state.samples_seen
+        return schedule.factor(seen, self.num_samples, self.total_samples, warmed_up=warmed_up)
 
     def _await_batches(self, signals: StopSignal) -> None:
         """Block until the next round's batches are there, or a signal comes; or keep why they cannot be made.
@@ -254,7 +256,8 @@ class TrainingLoop:
             self._look_after(len(state.sick_learners), self.rounds.out_of_memory)
         if not counts:
             return
-        state.note_round(self.job.samples_per_round, self._factor(), averages=plan.together is not None)
+        factor = self._factor(warmed_up=True)
+        state.note_round(self.job.samples_per_round, factor, averages=plan.together is not None)
         images = self.settings.batch_size * bank.total_learners
         self._images += images
         if len(state.sick_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:
@@ -274,7 +277,7 @@ class TrainingLoop:
         if self.state.round_index % self.job.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
             self._drain()
             self.job.check_z()
-        if ema is not None and ema.is_due(before, self.state.samples_seen):
+        if ema is not None and ema.is_due(before, self.state.samples_seen, self.num_samples):
             self._drain()
             self.rounds.move_ema()
 

@@ -175,11 +175,11 @@ def z_of_every_round(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> 
 
 
 class Pictures:
-    """Images by number, which are noted; one of them may be bad."""
+    """Images by number, which are noted; one of them may be bad, and one of another shape."""
 
-    def __init__(self, num_samples: int, bad: int | None = None) -> None:
+    def __init__(self, num_samples: int, bad: int | None = None, odd: int | None = None) -> None:
         self.images, self.targets = images(num_samples)
-        self.bad, self.asked = bad, list[int]()
+        self.bad, self.odd, self.asked = bad, odd, list[int]()
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -188,7 +188,8 @@ class Pictures:
         if index == self.bad:
             raise OSError("image file is truncated")
         self.asked.append(index)
-        return self.images[index], int(self.targets[index])
+        image = self.images[index]
+        return image[:, :5] if index == self.odd else image, int(self.targets[index])
 
 
 def images_with_a_nan(position: int) -> tuple[Tensor, Tensor]:

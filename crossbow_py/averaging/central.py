@@ -17,7 +17,11 @@ RATE_SCALING = "multiply the learning rate by 1, √K or K, for K learners on al
 
 @dataclass(frozen=True, kw_only=True)
 class CentralRule(AveragingRule):
-    """Base of rules that keep learners around z. K = 1 is plain SGD by any of them: nothing is averaged, and z is w."""
+    """Base of rules that keep learners around z. K = 1 is plain SGD by any of them: nothing is averaged, and z is w.
+
+    Running statistics of learners lag behind weights that move fast, and z is run forward by nobody: so its BatchNorm
+    statistics are measured when it is evaluated or saved (experiments/batch_norm).
+    """
 
     has_central_model: ClassVar[bool] = True
 
@@ -62,7 +66,8 @@ class PeriodicRule(CentralRule):
 
     By the quadratic synchronisation rule (Gu et al., ICLR 2024) learners go the longer by themselves the smaller the
     learning rate γ was when they last averaged: max(averaging_period, ⌊(quadratic_period / γ)²⌋) rounds, and no longer
-    than to the planned end of the run. γ is what learners step with, after `rate_scaling`.
+    than to the planned end of the run. γ is what learners step with, after `rate_scaling`; during a warm-up it is what
+    it would be without one, or learners would part for ever when it begins.
     """
 
     averaging_period: int = setting(1, "τ, learners average every that many rounds", minimum=1)
@@ -70,14 +75,20 @@ class PeriodicRule(CentralRule):
         None, "a, the period grows to (a / learning rate)² rounds as the rate falls; null keeps it", above=0
     )
 
+    @property
+    def needs_end(self) -> bool:
+        """See AveragingRule: where z is evaluated, and not the learners' mean, they average in the last round."""
+        return self.quadratic_period is not None and not self.shows_mean
+
     def _averages(self, stage: Stage) -> bool:
         if self.quadratic_period is None:
             return (stage.round_index + 1) % self.averaging_period == 0
-        return (stage.is_last and not self.shows_mean) or stage.rounds_apart >= self._period(stage.first_rate)
+        return (stage.is_last and self.needs_end) or stage.rounds_apart >= self._period(stage.first_rate)
 
     def _period(self, learning_rate: float) -> float:
         assert self.quadratic_period is not None, "the period is constant"
-        longest = (self.quadratic_period / learning_rate) ** 2 if learning_rate > 0 else math.inf
+        ratio = self.quadratic_period / learning_rate if learning_rate > 0 else math.inf
+        longest = ratio * ratio  # infinite where it overflows; a power would raise
         return max(self.averaging_period, math.floor(longest) if math.isfinite(longest) else math.inf)
 
 

@@ -18,15 +18,16 @@ from __future__ import annotations
 
 import math
 
-MOVES = 20  # a horizon; of the models in between, none counts
+MOVES, IN_AN_EPOCH = 20, 4  # in a horizon, and at least in an epoch; of the models in between, none counts
 
 
-def is_due(before: int, after: int, horizon: float) -> bool:
+def is_due(before: int, after: int, horizon: float, samples_per_epoch: int) -> bool:
     """Whether the EMA moves after a round that led from `before` to `after` samples seen; `horizon` is h, in samples.
 
-    It moves wherever a multiple of h/20 is passed: twenty times a horizon, or after every round where these are longer.
+    It moves wherever a multiple of h/20 is passed, or of a quarter of an epoch where that is less; or after every round
+    where these are longer.
     """
-    apart = max(1.0, horizon / MOVES)
+    apart = max(1.0, min(horizon / MOVES, samples_per_epoch / IN_AN_EPOCH))
     return (after + 0.5) // apart > (before + 0.5) // apart  # multiples are rounded to whole samples
 
 

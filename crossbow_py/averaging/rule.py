@@ -2,7 +2,8 @@
 
 For every round a rule gives one of two things, or nothing. With K learners on all devices:
 
-`LinearRound`: as they step, learners are pulled towards z, which moves by the sum of the pulls; nobody waits::
+`LinearRound`: as they step, learners are pulled towards z, which moves by the sum of the pulls while they learn on;
+they wait for that before the next pull alone::
 
     c_j  ← correction · (w_j − z)                 per learner, from the weights before its gradient step
     w_j  ← (gradient step of w_j) − c_j
@@ -54,7 +55,7 @@ class Stage:
         learning_rate: γ of the first learner in this round.
         factor: that ÷ the largest γ of the schedule, 0 to 1.
         rounds_apart: how many rounds learners will have gone by themselves after this one, since they last averaged.
-        first_rate: γ in the first of these rounds.
+        first_rate: γ in the first of these rounds, had the warm-up been over.
         is_last: whether the run ends after this round, as far as is known.
         num_devices: that average together.
     """
@@ -135,6 +136,11 @@ class AveragingRule(ABC):
     batch_norm: str = "mean"
     recalibration_batches: int = 0
     average_ema: float | None = None  # horizon in epochs of the EMA that is evaluated and saved in place of z
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether rounds hang on when the run ends, which it then has to say beforehand."""
+        return False
 
     @property
     def scales_sum(self) -> bool:

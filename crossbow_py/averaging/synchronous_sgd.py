@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from crossbow_py.averaging.central import CentralRule
 from crossbow_py.averaging.rule import GradientMean
@@ -42,7 +42,10 @@ class SynchronousSGD(CentralRule):
         "node_period": "nodes sum gradients in every round, or learners would part",
     }
 
-    restart_on_drop: bool = setting(False, "reset the optimizer state when a step schedule drops the learning rate")
+    restart_on_drop: bool = setting(
+        False, "settle the optimizer state by restart_momentum when a step schedule drops the learning rate"
+    )
+    restart_momentum: Literal["reset", "keep"] = setting("reset", "optimizer state at a restart: reset or keep")
 
     @property
     def gradient_mean(self) -> GradientMean:

@@ -34,9 +34,9 @@ class AverageEMA:
         self._buffers = Rows(bank.buffer_layout, 1, bank.precision.master, bank.device)
         self._values = {**self._weights.shaped(), **self._buffers.shaped()}
 
-    def is_due(self, before: int, after: int) -> bool:
+    def is_due(self, before: int, after: int, samples_per_epoch: int) -> bool:
         """Whether it moves after a round from `before` to `after` samples seen."""
-        return ema.is_due(before, after, self.horizon)
+        return ema.is_due(before, after, self.horizon, samples_per_epoch)
 
     @torch.no_grad()
     def move(self, state: Mapping[str, Tensor], samples: int) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+Add = Callable[[Tensor], None]  # sums a vector over devices in place
 _CHECKED_AT_ONCE = 2**20  # values: what they take as integers is no memory to speak of
 
 
-def mean_buffers(stacked: Mapping[str, Tensor], add: Callable[[Tensor], None] | None) -> dict[str, Tensor]:
+def mean_buffers(stacked: Mapping[str, Tensor], add: Add | None) -> dict[str, Tensor]:
     """Means over rows `[K, *shape]`; of BatchNorm's variances with the between-learner term.
 
-    With `add`, which sums a vector over devices in place, over all devices' rows.
+    With `add` over all devices' rows.
     """
     means_of = {name: name.removesuffix("running_var") + "running_mean" for name in stacked}
     paired = {name: mean for name, mean in means_of.items() if name.endswith("running_var") and mean in stacked}
@@ -25,9 +26,7 @@ def mean_buffers(stacked: Mapping[str, Tensor], add: Callable[[Tensor], None] | 
     return means
 
 
-def _over_devices(
-    stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Callable[[Tensor], None]
-) -> dict[str, Tensor]:
+def _over_devices(stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add) -> dict[str, Tensor]:
     """Means over all devices' rows; of `paired` variances with the spread of their means. Summed in float64."""
     first = next(iter(stacked.values()), None)
     if first is None:
@@ -46,7 +45,7 @@ def _over_devices(
     return {name: means[name].view(rows.shape[1:]).to(rows) for name, rows in stacked.items()}
 
 
-def level(stacked: Tensor, add: Callable[[Tensor], None] | None, num_devices: int) -> None:
+def level(stacked: Tensor, add: Add | None, num_devices: int) -> None:
     """Every row `[K, ...]` becomes their mean, in place; with `add` the mean of all devices' rows."""
     mean = stacked.mean(0, keepdim=True)
     if add is not None:

@@ -8,6 +8,8 @@ several in one pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,8 @@ class RoundValues:
         self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
         self._classifies = [False] * len(self.learners)
-        # Who shares a gradient steps by its norm alone: the learner's own loss does not count, and has been looked at.
+        # Who shares a gradient steps by its norm, and if its group is kept (`average_gated`): the learner's own loss
+        # does not count, and has been looked at.
         shares = tasks.gradient_mean is not None
         self._loss_gate, self._gate = (STEPPED, STEPPED) if shares else (LOSS, FINITE)
 
@@ -76,10 +79,12 @@ class RoundValues:
             results[FINITE].copy_(opened)
 
     def average_gradients(self) -> None:
-        """See `RoundTasks.average_gradients`; the host waits only where the collective makes it."""
-        self.gate_gradients()
-        assert self.tasks.gradient_mean is not None, "asked for where gradients are averaged"
-        average_gradients(self.tasks.bank, self.tasks.gradient_mean, self.tasks.collective)
+        """See `average_gated`."""
+        average_gated(self.tasks, [self])
+
+    def results_of(self, learner: int) -> Tensor:
+        """What a round leaves of the learner, `[NUM_RESULTS]`: a view."""
+        return self._results[self.learners.index(learner)]
 
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
         """Fill the outcome from `host` [K, 4], and count the steps in the bank. The host must have waited for it."""
@@ -96,6 +101,23 @@ class RoundValues:
         bank = self.tasks.bank
         counts = self._counts[: len(self.learners)].tolist()  # host–device synchronisation
         bank.step_counts[self.learners.start : self.learners.stop] = [int(count) for count in counts]
+
+
+def average_gated(tasks: RoundTasks, parts: Sequence[RoundValues]) -> None:
+    """See `RoundTasks.average_gradients`; `parts` have the learners. The host waits only where the collective makes it.
+
+    A group of which nobody is finite will not step: its gate, which tells finite values from others, is then 0 / 0.
+    """
+    mean = tasks.gradient_mean
+    assert mean is not None, "asked for where gradients are averaged"
+    for part in parts:
+        part.gate_gradients()
+    of = {learner: part.results_of(learner) for part in parts for learner in part.learners}
+    for group in tasks.bank.gradient_groups if mean.group_size is not None else ():
+        some = torch.stack([of[learner][FINITE] for learner in group]).amax()
+        for learner in group:
+            of[learner][STEPPED].copy_(some / some)
+    average_gradients(tasks.bank, mean, tasks.collective)
 
 
 class DeviceTasks(RoundValues):

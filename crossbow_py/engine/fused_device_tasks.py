@@ -10,11 +10,10 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.data.feed import Batch, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder
-from crossbow_py.engine.device_tasks import LOSS, NUM_CORRECT, RoundValues
+from crossbow_py.engine.device_tasks import LOSS, NUM_CORRECT, RoundValues, average_gated
 from crossbow_py.engine.device_update import AllLearners
 from crossbow_py.engine.dropout import MaskTape
 from crossbow_py.engine.fused_pass import FusedPass
-from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update, move_z
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.errors import UserError
@@ -187,11 +186,8 @@ class SubArrayTasks:
         fused.notes.clear()
 
     def average_gradients(self) -> None:
-        """See `RoundTasks.average_gradients`."""
-        for _, bodies in self._groups:
-            bodies.gate_gradients()
-        assert self._tasks.gradient_mean is not None, "asked for where gradients are averaged"
-        average_gradients(self._tasks.bank, self._tasks.gradient_mean, self._tasks.collective)
+        """See `average_gated`."""
+        average_gated(self._tasks, [bodies for _, bodies in self._groups])
 
     def correct(self, group: int, averaging: LinearRound | None) -> None:
         """See `FusedDeviceTasks.correct`; the sum of the group's corrections is left in a vector of its own."""

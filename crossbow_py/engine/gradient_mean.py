@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,14 +37,25 @@ def average_gradients(bank: ReplicaBank, mean: GradientMean, collective: Collect
             torch._foreach_copy_(own, first)
 
 
-def align_groups(bank: ReplicaBank) -> None:
-    """Weights, optimizer state and step count of every group's first learner become those of all in it.
+def align_groups(bank: ReplicaBank, before: Sequence[range] = ()) -> None:
+    """Weights, optimizer state and step count of one learner in every group become those of all in it.
 
     Groups have other borders once learners have come or gone, and where memory ran out some may have stepped alone.
+    With the groups there were `before`, the one is chosen so that as many of them as there may be go on.
     """
-    for first, *others in bank.gradient_groups:
-        for learner in others:
-            for rows in (bank.weights, *bank.state.values()):
-                rows.copy_row(learner, rows, first)
-            bank.step_counts[learner] = bank.step_counts[first]
-            bank.refresh_shadow(learner)
+    known = sum(map(len, before))
+    for number, group in enumerate(bank.gradient_groups):
+        own = before[number] if number < len(before) else range(known, bank.num_learners)
+        chosen = next((learner for learner in group if learner in own), group[0])
+        for learner in group:
+            if learner != chosen:
+                for rows in (bank.weights, *bank.state.values()):
+                    rows.copy_row(learner, rows, chosen)
+                bank.step_counts[learner] = bank.step_counts[chosen]
+                bank.refresh_shadow(learner)
+
+
+def lost(bank: ReplicaBank, sick: Collection[int]) -> list[int]:
+    """Those of the sick learners whose weights are lost, as nobody healthy shares their gradients."""
+    groups = [] if bank.replicas_alike else bank.gradient_groups
+    return [learner for group in groups if all(other in sick for other in group) for learner in group]

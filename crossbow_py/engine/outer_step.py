@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -20,15 +20,16 @@ def take_outer_step(
     collective: Collective,
     add: Callable[[Tensor], None] | None = None,
     *,
-    sits_out: bool = False,
+    without: Collection[int] = (),
 ) -> None:
     """The equations of `OuterStep` (averaging/rule.py) on a drained bank; all devices take it together.
 
     `bank.total` is left as d, the mean over all devices' learners of w_j − z, summed in learner order. `add`, which
-    sums a vector over devices in place, is for averaging optimizer state. A device that sits out adds nothing to d.
+    sums a vector over devices in place, is for averaging optimizer state. This device's learners in `without` add
+    nothing to either, as if they were z and had no state.
     """
     bank.total_squares = None  # `total` is written
-    write_mean_difference(bank.total, bank, collective, range(0 if sits_out else bank.num_learners))
+    write_mean_difference(bank.total, bank, collective, without)
     z, total = bank.z.trained(), bank.total.trained()
     move = list(torch._foreach_mul(total, step.along_mean))
     if bank.velocity is not None:
@@ -41,27 +42,36 @@ def take_outer_step(
     for learner in range(bank.num_learners):
         _pull(bank.weights.trained(learner), z, step.pull)
         bank.refresh_shadow(learner)
-    bank.settle_state(step.learner_momentum, add)
+    bank.settle_state(step.learner_momentum, add, without)
 
 
 @torch.no_grad()
-def mean_of_learners(bank: ReplicaBank, collective: Collective) -> Rows:
+def mean_of_learners(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> Rows:
     """A new row, the mean of all devices' learners as they are; drained, all devices together.
 
-    It is z to the bit where learners are. What is not trained is that of z.
+    It is z to the bit where learners are. What is not trained is that of z, for which learners in `without` count.
     """
     mean = bank.new_flat()
-    write_mean_difference(mean, bank, collective, range(bank.num_learners))
+    write_mean_difference(mean, bank, collective, without)
     mean.storage.add_(bank.z.storage)
     return mean
 
 
-def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, learners: range) -> None:
-    """The trained part of `out` ← mean over all devices' learners of w_j − z, of which this device adds those given."""
+@torch.no_grad()
+def bring_up_to_date(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> None:
+    """z ← `mean_of_learners`, in place; `bank.total` is scratch."""
+    bank.total_squares = None
+    write_mean_difference(bank.total, bank, collective, without)
+    torch._foreach_add_(bank.z.trained(), bank.total.trained())
+
+
+def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
+    """The trained part of `out` ← mean over all devices' learners of w_j − z, 0 for those `without`."""
     z, mean = bank.z.trained(), out.trained()
     torch._foreach_zero_(mean)
-    for learner in learners:
-        torch._foreach_add_(mean, torch._foreach_sub(bank.weights.trained(learner), z))
+    for learner in range(bank.num_learners):
+        if learner not in without:
+            torch._foreach_add_(mean, torch._foreach_sub(bank.weights.trained(learner), z))
     collective.all_reduce_sum(out.storage)
     torch._foreach_div_(mean, float(bank.num_learners * collective.num_devices))
 

@@ -7,7 +7,7 @@ Nothing here synchronises; executors order the accesses.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.engine.binding import bind
-from crossbow_py.engine.central import checksum, level, mean_buffers
+from crossbow_py.engine.central import Add, checksum, level, mean_buffers
 from crossbow_py.engine.dropout import replace_dropout
-from crossbow_py.engine.gradient_mean import align_groups
+from crossbow_py.engine.gradient_mean import align_groups, lost
 from crossbow_py.engine.layout import (
     Order,
     Rows,
@@ -227,7 +227,7 @@ class ReplicaBank:
         A new learner is a copy of z with zero state and the mean BatchNorm statistics. From replicas alike on, as from
         1, z = z_prev = w first; where they become it, w = z. Learners that share a gradient are then made alike.
         """
-        before, were_alike = self.num_learners, self.replicas_alike
+        before, were_alike, groups = self.num_learners, self.replicas_alike, self.gradient_groups
         if were_alike and num_learners > before:
             self.adopt_learner()
         buffers = self.central_buffers()
@@ -241,7 +241,7 @@ class ReplicaBank:
             self.weights.copy_row(learner, self.z)
             self.refresh_shadow(learner)
             self.buffers.load(learner, buffers)
-        align_groups(self)
+        align_groups(self, groups)
 
     def trim(self) -> None:
         """Give back the rows of learners that are gone; where there is no room to do so, they stay."""
@@ -260,32 +260,30 @@ class ReplicaBank:
         self._load_rows(rows, self.num_learners)
 
     def reseed(self, sick: Collection[int], buffers: Mapping[str, Tensor]) -> None:
-        """BatchNorm statistics as given, and w_j ← z with zero state where nobody healthy shares the gradient."""
-        for group in self.gradient_groups:
-            ill = [learner for learner in group if learner in sick]
-            for learner in ill:
-                if len(ill) == len(group) and not self.replicas_alike:
-                    self.reset_learner(learner)
-                self.buffers.load(learner, buffers)
+        """BatchNorm statistics as given, and w_j ← z with zero state for those that are lost."""
+        for learner in lost(self, sick):
+            self.reset_learner(learner)
+        for learner in sick:
+            self.buffers.load(learner, buffers)
 
-    def restart(self, momentum: str, add: Callable[[Tensor], None] | None = None) -> None:
+    def restart(self, momentum: str, add: Add | None = None, sick: Collection[int] = ()) -> None:
         """Restart: w_j ← z, and z at rest. Optimizer state per `momentum`, see `settle_state`."""
         if self.is_single:
             return
-        self.settle_state(momentum, add)
+        self.settle_state(momentum, add, sick)
         for learner in range(self.num_learners):
             self.weights.copy_row(learner, self.z)
             self.refresh_shadow(learner)
-        self.z_prev.copy_row(0, self.z)
-        if self.velocity is not None:
-            self.velocity.zero_row(0)
+        self._rest()
 
-    def settle_state(self, momentum: str, add: Callable[[Tensor], None] | None = None) -> None:
+    def settle_state(self, momentum: str, add: Add | None = None, sick: Collection[int] = ()) -> None:
         """Learners' optimizer state: reset to zero, keep as it is, or average over learners.
 
-        For `add` see `central_buffers`.
+        That of the `sick` whose gradients nobody shares is zero in the mean. For `add` see `central_buffers`.
         """
         for rows in self.state.values() if momentum == "average" else ():
+            for learner in lost(self, sick):
+                rows.zero_row(learner)
             for stacked in rows.stacked(self.num_learners).values():
                 level(stacked, add, self.num_devices)
         for learner in range(self.num_learners) if momentum == "reset" else ():
@@ -297,13 +295,17 @@ class ReplicaBank:
         self.step_counts[learner] = 0
 
     def adopt_learner(self) -> None:
-        """z ← z_prev ← w of the first learner: the only one (K = 1 is plain SGD: z is w), or one of replicas alike."""
+        """z ← w of the first learner, at rest: the only one (K = 1 is plain SGD: z is w), or one of replicas alike."""
         self.z.copy_row(0, self.weights, 0)
-        self.z_prev.copy_row(0, self.z)
+        self._rest()
 
-    def central_buffers(
-        self, learners: Sequence[int] | None = None, add: Callable[[Tensor], None] | None = None
-    ) -> dict[str, Tensor]:
+    def _rest(self) -> None:
+        """z stands still: z_prev ← z, and no velocity."""
+        self.z_prev.copy_row(0, self.z)
+        if self.velocity is not None:
+            self.velocity.zero_row(0)
+
+    def central_buffers(self, learners: Sequence[int] | None = None, add: Add | None = None) -> dict[str, Tensor]:
         """Float buffers of z: the mean of the learners' (default all), variances with the between-learner term.
 
         With `add`, which sums a vector over devices in place, of all devices' learners.
@@ -311,9 +313,7 @@ class ReplicaBank:
         chosen = list(range(self.num_learners) if learners is None else learners)
         return mean_buffers({name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}, add)
 
-    def central_state(
-        self, excluded: Sequence[int] = (), add: Callable[[Tensor], None] | None = None
-    ) -> dict[str, Tensor]:
+    def central_state(self, excluded: Sequence[int] = (), add: Add | None = None) -> dict[str, Tensor]:
         """The average model as a module state dict (tied parameters once); with K = 1 it is the learner.
 
         The buffers of `excluded` learners do not count. For `add` see `central_buffers`.

@@ -223,7 +223,8 @@ class RoundTasks:
         """C_j ← correction from the weights the gradient was taken at; then w_j ← w_j − γ·u_j − c_j.
 
         The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum. Where
-        gradients are averaged its loss does not count, as the gradient is not its own.
+        gradients are averaged its loss does not count, as the gradient is not its own; there a group keeps its rows
+        when nobody in it is finite.
         """
         summed = self.summed_rows
         if summed:
@@ -241,8 +242,9 @@ class RoundTasks:
         bank, limit = self.bank, self.update.optimizer.clip_norm
         shares, finite = self.gradient_mean is not None, math.isfinite(gradient_norm)
         own = outcome.finite[learner] if shares else math.isfinite(outcome.losses[learner])
+        steps = finite and (self._is_kept(learner, outcome) if shares else own)
         outcome.finite[learner] = own and finite
-        if not (finite if shares else outcome.finite[learner]):
+        if not steps:
             return None
         bank.step_counts[learner] += 1
         clips = limit is not None and gradient_norm > limit
@@ -251,6 +253,13 @@ class RoundTasks:
             step_count=bank.step_counts[learner],
             gradient_scale=limit / (gradient_norm + 1e-6) if limit is not None and clips else 1.0,  # as in torch
         )
+
+    def _is_kept(self, learner: int, outcome: RoundOutcome) -> bool:
+        """Whether somebody of the learner's group is finite; where the group is everybody others may be, elsewhere."""
+        if self.gradient_mean is None or self.gradient_mean.group_size is None:
+            return True
+        group = next(group for group in self.bank.gradient_groups if learner in group)
+        return any(outcome.finite[other] for other in group)
 
     def next_summed_step(self, learner: int, outcome: RoundOutcome) -> Step | None:
         """As `next_step`, for a learner that steps by the mean of the gradients whose sum is in `bank.total`."""

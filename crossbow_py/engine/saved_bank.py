@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 CENTRAL = ("z", "z_prev", "velocity")  # what is no learner's; the last where the averaging rule keeps one
+
+
+def mean_weights(saved: Sequence[Mapping[str, Any]], sick: Sequence[Collection[int]]) -> dict[str, Tensor]:
+    """The mean of the learners of several banks' `state_dict()`, without those of each that are sick."""
+    rows = [[row for row in range(num_saved(one)) if row not in ill] for one, ill in zip(saved, sick, strict=True)]
+    return {
+        name: torch.cat([one["weights"][name][own] for one, own in zip(saved, rows, strict=True)]).mean(0)
+        for name in saved[0]["weights"]
+    }
 
 
 def num_saved(saved: Mapping[str, Any]) -> int:

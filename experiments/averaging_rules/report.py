@@ -44,7 +44,7 @@ def _header(data: str, own: Mapping[str, Sequence[Run]]) -> str:
 
 
 def _points(own: Sequence[Run], one: Sequence[Run]) -> str:
-    least = 0.5 * min(run["summary"]["test_accuracy"] for run in one)
+    least = 0.5 * min((run["summary"]["test_accuracy"] for run in one if not has_diverged(run)), default=0.0)
     broken = sum(has_diverged(run) or run["summary"]["test_accuracy"] < least for run in own)
     if broken:
         return f"{broken} of {len(own)} broke"

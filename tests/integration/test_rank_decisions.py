@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossbow_py import SGD, SMA, CheckpointSettings, GroupedSMA, Independent, SynchronousSGD
+from crossbow_py import (
+    SGD,
+    SMA,
+    CheckpointSettings,
+    DiLoCo,
+    GroupedSMA,
+    Independent,
+    LocalSGD,
+    SynchronousSGD,
+)
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.data.sampler import epoch_order
@@ -62,6 +71,18 @@ def test_run_of_two_ranks_resumed_in_mid_epoch_equals_the_uninterrupted_one_in_e
         for mine, theirs in zip([*one.learners, *one.momenta], [*other.learners, *other.momenta], strict=True):
             assert mine.tobytes() == theirs.tobytes()
     assert_alike(resumed)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_learners_that_go_by_themselves_lose_nothing_of_it_with_another_number_of_ranks(tmp_path, num_ranks):
+    options: dict[str, Any] = {"executor": "threads", "output_dir": tmp_path, "num_learners": 1}
+    options["averaging"] = LocalSGD(averaging_period=1000)
+    before = results(rank_jobs.train, 2, options, {"max_rounds": 6})
+    mean = (before[0].learners[0] + before[1].learners[0]) / 2
+    found = results(rank_jobs.restore_and_train, num_ranks, {**options, "resume": tmp_path}, {"max_rounds": 1})
+    for begun, _ in found:
+        np.testing.assert_allclose(begun.z, mean, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found[-1][0].learners[0], mean, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -198,6 +219,7 @@ def test_learner_gone_non_finite_on_the_first_rank_is_its_own_error(tmp_path):
         ("fused", 2, SMA()),
         ("fused", 3, SynchronousSGD()),  # six in all: a division by which is not exact
         ("threads", 3, GroupedSMA(group_size=2)),
+        ("serial", 2, DiLoCo(averaging_period=2)),  # by which learners meet in round 5
     ],
 )
 def test_learner_gone_non_finite_on_one_rank_is_reseeded_and_all_go_on(tmp_path, executor, num_learners, averaging):
@@ -254,29 +276,39 @@ def test_bad_test_sample_in_one_ranks_share_is_raised_on_all_with_a_checkpoint(t
     assert names_of(tmp_path) == ["samples-000000000064"]
 
 
-def test_bad_sample_of_a_recalibration_on_one_rank_leaves_all_with_the_mean_of_their_statistics():
+def test_batch_of_a_recalibration_that_one_rank_cannot_make_leaves_all_with_the_mean_of_their_statistics():
     # After 32 samples batches 8 and on are taken for it, by turns: batch 9 is rank 1's.
-    bad = int(epoch_order(0, 0, 50)[32 + 4 + 1])
-    options = {
-        "train_data": rank_jobs.Pictures(50, bad=bad),
-        "augmentation": None,
-        "num_workers": 0,
-    }
+    odd = int(epoch_order(0, 0, 50)[32 + 4 + 1])
+    options = {"train_data": rank_jobs.Pictures(50, odd=odd), "augmentation": None, "num_workers": 0}
     found, of_means = (
         results(rank_jobs.train, 2, {**options, "averaging": averaging}, {"max_rounds": 2})
         for averaging in (SMA(recalibration_batches=2), SMA(batch_norm="mean"))
     )
     assert_alike([*found, *of_means])
     (said,) = [message for message in found[0].messages or [] if message.startswith("BatchNorm's statistics are means")]
-    assert f"item {bad} of the data set cannot be read" in said
+    assert "rank 1: " in said
+
+
+def test_bad_sample_of_a_recalibration_has_another_in_its_place_and_does_not_count():
+    bad = int(epoch_order(0, 0, 50)[32 + 4 + 1])
+    options = {"augmentation": None, "num_workers": 0, "averaging": SMA(recalibration_batches=2)}
+    found = results(
+        rank_jobs.train, 2, {**options, "train_data": rank_jobs.Pictures(50, bad=bad)}, {"max_rounds": 2}
+    )
+    assert_alike(found)
+    assert not [message for message in found[0].messages or [] if "BatchNorm" in message or "Skipped" in message]
 
 
 # The number of learners
 
 
-@pytest.mark.parametrize("average_ema", [None, 5.0])
-def test_auto_tuner_decides_alike_on_all_ranks(average_ema):
-    options = {"executor": "threads", "averaging": SMA(average_ema=average_ema)}
+@pytest.mark.parametrize(
+    "averaging",
+    [SMA(), SMA(average_ema=5.0, batch_norm="mean"), DiLoCo(averaging_period=7)],
+    ids=["sma", "ema", "diloco"],
+)
+def test_auto_tuner_decides_alike_on_all_ranks(averaging):
+    options = {"executor": "threads", "averaging": averaging}
     found = results(rank_jobs.tune, 2, options, {"max_rounds": 120})
     (first, counts), (second, others) = found
     assert counts == others
@@ -295,6 +327,7 @@ def test_auto_tuner_decides_alike_on_all_ranks(average_ema):
         ("serial", "round", SynchronousSGD(average_ema=1.0)),
         ("fused", "round", SynchronousSGD()),
         ("threads", "round", GroupedSMA(group_size=2)),
+        ("threads", "round", LocalSGD(averaging_period=3)),
         pytest.param("serial", "round", SMA(), marks=pytest.mark.slow),
         pytest.param("threads", "allocation", SMA(), marks=pytest.mark.slow),
         pytest.param("fused", "allocation", SMA(), marks=pytest.mark.slow),

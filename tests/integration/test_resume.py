@@ -82,7 +82,8 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
         {"executor": "threads"},
         {"executor": "threads", "precision": "bf16"},
         {"executor": "threads", "augmentation": Augmentation(2, flip="alternating", random_erasing=0.5)},
-        {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3, batch_norm="recalibrate")},
+        {"executor": "threads", "num_learners": 3, "averaging": SMA(averaging_period=3)},
+        {"executor": "threads", "averaging": SMA(batch_norm="mean")},
         {"executor": "serial", "num_learners": 1, "optimizer": SGD(momentum=0.9, weight_decay=1e-3)},
         {"averaging": Elastic(averaging_period=2)},
         {"averaging": LocalSGD(averaging_period=2, quadratic_period=0.02)},
@@ -96,8 +97,9 @@ def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatc
         {"averaging": SynchronousSGD(average_ema=4.0)},
     ],
     ids=[
-        "serial", "threads", "bf16", "erasing", "three learners", "one learner", "elastic", "local_sgd", "diloco",
-        "slowmo", "papa", "synchronous_sgd", "grouped_sma", "ema", "ema of one learner", "ema of synchronous_sgd",
+        "serial", "threads", "bf16", "erasing", "three learners", "means", "one learner", "elastic", "local_sgd",
+        "diloco", "slowmo", "papa", "synchronous_sgd", "grouped_sma", "ema", "ema of one learner",
+        "ema of synchronous_sgd",
     ],
 )
 def test_run_stopped_in_mid_epoch_and_resumed_equals_the_uninterrupted_one_in_every_bit(tmp_path, options):

@@ -63,7 +63,7 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
 @pytest.mark.parametrize(
-    "averaging", [SMA(), SMA(batch_norm="recalibrate", recalibration_batches=3)], ids=["", "recal"]
+    "averaging", [SMA(batch_norm="mean"), SMA(recalibration_batches=3)], ids=["means", "recal"]
 )
 def test_run_resumed_in_mid_epoch_with_other_workers_equals_the_uninterrupted_one(tmp_path, executor, averaging):
     options: dict[str, Any] = {"executor": executor, "averaging": averaging}
@@ -72,6 +72,19 @@ def test_run_resumed_in_mid_epoch_with_other_workers_equals_the_uninterrupted_on
     trainer_of(parts, num_workers=1, **options).fit(max_samples=64)
     trainer_of(parts, num_workers=2, resume=parts, **options).fit(max_epochs=2)
     assert weights(parts) == weights(whole)
+
+
+def test_statistics_are_measured_beside_what_is_made_for_training():
+    trainer = trainer_of(None, num_workers=1)
+    parts = trainer.run.parts
+    feed, starts = parts.train_feed, [0, 4]
+    feed.announce(starts)
+    feed.wait(starts)
+    producer, there = feed._producer, feed._shelf.starts()
+    state = parts.final_states(40)[0]
+    assert (state["1.running_mean"] != parts.bank.central_state()["1.running_mean"]).any()
+    assert feed._producer is producer and feed._shelf.starts() >= there
+    parts.close_feeds()
 
 
 def test_learners_that_share_batches_see_what_serial_ones_see(tmp_path):

@@ -7,7 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py import PAPA, SGD, SMA, DiLoCo, LocalSGD, MultiStep, SlowMo, Trainer
+from crossbow_py import (
+    PAPA,
+    SGD,
+    SMA,
+    Constant,
+    DiLoCo,
+    Elastic,
+    GroupedSMA,
+    Independent,
+    LocalSGD,
+    MultiStep,
+    SlowMo,
+    Trainer,
+)
+from crossbow_py.averaging import OuterStep, Stage
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.engine.outer_step import mean_of_learners, take_outer_step
+from crossbow_py.errors import UserError
 from crossbow_py.training_loop import Result
 from tests.trainers import Recorder, blobs, make_trainer
 
@@ -84,6 +101,26 @@ def test_last_round_of_a_growing_period_averages() -> None:
     assert (trainer.state.round_index, trainer.state.apart_since) == (7, 7)
 
 
+def test_period_that_grows_is_that_of_a_rate_that_is_warmed_up() -> None:
+    # In the first round of two epochs of warm-up the rate is 0.1 / 80, and the period would be 25,600 rounds.
+    options: dict[str, Any] = {"optimizer": SGD(learning_rate=0.1), "schedule": Constant(warmup_epochs=2.0)}
+    trainer, _ = trained(9, averaging=LocalSGD(quadratic_period=0.2), **options)
+    assert trainer.state.apart_since == 8  # after every four rounds
+
+
+@pytest.mark.parametrize("rule", [SMA, Elastic, GroupedSMA])
+def test_period_that_grows_needs_an_end_where_z_is_what_is_evaluated(rule: type) -> None:
+    with pytest.raises(UserError, match="set max_epochs or max_samples"):
+        make_trainer(averaging=rule(quadratic_period=0.2)).fit(max_rounds=3)
+    make_trainer(averaging=LocalSGD(quadratic_period=0.2)).fit(max_rounds=3)
+
+
+def test_period_that_grows_beyond_all_numbers_never_ends() -> None:
+    rule = LocalSGD(quadratic_period=1.0)
+    stage = Stage(round_index=9, num_learners=2, learning_rate=1e-200, rounds_apart=10, first_rate=1e-200)
+    assert rule.round(stage) is None
+
+
 def test_period_that_grows_is_fixed_when_it_begins() -> None:
     # In the middle of the first epoch the rate falls from 0.1 to 0.05, and the period grows from 4 rounds to 16.
     options: dict[str, Any] = {"schedule": MultiStep(milestones=(0.5,), gamma=0.5), "num_learners": 2}
@@ -95,3 +132,64 @@ def test_period_that_grows_is_fixed_when_it_begins() -> None:
         since.append(trainer.state.apart_since)
     # The rate falls at sample 20, in the third round, and the period which began before is over after the fourth.
     assert since == [0, 0, 0, 4, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("momentum", ["keep", "average"])
+def test_learner_that_went_out_of_bounds_adds_nothing_to_an_outer_step(momentum: str) -> None:
+    trainer, _ = trained(3, averaging=LocalSGD(averaging_period=1000), optimizer=SGD(learning_rate=0.1, momentum=0.9))
+    bank = trainer.run.parts.bank
+    z, rows = bank.z.shaped()["weight"].clone(), weights(trainer)
+    velocities = [bank.state["momentum"].shaped(j)["weight"].clone() for j in range(3)]
+    for sick in (bank.weights, bank.state["momentum"]):
+        sick.shaped(1)["weight"].fill_(1e30)  # what a step can leave before the gate sees a loss
+    expected = z + (rows[0] - z + rows[2] - z) / 3
+    found = mean_of_learners(bank, Collective(), without=[1])
+    torch.testing.assert_close(found.shaped()["weight"], expected)
+    take_outer_step(bank, OuterStep(learner_momentum=momentum), Collective(), without=[1])  # type: ignore[arg-type]
+    for row in [bank.z.shaped()["weight"], *weights(trainer)]:
+        torch.testing.assert_close(row, expected)
+    own = bank.state["momentum"].shaped(0)["weight"]
+    of_all = (velocities[0] + velocities[2]) / 3
+    torch.testing.assert_close(own, of_all if momentum == "average" else velocities[0])
+
+
+@pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo, PAPA])
+def test_run_in_which_a_learner_blows_up_between_two_outer_steps_goes_on_without_it(rule: type) -> None:
+    inputs, targets = blobs(40)
+    sick = make_trainer().run.parts.train_feed.batch(4).inputs[0]  # of learner 1 in round 0
+    inputs[(inputs == sick).all(1)] = 1e4  # its loss is finite, and that of round 1 is not
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.pow(4).mean()
+
+    options: dict[str, Any] = {"train_data": (inputs, targets), "on_nonfinite": "reseed", "loss": loss}
+    trainer, result = trained(3, averaging=rule(averaging_period=2), optimizer=SGD(learning_rate=1e-3), **options)
+    assert trainer.state.num_reseeded == 1
+    for row in [*weights(trainer), result.model.state_dict()["weight"]]:
+        assert row.abs().max() < 10
+
+
+def test_restart_of_independent_learners_is_refused() -> None:
+    trainer, _ = trained(2, averaging=Independent())
+    before = weights(trainer)
+    with pytest.raises(UserError, match="independent learners lack"):
+        trainer.restart()
+    assert all(torch.equal(one, other) for one, other in zip(weights(trainer), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schedule": Constant(warmup_epochs=2.0)}, "warmup_epochs=2 is longer than the run of 1 epochs"),
+        ({"averaging": GroupedSMA()}, "averaging.group_size=4 puts all 2 learners into one group"),
+        ({"averaging": SMA(node_period=2)}, "averaging.node_period=2 is for several nodes"),
+        ({"schedule": Constant(warmup_epochs=1.0), "averaging": SMA()}, None),
+        ({"averaging": GroupedSMA(averaging_period=9, group_size=1)}, "averaging_period=9 is longer than the run"),
+        ({"averaging": GroupedSMA(averaging_period=9)}, "averaging.group_size=4 puts"),
+    ],
+)
+def test_settings_that_do_nothing_in_this_run_are_said(options: dict[str, Any], said: str | None) -> None:
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder], **options).fit(max_epochs=1)
+    messages = recorder.of("message")
+    assert len(messages) == (said is not None) and all(said in message for message in messages), messages

@@ -110,6 +110,23 @@ def test_recalibrate_gives_the_plain_means_of_batch_statistics():
     assert model[0].running_mean.tolist() == [7.0]
 
 
+class WithOneFrozen(nn.Sequential):
+    """Keeps its first norm as it is, as fine-tuning does."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_recalibrate_leaves_statistics_that_the_model_does_not_train():
+    model = WithOneFrozen(nn.BatchNorm1d(1), nn.BatchNorm1d(1)).double()
+    model[0].running_mean.fill_(7.0)
+    state = make_evaluator(model).recalibrate(model.state_dict(), [torch.tensor([[1.0], [3.0]]).double()])
+    assert (state["0.running_mean"].tolist(), state["0.running_var"].tolist()) == ([7.0], [1.0])
+    assert state["1.running_mean"].item() == pytest.approx(-5.0, rel=1e-4)
+
+
 def test_recalibrate_passes_over_batches_that_are_not_finite():
     model = nn.Sequential(nn.BatchNorm1d(1)).double()
     model[0].running_mean.fill_(7.0)

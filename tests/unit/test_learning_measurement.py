@@ -272,7 +272,7 @@ def test_statistics_that_are_off_run_no_model(monkeypatch):
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
-@pytest.mark.parametrize("rule", [SMA(), SMA(batch_norm="recalibrate"), Independent()], ids=["sma", "recal", "apart"])
+@pytest.mark.parametrize("rule", [SMA(batch_norm="mean"), SMA(), Independent()], ids=["means", "recal", "apart"])
 def test_run_with_statistics_is_the_one_without_in_every_bit(executor, rule):
     ends = []
     for on in (False, True):

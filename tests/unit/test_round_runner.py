@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, SynchronousSGD
+from crossbow_py import SGD, SMA, DiLoCo, LocalSGD, SynchronousSGD
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.errors import LearnerError
 from crossbow_py.reporter import Reporter, run_info
@@ -208,3 +208,49 @@ def test_out_of_memory_with_a_fixed_number_of_learners_is_raised(make_runner):
     loss.error = MemoryError("no room")
     with pytest.raises(LearnerError, match="MemoryError: no room"):
         submit(runner, run, range(2))
+
+
+@pytest.fixture
+def make_lonely_runner(make_runner):
+    """As `make_runner`, on the only device."""
+
+    def make(**options):
+        runner, run, _, _ = make_runner(**options)
+        runner.parts = run.parts = dataclasses.replace(run.parts, collective=Collective())
+        run.parts.bank.num_devices = 1
+        run.tuning.state = dataclasses.replace(run.tuning.state, num_learners=2)
+        return runner, run
+
+    return make
+
+
+@pytest.mark.parametrize("rule", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("after", [1, 3])
+def test_learners_that_go_by_themselves_lose_nothing_of_it_when_some_come_or_go(make_lonely_runner, rule, after):
+    runner, run = make_lonely_runner(averaging=rule(averaging_period=1000))
+    submit(runner, run, range(5))
+    assert runner.drain()
+    bank = run.parts.bank
+    rows = [bank.weights.flat(learner)[0].clone() for learner in range(2)]
+    z, mean = bank.z.flat()[0].clone(), (rows[0] + rows[1]) / 2
+    runner.set_learners(after)
+    torch.testing.assert_close(bank.z.flat()[0], mean)
+    assert not torch.allclose(mean, z)
+    found = [bank.weights.flat(learner)[0] for learner in range(after)]
+    torch.testing.assert_close(found[-1], mean)
+    if after > 1:
+        assert all(torch.equal(own, before) for own, before in zip(found, rows, strict=False))
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_rank_that_runs_out_of_memory_after_a_look_at_the_learners_mean_takes_part_in_every_sum(make_runner, executor):
+    runner, run, collective, loss = make_runner(executor, averaging=LocalSGD(averaging_period=2))
+    begun = collective.num_sums
+    submit(runner, run, range(3))
+    assert runner.drain()
+    run.parts.final_states(0)
+    assert collective.num_sums == begun + 2  # an outer step, and the look
+    loss.error = MemoryError("no room")
+    assert submit(runner, run, range(3, 8)) == [True] * 5
+    assert runner.out_of_memory
+    assert collective.num_sums == begun + 2 + 3

@@ -272,9 +272,9 @@ def restarts(monkeypatch, **options):
     trainer = make_trainer(schedule=MultiStep(milestones=(1.0,), gamma=0.1), callbacks=[recorder], **options)
     bank, original, seen = trainer.run.parts.bank, trainer.run.parts.bank.restart, []
 
-    def restart(momentum, add):
+    def restart(*given):
         z = bank.z.storage.clone()
-        original(momentum, add)
+        original(*given)
         at_z = all(torch.equal(w, z) for w in bank.weights.stacked(2)["weight"] for z in [bank.z.shaped()["weight"]])
         zero = not bank.state["momentum"].storage.any()
         seen.append((trainer.state.samples_seen, at_z and torch.equal(bank.z_prev.storage, z), zero))

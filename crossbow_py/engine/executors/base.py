@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from crossbow_py.engine.executors.spans import TaskSpans, spans_on
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
-from crossbow_py.engine.scheduler import Launch, Scheduler
+from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import Task
 from crossbow_py.telemetry.timeline import Timeline
 
@@ -34,7 +34,9 @@ class Executor(ABC):
         self._in_flight: deque[RoundOutcome] = deque()
         self.running: dict[str, Task] = {}  # what host threads are at, by stream
         self.notes: list[str] = []  # sentences for the user; read after every round
+        self._timeline: Timeline | None = None
         self._spans: TaskSpans | None = None
+        self._spans_between: TaskSpans | None = None
 
     def _new_scheduler(self, num_streams: int) -> Scheduler:
         """Of as many learners, or groups of them, as have a stream each."""
@@ -42,11 +44,22 @@ class Executor(ABC):
 
     def trace(self, timeline: Timeline) -> None:
         """Add a span to `timeline` for what runs from the next round on."""
-        self._spans = spans_on(self.tasks.bank.device, timeline)
+        self._timeline = timeline
+        self._spans_between = spans_on(self.tasks.bank.device, timeline)
+        self._spans = self._new_spans(timeline, self._spans_between)
+
+    def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
+        """Of the streams that tasks run on: by default the caller's."""
+        return on_callers_stream
 
     def span(self, name: str, row: str, round_index: int) -> AbstractContextManager[None]:
         """Around work as it runs, after what it waits for: measured when the executor traces, else nothing."""
         return nullcontext() if self._spans is None else self._spans.span(name, row, round_index)
+
+    def span_between(self, name: str, round_index: int) -> AbstractContextManager[None]:
+        """Around averaging that the caller does when nothing is in flight, on its own stream."""
+        spans = self._spans_between
+        return nullcontext() if spans is None else spans.span(name, AVERAGING_STREAM, round_index)
 
     def run_task(
         self, launch: Launch, outcome: RoundOutcome, body: Callable[[RoundOutcome], None] | None = None
@@ -101,8 +114,9 @@ class Executor(ABC):
         with self.tasks.collective.awaiting():
             self._wait_for_z()
         self.scheduler.synchronize()
-        if self._spans is not None:
-            self._spans.resolve()
+        for spans in (self._spans, self._spans_between):
+            if spans is not None:
+                spans.resolve()
         return outcomes
 
     def _collect(self, leave: int) -> list[RoundOutcome]:

@@ -17,6 +17,7 @@ from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
+from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.memory import is_out_of_memory, keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
@@ -67,7 +68,6 @@ class FusedExecutor(Executor):
         # With NCCL the host does not wait for a sum.
         blocks = bank.device.type == "cpu" and device is None and not tasks.collective.is_alone
         self._averaging = AveragingThread() if blocks else None
-        self._timeline: Timeline | None = None
         self._build(kernels)
         # Until a round by kernels was whole: what a round that fails before its update may have changed.
         self._on_trial = kernels
@@ -84,13 +84,9 @@ class FusedExecutor(Executor):
         """Operators without a rule, run learner by learner; known after the first round."""
         return self._pass.graph.looped
 
-    def trace(self, timeline: Timeline) -> None:
+    def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
         """See Executor; on CUDA a round is one span between two events."""
-        self._timeline = timeline
-        if self._on_device is None:
-            super().trace(timeline)
-        else:
-            self._spans = self._on_device.rounds.spans(timeline)
+        return on_callers_stream if self._on_device is None else self._on_device.rounds.spans(timeline)
 
     def drain(self) -> list[RoundOutcome]:
         """See Executor; on CUDA the next round waits for what the caller enqueued meanwhile."""

@@ -21,6 +21,7 @@ from crossbow_py.engine.device_tasks import NUM_RESULTS, DeviceTasks
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams, Event, Stream
 from crossbow_py.engine.executors.on_device import DeviceRounds
+from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fused_device_tasks import SubArrayTasks
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
@@ -80,9 +81,9 @@ class StreamsExecutor(Executor):
         """What a stream runs, and how many there are in the scheduler's eyes."""
         return DeviceTasks(tasks)
 
-    def trace(self, timeline: Timeline) -> None:
+    def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
         """See Executor: a span lies between two events on its stream; the round that captures shows the capture too."""
-        self._spans = self._rounds.spans(timeline)
+        return self._rounds.spans(timeline)
 
     def drain(self) -> list[RoundOutcome]:
         """See Executor; the next round waits for what the caller enqueued meanwhile."""

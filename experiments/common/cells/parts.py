@@ -3,7 +3,8 @@
     python -m experiments.common.cells.parts PARTS key=value ...
 
 Every part goes on where the checkpoint of the one before stands, so that the samples, and the model that comes out, are
-those of a run in one piece; what is measured at its end is in metrics.jsonl, at a fraction of an epoch. A schedule that
+those of a run in one piece (but with an `averaging.quadratic_period` that has learners average at the end, which is
+then that of every part); what is measured at its end is in metrics.jsonl, at a fraction of an epoch. A schedule that
 spans the run is told the length of the whole. A run that was killed goes on when the same command is given again.
 """
 

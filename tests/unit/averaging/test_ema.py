@@ -51,24 +51,30 @@ def test_ema_does_not_move_where_nothing_was_seen_since_and_is_z_where_nothing_w
 
 
 def test_ema_moves_where_a_twentieth_of_the_horizon_is_passed() -> None:
-    moves = [end for end in range(8, 88, 8) if is_due(end - 8, end, 400.0)]  # multiples of 20 in rounds of 8 samples
+    # Multiples of 20 in rounds of 8 samples.
+    moves = [end for end in range(8, 88, 8) if is_due(end - 8, end, 400.0, 10**6)]
     assert moves == [24, 40, 64, 80]
 
 
 def test_ema_moves_where_a_multiple_that_is_no_float_is_reached() -> None:
-    moves = [end for end in range(64, 1089, 64) if is_due(end - 64, end, 4096.0)]  # multiples of 204.8
+    moves = [end for end in range(64, 1089, 64) if is_due(end - 64, end, 4096.0, 10**6)]  # multiples of 204.8
     assert moves == [256, 448, 640, 832, 1024]
 
 
 @pytest.mark.parametrize("size", [1, 7, 32, 50])
 def test_ema_moves_twenty_times_a_horizon_whatever_the_size_of_a_round(size: int) -> None:
     ends = range(size, 10_000, size)
-    assert sum(is_due(end - size, end, 1000.0) for end in ends) == 10_000 // 50 - 1
+    assert sum(is_due(end - size, end, 1000.0, 10**6) for end in ends) == 10_000 // 50 - 1
+
+
+def test_ema_moves_four_times_an_epoch_however_long_the_horizon() -> None:
+    for horizon in (5000.0, 1e9):  # else a run of a hundredth of its horizon would have none
+        assert sum(is_due(end - 10, end, horizon, 1000) for end in range(10, 3000, 10)) == 11
 
 
 @pytest.mark.parametrize("horizon", [100.0, 1e-300])
 def test_ema_moves_after_every_round_that_is_longer_than_that(horizon: float) -> None:
-    assert all(is_due(end - 16, end, horizon) for end in range(16, 400, 16))
+    assert all(is_due(end - 16, end, horizon, 10**6) for end in range(16, 400, 16))
 
 
 @pytest.mark.parametrize("name", sorted(RULES.keys() - {Independent.NAME}))

@@ -14,9 +14,11 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
+from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.engine.scheduler import AVERAGING_STREAM
 from crossbow_py.errors import LearnerError
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
@@ -328,6 +330,20 @@ def test_failure_that_only_the_device_saw_is_raised_with_its_round():
     tasks = make_tasks(order="blocks")
     with pytest.raises(LearnerError, match="round failed in round 0 on all learners: RuntimeError: illegal memory"):
         run(FusedExecutor(tasks, Fails()), tasks, 2)
+
+
+@pytest.mark.parametrize("kind", [FusedExecutor, StreamsExecutor])
+def test_averaging_that_the_caller_does_between_rounds_is_a_span_of_its_own(kind):
+    tasks, timeline = make_tasks(order="blocks"), Timeline()
+    runner = kind(tasks, RecordingStreams())
+    with runner.span_between("averaging", 0):
+        pass
+    runner.trace(timeline)
+    with runner.span_between("averaging", 7):
+        pass
+    runner.close()
+    (found,) = timeline._spans
+    assert (found.name, found.row, found.args["round"]) == ("averaging", AVERAGING_STREAM, 7)
 
 
 def test_trace_has_a_span_a_round_between_two_times_around_its_launches():

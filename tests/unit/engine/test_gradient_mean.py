@@ -156,13 +156,13 @@ class Poisoned(nn.Module):
         return self.inner(inputs) * torch.where(inputs > 1e6, math.nan, 1.0).amax(1, keepdim=True)
 
 
-def poisoned(rule, num_learners=3, precision=FP64):
+def poisoned(rule, num_learners=3, precision=FP64, sick=(1,)):
     inputs, targets = (value.clone() for value in features(64))
     inputs[...] = inputs.clamp(-2, 2)
     options = {"num_learners": num_learners, "rule": rule, "order": "blocks", "precision": precision}
     tasks = make_tasks(Poisoned, data=(inputs, targets), **options)
     starts = plan(tasks, 1).starts
-    batch = tasks.feed.batch(starts[1]).inputs  # of the second learner, in round 1
+    batch = torch.cat([tasks.feed.batch(starts[learner]).inputs for learner in sick])  # in round 1
     for row in range(len(inputs)):
         if any(torch.equal(inputs[row].to(batch), own) for own in batch):
             inputs[row] = 1e9
@@ -210,6 +210,68 @@ def test_learner_that_is_not_finite_adds_nothing_in_native_code_either(executor)
     found, expected = rows(tasks.bank).double(), rows(reference.bank)
     assert torch.equal(found, found[:1].expand_as(found))
     assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        SerialExecutor,
+        EXECUTORS["threads"],
+        EXECUTORS["fused"],
+        EXECUTORS["fused_threads"],
+        lambda tasks: StreamsExecutor(tasks, RecordingStreams()),
+        lambda tasks: FusedExecutor(tasks, RecordingStreams()),
+        lambda tasks: TwoSubArrays(tasks, RecordingStreams()),
+    ],
+    ids=["serial", "threads", "fused", "fused_threads", "streams", "fused on a device", "subarrays"],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")  # Triton's interpreter goes by NumPy
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+def test_group_that_is_lost_as_a_whole_stays_where_it_was_and_pulls_nobody(build, precision):
+    tasks = poisoned(GroupedSMA(group_size=2), num_learners=4, precision=precision, sick=(2, 3))
+    runner = build(tasks)
+    runner.submit(plan(tasks, 0))
+    runner.drain()
+    bank, before = tasks.bank, rows(tasks.bank)
+    z = torch.cat(bank.z.trained()).clone()
+    z_prev = torch.cat(bank.z_prev.trained()).clone()
+    runner.submit(plan(tasks, 1))
+    (outcome,) = runner.drain()
+    runner.close()
+    assert outcome.finite == [True, True, False, False]
+    found = rows(bank)
+    assert torch.equal(found[2:], before[2:]) and not torch.equal(found[0], before[0])
+    assert bank.step_counts[:4] == [2, 2, 1, 1]
+    moved = z + 0.5 * (before[0] - z) + 0.9 * (z - z_prev)  # by the pull of one group alone
+    torch.testing.assert_close(torch.cat(bank.z.trained()), moved)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "from_group"),
+    [
+        (8, 6, [0, 1]),
+        (6, 8, [0, 1]),
+        (12, 10, [0, 1, 2]),
+        (16, 12, [0, 1, 2]),
+        (8, 12, [0, 1, None]),
+        (8, 9, [0, 1, None]),
+        (9, 8, [0, 1]),
+    ],
+)
+def test_groups_go_on_with_their_own_weights_and_state_when_learners_come_or_go(before, after, from_group):
+    bank = make_tasks(num_learners=before, rule=GroupedSMA(group_size=4)).bank
+    for number, group in enumerate(bank.gradient_groups):
+        for learner in group:
+            for part in [*bank.weights.trained(learner), *bank.state["momentum"].trained(learner)]:
+                part.fill_(number + 1.0)
+    bank.z.storage.fill_(9.0)
+    bank.resize(after)
+    weights, momenta = (
+        [float(each.trained(group[0])[0][0]) for group in bank.gradient_groups]
+        for each in (bank.weights, bank.state["momentum"])
+    )
+    assert weights == [9.0 if number is None else number + 1.0 for number in from_group]
+    assert momenta == [0.0 if number is None else number + 1.0 for number in from_group]
 
 
 def test_learners_that_come_to_replicas_alike_have_the_others_weights_and_state():

@@ -206,3 +206,13 @@ def test_bank_of_a_model_with_tied_weights_trains_and_saves_them_once():
     assert bank.module(0)[2].weight is bank.module(0)[0].weight
     gradient = torch.autograd.grad(bank.module(0)(torch.ones(1, 4).double()).sum(), bank.trained_parameters(0))
     assert len(gradient) == len(bank.layout.blocks) == 5
+
+
+def test_bank_that_shrank_to_one_learner_grows_again_with_z_at_rest():
+    bank = make_bank(num_learners=2, has_velocity=True)
+    torch._foreach_add_(bank.velocity.flat(0), 3.0)
+    bank.resize(1)
+    torch._foreach_add_(bank.weights.trained(0), 1.0)  # plain SGD meanwhile
+    bank.resize(2)
+    assert not torch.cat(bank.velocity.flat(0)).any()
+    assert torch.equal(bank.z.storage, bank.z_prev.storage)
