@@ -44,7 +44,7 @@ NESTEROV = {
         "averaging=synchronous_sgd averaging.rate_scaling=linear optimizer.nesterov=true"
     ),
 }
-# There are but 420 rounds.
+# There are but 470 rounds.
 OF_DIGITS = {
     "diloco, unscaled": "averaging=diloco averaging.averaging_period=10",
     "diloco, linear": "averaging=diloco averaging.averaging_period=10 averaging.rate_scaling=linear",

@@ -1,6 +1,6 @@
 """Trains learners by SMA with one setting changed at a time, at equal samples, and writes results/GRID.json.
 
-    python experiments/sma_settings/run.py digits_k4|digits_k8|lenet_k4|lenet_k8 [--cells PATTERN] [--jobs N]
+    python experiments/sma_settings/run.py digits_k4|digits_k8|lenet_k4|lenet_k8|resnet8_k4 [--cells PATTERN] [--jobs N]
 
 README.md says what is compared. A cell that is done is not run again; `--list` says what would be run.
 """
