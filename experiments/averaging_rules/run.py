@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import MEANS, Grid, cells
+from experiments.common.cells.grid import AS_RECORDED, Grid, cells
 
 EXPERIMENT = "averaging_rules"
 ONE = "one learner"
@@ -79,12 +79,12 @@ RESNET8 = (
 )
 # One learner is tuned: of 0.01, 0.03 and 0.1 the first is best.
 _CIFAR10_LENET = (
-    f"+experiment=lenet data=cifar10 averaging=sma {MEANS} optimizer.nesterov=false optimizer.learning_rate=0.01 "
+    f"+experiment=lenet data=cifar10 averaging=sma {AS_RECORDED} optimizer.nesterov=false optimizer.learning_rate=0.01 "
     "optimizer.weight_decay=5e-4 schedule.warmup_epochs=0.5 batch_size=32 max_epochs=5 executor=fused precision=fp32"
 )
 # The recipe's optimizer has Nesterov momentum already.
 _CIFAR10 = (
-    f"+experiment=resnet32_short averaging=sma {MEANS} batch_size=32 max_epochs=5 precision=fp32 "
+    f"+experiment=resnet32_short averaging=sma {AS_RECORDED} batch_size=32 max_epochs=5 precision=fp32 "
     "checkpoint_every_s=120"
 )
 _CIFAR10_RESNET8 = f"{_CIFAR10} {RESNET8}"
@@ -95,7 +95,7 @@ GRIDS = {
         Grid(
             "digits",
             "MLP on the digits, learners of 16 samples, 20 epochs",
-            cells(f"+experiment=digits {MEANS} num_learners=4 batch_size=16 max_epochs=20 executor=fused "
+            cells(f"+experiment=digits {AS_RECORDED} num_learners=4 batch_size=16 max_epochs=20 executor=fused "
                   "precision=fp32",
                   {**RULES, **NESTEROV, **OF_DIGITS}),
             seeds=(0, 1, 2, 3, 4), targets=(0.97,), reference=ONE,
@@ -103,8 +103,8 @@ GRIDS = {
         Grid(
             "lenet",
             "LeNet on MNIST, learners of 32 samples, 2 epochs",
-            cells(f"+experiment=lenet averaging=sma {MEANS} optimizer.nesterov=false num_learners=4 batch_size=32 "
-                  "max_epochs=2 executor=fused precision=fp32",
+            cells(f"+experiment=lenet averaging=sma {AS_RECORDED} optimizer.nesterov=false num_learners=4 "
+                  "batch_size=32 max_epochs=2 executor=fused precision=fp32",
                   {**RULES, **NESTEROV}, parts=4),
             targets=(0.99,), reference=ONE,
         ),

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.averaging_rules.run import RESNET8
 from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import MEANS, Cell, Grid, cells
+from experiments.common.cells.grid import AS_RECORDED, Cell, Grid, cells
 
 EXPERIMENT = "batch_norm"
 VARIANTS = "experiments.batch_norm.variants"
@@ -38,7 +38,7 @@ GRIDS = {
     for grid in (
         Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples, 2 epochs",
              measured(f"+experiment=resnet32_short {RESNET8} batch_size=32 max_epochs=2 precision=fp32 "
-                      f"checkpoint_every_s=120 {MEANS}", parts=2),
+                      f"checkpoint_every_s=120 {AS_RECORDED}", parts=2),
              seeds=(0, 1)),
     )
 }  # fmt: skip

@@ -52,15 +52,16 @@ GRIDS = {
         Grid(
             "digits",
             "MLP on the digits to 97 %",
-            cells_of("+experiment=digits schedule=constant max_epochs=60 target_accuracy=0.97 averaging=sma "
-                     "averaging.rate_scaling=none executor=fused precision=fp32", 0.05, 16, parts=2),
+            cells_of("+experiment=digits label_smoothing=0 schedule=constant max_epochs=60 target_accuracy=0.97 "
+                     "averaging=sma averaging.rate_scaling=none executor=fused precision=fp32", 0.05, 16, parts=2),
             seeds=(0, 1, 2, 3, 4), targets=(0.97,),
         ),
         Grid(
             "lenet",
             "LeNet on MNIST to 99 %",
-            cells_of("+experiment=lenet optimizer.nesterov=false schedule=constant max_epochs=10 target_accuracy=0.99 "
-                     "averaging=sma averaging.rate_scaling=none executor=fused precision=fp32", 0.03, 32, parts=4),
+            cells_of("+experiment=lenet label_smoothing=0 optimizer.nesterov=false schedule=constant max_epochs=10 "
+                     "target_accuracy=0.99 averaging=sma averaging.rate_scaling=none executor=fused precision=fp32",
+                     0.03, 32, parts=4),
             targets=(0.99,),
         ),
     )

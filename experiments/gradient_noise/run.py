@@ -15,11 +15,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.averaging_rules.run import RESNET8
 from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import MEANS, Grid, cells
+from experiments.common.cells.grid import AS_RECORDED, Grid, cells
 
 EXPERIMENT = "gradient_noise"
 ONE = "one learner"
-_MEASURED = f"{MEANS} batch_size=32 precision=fp32 learning_statistics=true"
+_MEASURED = f"{AS_RECORDED} batch_size=32 precision=fp32 learning_statistics=true"
 _RULES = {
     ONE: "num_learners=1",
     "sma": "averaging=sma num_learners=4",

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import MEANS, Grid, cells
+from experiments.common.cells.grid import AS_RECORDED, Grid, cells
 
 EXPERIMENT = "sma_settings"
 DEFAULT = "α=1/K, μ=0.9, τ=1"
@@ -54,8 +54,10 @@ SMOOTHED = {
     "constant rate, EMA over 0.2 epochs": "averaging=sma schedule=constant averaging.average_ema=0.2",
 }
 NUM_LEARNERS = (4, 8)
-DIGITS = f"+experiment=digits {MEANS} batch_size=16 max_epochs=20 executor=fused precision=fp32"
-LENET = f"+experiment=lenet {MEANS} optimizer.nesterov=false batch_size=32 max_epochs=2 executor=fused precision=fp32"
+DIGITS = f"+experiment=digits {AS_RECORDED} batch_size=16 max_epochs=20 executor=fused precision=fp32"
+LENET = (
+    f"+experiment=lenet {AS_RECORDED} optimizer.nesterov=false batch_size=32 max_epochs=2 executor=fused precision=fp32"
+)
 
 
 def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, ...], target: float) -> Grid:
@@ -79,7 +81,7 @@ OF_RESNET8 = {
 RESNET8 = (
     "+experiment=resnet32_short model=custom model.target=crossbow_py.models.resnet.ResNet "
     "model.args={depth:8,in_channels:3,num_classes:10} averaging=sma averaging.rate_scaling=linear "
-    f"{MEANS} num_learners=4 batch_size=32 max_epochs=5 "
+    f"{AS_RECORDED} num_learners=4 batch_size=32 max_epochs=5 "
     "precision=fp32"
 )
 

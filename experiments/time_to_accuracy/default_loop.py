@@ -94,10 +94,10 @@ def check_known(config: TrainConfig, source: DataSource) -> None:
     settings, augmentation = config.optimizer, source.augmentation
     of_optimizer = isinstance(settings, SGD) and settings.clip_norm is None
     of_images = augmentation.flip in (True, False) and not augmentation.random_erasing
-    if not (of_optimizer and of_images) or config.label_smoothing or config.num_learners != 1:
+    if not (of_optimizer and of_images) or config.num_learners != 1:
         raise UserError(
-            "the default loop has one learner, SGD, crops and random flips, and neither clipping, erasing, alternating "
-            "flips nor label smoothing; leave what is more out."
+            "the default loop has one learner, SGD, crops and random flips, and neither clipping, erasing nor "
+            "alternating flips; leave what is more out."
         )
 
 
@@ -108,6 +108,7 @@ def train(
     assert config.max_epochs is not None, "cells say it"
     assert isinstance(config.optimizer, SGD), "the recipes are of SGD"
     loader, optimizer = _loader(source, config), _optimizer(model, config.optimizer)
+    criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     count = len(_pair(source.train)[1])
     total = round(config.max_epochs * count)
     ends, state = [round(stop * count) for stop in stops(config.max_epochs, parts)], _Trained()
@@ -117,7 +118,7 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = config.optimizer.learning_rate * config.schedule.factor(state.samples, count, total)
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+            loss = criterion(model(images.to(device)), labels.to(device))
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             state.loss_sum, state.steps = state.loss_sum + loss.item(), state.steps + 1

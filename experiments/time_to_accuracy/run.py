@@ -37,11 +37,12 @@ def sides(recipe: str, num_learners: tuple[int, ...], batch: int, rate: float, p
     return tuple(replace(cell, labels={"side": side}) for side, found in kinds for cell in found)
 
 
+LENET = "+experiment=lenet label_smoothing=0 max_epochs=2"
 # Where small batches are far from the limit, both sides may be faster with larger ones.
 LARGER = (
-    *cells("+experiment=lenet max_epochs=2",
+    *cells(LENET,
            {f"{LEARNERS}, K=2, b=64": "num_learners=2 batch_size=64 optimizer.learning_rate=0.06"}, parts=4),
-    *cells("+experiment=lenet max_epochs=2",
+    *cells(LENET,
            {f"{TUNED}, b=128": "num_learners=1 batch_size=128 optimizer.learning_rate=0.12"}, parts=4),
 )  # fmt: skip
 RESNET32 = "+experiment=resnet32_short max_epochs=12 checkpoint_every_s=120"
@@ -49,7 +50,7 @@ GRIDS = {
     grid.name: grid
     for grid in (
         Grid("lenet", "LeNet on MNIST",
-             (*sides("+experiment=lenet max_epochs=2", (2, 4), 32, 0.03, parts=4),
+             (*sides(LENET, (2, 4), 32, 0.03, parts=4),
               *(replace(cell, labels={"side": cell.name.partition(",")[0]}) for cell in LARGER)),
              seeds=(0, 1, 2, 3, 4), targets=(0.99,), alone=True),
         Grid("resnet32", "ResNet-32 on CIFAR-10",

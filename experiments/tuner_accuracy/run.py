@@ -28,10 +28,11 @@ GRIDS = {
     grid.name: grid
     for grid in (
         Grid("digits", "MLP on the digits, learners of 16 samples, 400 epochs",
-             cells("+experiment=digits max_epochs=400 checkpoint_every_epochs=100 precision=fp32", LEARNERS),
+             cells("+experiment=digits label_smoothing=0 max_epochs=400 checkpoint_every_epochs=100 precision=fp32",
+                   LEARNERS),
              seeds=(0, 1, 2, 3, 4), targets=(0.97,), reference=AUTO, alone=True),
         Grid("lenet", "LeNet on MNIST, learners of 32 samples, 6 epochs",
-             cells("+experiment=lenet max_epochs=6 precision=fp32", LEARNERS),
+             cells("+experiment=lenet label_smoothing=0 max_epochs=6 precision=fp32", LEARNERS),
              targets=(0.99,), reference=AUTO, alone=True),
     )
 }  # fmt: skip

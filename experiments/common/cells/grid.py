@@ -22,8 +22,8 @@ TRAIN = "crossbow_py.train"
 PARTS = "experiments.common.cells.parts"
 Label = str | int | float
 
-# BatchNorm statistics as they were by default when most runs were recorded: so others can be added to these.
-MEANS = "averaging.batch_norm=mean averaging.recalibration_batches=32"
+# As it was by default, and in the recipes, when most runs were recorded: so others can be added to these.
+AS_RECORDED = "averaging.batch_norm=mean averaging.recalibration_batches=32 label_smoothing=0"
 _OF_ONE_RUN = ("experiment", "seed", "output_dir", "resume")
 
 
