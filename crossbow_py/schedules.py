@@ -30,16 +30,18 @@ class Schedule(ABC):
     def __post_init__(self) -> None:
         check(self)
 
-    def factor(
-        self, samples: int, samples_per_epoch: int, total_samples: int | None, *, warmed_up: bool = False
-    ) -> float:
-        """The multiple of the base learning rate after `samples` samples; `warmed_up` takes a warm-up as over.
+    def factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        """The multiple of the base learning rate after `samples` samples.
 
         Raises:
             UserError: the schedule needs the length of the run and neither it nor the run states one.
         """
-        warmup = 1.0 if warmed_up else self._warmup(samples, samples_per_epoch)
-        return warmup * self._shape(samples, samples_per_epoch, total_samples)
+        return self._warmup(samples, samples_per_epoch) * self._shape(samples, samples_per_epoch, total_samples)
+
+    def warmed_up_factor(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
+        """As `factor`, had the warm-up been over from the first."""
+        factor = self._shape if self.warmup_epochs else self.factor
+        return factor(samples, samples_per_epoch, total_samples)
 
     def drops_between(self, before: int, after: int, samples_per_epoch: int) -> bool:
         """Whether the rate dropped by a step in (before, after], in samples; averaging rules may restart on that."""

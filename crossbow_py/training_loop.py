@@ -167,8 +167,8 @@ class TrainingLoop:
         return self.parts.plan(state.round_index, state.samples_seen, factor, *apart, is_last)
 
     def _factor(self, warmed_up: bool = False) -> float:
-        schedule, seen = self.job.schedule, self.state.samples_seen
-        return schedule.factor(seen, self.num_samples, self.total_samples, warmed_up=warmed_up)
+        factor = self.job.schedule.warmed_up_factor if warmed_up else self.job.schedule.factor
+        return factor(self.state.samples_seen, self.num_samples, self.total_samples)
 
     def _await_batches(self, signals: StopSignal) -> None:
         """Block until the next round's batches are there, or a signal comes; or keep why they cannot be made.

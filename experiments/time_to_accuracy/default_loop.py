@@ -119,7 +119,7 @@ def train(
                 group["lr"] = config.optimizer.learning_rate * config.schedule.factor(state.samples, count, total)
             optimizer.zero_grad()
             loss = criterion(model(images.to(device)), labels.to(device))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             state.loss_sum, state.steps = state.loss_sum + loss.item(), state.steps + 1
             state.samples += len(labels)
