@@ -150,6 +150,12 @@ GRIDS = {
             cells(_CIFAR10, OF_RESNET32),
             seeds=(0, 1), targets=(0.8,), reference=ONE,
         ),
+        Grid(
+            "resnet32_long",
+            "ResNet-32 on CIFAR-10, 4 learners of 32 samples, 30 epochs",
+            cells(f"{_CIFAR10} num_learners=4 max_epochs=30 precision=bf16", OF_LONG_RUNS),
+            seeds=(0,), targets=(0.88, 0.9), reference=ONE,
+        ),
     )
 }  # fmt: skip
 
