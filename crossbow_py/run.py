@@ -279,6 +279,11 @@ class Run:
             ]
         if rule.node_period > 1 and not self.parts.collective.apart:
             return [f"averaging.node_period={rule.node_period} is for several nodes; with one it does nothing."]
+        if self.parts.collective.apart and rule.averaging_period * rule.node_period > rounds:
+            return [
+                f"averaging.node_period={rule.node_period} is longer than the run of {rounds} rounds: nodes never "
+                "join, and evaluations show the mean of what each learned by itself; take a smaller one."
+            ]
         return []
 
     def identity(self) -> dict[str, Any]:

@@ -25,8 +25,9 @@ def test_model_that_is_another_on_every_rank_begins_as_that_of_the_first():
 @pytest.mark.parametrize(("num_nodes", "same"), [(2, True), (1, False)])
 def test_average_models_of_nodes_are_taken_up_where_the_nodes_are_as_they_were(tmp_path, num_nodes, same):
     options: dict[str, Any] = {"executor": "serial", "averaging": SMA(node_period=50), "output_dir": tmp_path}
-    before = results(rank_jobs.train, 2, options, {"max_rounds": 6}, num_nodes=2)
+    before = results(rank_jobs.train, 2, options, {"max_rounds": 6, "max_samples": 320}, num_nodes=2)
     assert distance(before[0].z, before[1].z) > 1e-6
+    assert any("averaging.node_period=50 is longer than the run" in message for message in before[0].messages)
     stops = {"max_rounds": 2}
     found = results(rank_jobs.restore_and_train, 2, {**options, "resume": tmp_path}, stops, num_nodes=num_nodes)
     mean = (before[0].z + before[1].z) / 2
