@@ -37,7 +37,7 @@ def sides(recipe: str, num_learners: tuple[int, ...], batch: int, rate: float, p
     return tuple(replace(cell, labels={"side": side}) for side, found in kinds for cell in found)
 
 
-LENET = "+experiment=lenet label_smoothing=0 max_epochs=2"
+LENET = "+experiment=lenet max_epochs=2"
 # Where small batches are far from the limit, both sides may be faster with larger ones.
 LARGER = (
     *cells(LENET,
