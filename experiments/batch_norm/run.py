@@ -25,6 +25,9 @@ LEARNERS = {
     "sma, K=8": "averaging=sma num_learners=8",
     "local_sgd, K=4": "averaging=local_sgd averaging.rate_scaling=sqrt num_learners=4",
     "synchronous_sgd, linear, K=4": "averaging=synchronous_sgd_linear num_learners=4",
+    "one learner": "averaging=sma num_learners=1",
+    "one learner, b=8": "averaging=sma num_learners=1 batch_size=8 optimizer.learning_rate=0.025",
+    "sma, K=4, b=8": "averaging=sma num_learners=4 batch_size=8 optimizer.learning_rate=0.025",
 }
 
 
