@@ -147,9 +147,9 @@ def _train_feed(
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
     batch = feed.first_samples(min(2, settings.batch_size))
-    classes = count_classes(data, loss)
+    needs = (loss, *count_classes(data, loss), settings.label_smoothing)
     try:
-        return choices, feed, batch, probe(template, choices.precision, batch, loss, *classes)
+        return choices, feed, batch, probe(template, choices.precision, batch, *needs)
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
             raise
@@ -157,7 +157,7 @@ def _train_feed(
     choices = dataclasses.replace(choices, precision=FP32)
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
-    warnings = probe(template, FP32, batch, loss, *classes)
+    warnings = probe(template, FP32, batch, *needs)
     return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
 
 

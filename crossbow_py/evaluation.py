@@ -144,14 +144,15 @@ class Evaluator:
         module.eval()
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # cumulative mean over the batches seen
             norm.train()
         count = 0
         with ranks.together():
             for batch in inputs if norms else ():
                 if batch.isfinite().all():  # host–device synchronisation on CUDA
-                    module(batch)
                     count += 1
+                    for norm in norms:
+                        norm.momentum = 1 / count  # the mean so far; None is that of BatchNorm alone
+                    module(batch)
         measured = {n: b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))}
         (total,) = ranks.sum([count])
         if total == 0:

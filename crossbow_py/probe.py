@@ -22,13 +22,20 @@ _DRAWS_OUTSIDE = (
 
 
 def probe(
-    template: nn.Module, precision: Precision, batch: Batch, loss: Loss, num_classes: int | None, exact: bool = True
+    template: nn.Module,
+    precision: Precision,
+    batch: Batch,
+    loss: Loss,
+    num_classes: int | None,
+    exact: bool = True,
+    label_smoothing: float = 0.0,
 ) -> list[str]:
     """Run one small training batch through a copy of the model; returns warnings.
 
     Args:
         num_classes: the width the output must have; None when the data does not say.
         exact: whether more outputs than classes are refused too.
+        label_smoothing: with more than 0 the loss is cross-entropy with a class for each sample.
 
     Raises:
         UserError: the model, its output or the loss does not fit the data.
@@ -45,6 +52,12 @@ def probe(
         raise _unfit("training", batch.inputs, error) from error
     _check_output(output, num_classes, exact)
     _check_loss(output, batch.targets, precision, loss)
+    if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
+        raise UserError(
+            f"label_smoothing={label_smoothing} is for outputs [batch, classes] with a class for each sample, got "
+            f"{list(output.shape)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth inside a "
+            "loss of your own."
+        )
     moved = [name for name, buffer in model.named_buffers() if buffers.get(name) != buffer.data_ptr()]
     if moved:
         raise UserError(

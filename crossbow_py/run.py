@@ -17,7 +17,8 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.gradient_mean import align_groups
-from crossbow_py.engine.measures import spread
+from crossbow_py.engine.measures import squared_distances
+from crossbow_py.engine.outer_step import mean_of_learners
 from crossbow_py.engine.saved_bank import CENTRAL, mean_weights, num_saved
 from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
@@ -133,12 +134,17 @@ class Run:
         return loss_sum, int(num_losses), None if math.isnan(num_correct) else num_correct
 
     def spread(self) -> float | None:
-        """Root mean square of |w_j − z| / |z| over the learners of all ranks, which call it together."""
-        own = spread(self.parts.bank)
-        if own is None:
+        """Root mean square of |w_j − c| / |c| over the learners of all ranks, which call it together.
+
+        c is the average model that is evaluated, z or the learners' mean. None with one learner, or where c is zero.
+        """
+        parts, sick = self.parts, list(self.state.sick_learners)
+        if parts.bank.is_single:
             return None
-        ranks = self.parts.ranks
-        return own if ranks.num_ranks == 1 else math.sqrt(ranks.sum([own**2])[0] / ranks.num_ranks)
+        center = mean_of_learners(parts.bank, parts.collective, sick) if parts.rule.shows_mean else None
+        squares = squared_distances(parts.bank, center, sick)
+        total, count = parts.ranks.sum([sum(squares), len(squares)])
+        return math.sqrt(total / count) if count else None
 
     def add_up_epoch(self) -> None:
         """The sums of `RunState` become those of all ranks, for the record of an epoch that closes."""

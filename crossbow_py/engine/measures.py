@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 
 from crossbow_py.engine.central import norm
+from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.replicas import ReplicaBank
 
 
-def spread(bank: ReplicaBank) -> float | None:
-    """Root mean square over the learners here of |w_j − z| / |z|, trained blocks alone; None with one learner."""
-    if bank.is_single:
-        return None
-    z, learners = bank.z.trained(), range(bank.num_learners)
-    distances = [norm(torch._foreach_sub(bank.weights.trained(j), z)) for j in learners]
-    return math.sqrt(sum(distance**2 for distance in distances) / bank.num_learners) / norm(z)
+def squared_distances(bank: ReplicaBank, center: Rows | None = None, without: Collection[int] = ()) -> list[float]:
+    """|w_j − c|² / |c|² of each learner j here, those in `without` left out, trained blocks alone; c is z by default.
+
+    Empty where c is zero.
+    """
+    values = (center or bank.z).trained()
+    length = norm(values)
+    learners = [learner for learner in range(bank.num_learners) if learner not in without]
+    distances = [norm(torch._foreach_sub(bank.weights.trained(j), values)) for j in learners if length]
+    return [(distance / length) ** 2 for distance in distances]
 
 
 def correction_norm(bank: ReplicaBank) -> float | None:

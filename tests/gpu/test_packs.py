@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Augmentation, Trainer, run_settings
+from crossbow_py import SGD, Augmentation, run_settings
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -39,6 +39,7 @@ from tests.unit.packing.test_pack import (
     replace_member,
     run,
     seats,
+    trained_alone,
     trial,
 )
 
@@ -79,13 +80,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
 
     def train(own: TrialSettings, epochs: float = 2.0, precision: Precision = FP64) -> dict[str, Tensor]:
         monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: precision)
-        trainer = Trainer(
-            model=own.make_model, train_data=images(NUM_SAMPLES), optimizer=own.optimizer, schedule=own.schedule,
-            augmentation=own.augmentation, batch_size=own.batch_size, num_learners=1, executor="serial", device="cuda",
-            seed=own.seed, order_seed=ORDER_SEED, label_smoothing=own.label_smoothing,
-        )  # fmt: skip
-        state: dict[str, Tensor] = trainer.fit(max_epochs=epochs).model.state_dict()
-        return {name: value.to(DEVICE) for name, value in state.items()}
+        return {name: value.to(DEVICE) for name, value in trained_alone(own, epochs, "cuda").items()}
 
     return train
 

@@ -52,6 +52,11 @@ def test_reseeding_a_learner_that_is_alone_is_refused():
         check(settings=RunSettings(num_learners=1, on_nonfinite="reseed"))
 
 
+def test_label_smoothing_of_a_loss_other_than_cross_entropy_is_refused():
+    with pytest.raises(UserError, match=r"label_smoothing=0\.1 is for cross-entropy, and another loss was given"):
+        check(settings=RunSettings(label_smoothing=0.1))
+
+
 def in_nodes(ranks: ThreadRanks, num_local: list[int], num_learners: int) -> None:
     ranks.num_local, ranks.num_nodes = num_local[ranks.rank], 2
     check(ranks, RunSettings(num_learners=num_learners), averaging=SMA(node_period=4))

@@ -49,6 +49,31 @@ def test_model_of_a_run_shorter_than_the_period_is_the_mean_of_its_learners(rule
     assert torch.equal(z, make_trainer().run.parts.bank.z.shaped()["weight"])  # a look at the mean has not moved it
 
 
+@pytest.mark.parametrize("rule", [LocalSGD, PAPA])
+def test_spread_is_around_the_mean_that_is_evaluated(rule: type) -> None:
+    trainer, _ = trained(7, averaging=rule(averaging_period=1000))
+    bank, mean = trainer.run.parts.bank, mean_of_learners(trainer.run.parts.bank, Collective())
+    length = torch.linalg.vector_norm(torch.cat(mean.trained()))
+    squares = [
+        torch.linalg.vector_norm(torch.cat(bank.weights.trained(j)) - torch.cat(mean.trained())) ** 2 / length**2
+        for j in range(3)
+    ]
+    assert trainer.run.spread() == pytest.approx(float(sum(squares) / 3) ** 0.5, rel=1e-5)
+
+
+def test_average_model_of_zeros_has_no_spread() -> None:
+    class Zeros(torch.nn.Linear):
+        def reset_parameters(self) -> None:
+            self.weight.data.zero_()
+            self.bias.data.zero_()
+
+    trainer, _ = trained(7, averaging=SMA(averaging_period=1000), model=lambda: Zeros(4, 3))
+    assert trainer.run.spread() is None
+    trainer, _ = trained(7, averaging=LocalSGD(averaging_period=1000), model=lambda: Zeros(4, 3))
+    spread = trainer.run.spread()
+    assert spread is not None and 0 < spread < 1
+
+
 def test_period_longer_than_the_run_is_said_where_the_model_would_stay_as_it_began() -> None:
     said = []
     for rule in (SMA(averaging_period=6), SMA(averaging_period=5), LocalSGD(averaging_period=6)):

@@ -110,6 +110,13 @@ def test_recalibrate_gives_the_plain_means_of_batch_statistics():
     assert model[0].running_mean.tolist() == [7.0]
 
 
+def test_recalibrate_gives_plain_means_to_instance_norm_too():
+    model = nn.Sequential(nn.InstanceNorm1d(1, track_running_stats=True)).double()
+    batches = [torch.tensor([[[1.0, 3.0]]]).double(), torch.tensor([[[4.0, 10.0]]]).double()]
+    state = make_evaluator(model).recalibrate(model.state_dict(), batches)
+    assert (state["0.running_mean"].tolist(), state["0.running_var"].tolist()) == ([4.5], [10.0])
+
+
 class WithOneFrozen(nn.Sequential):
     """Keeps its first norm as it is, as fine-tuning does."""
 

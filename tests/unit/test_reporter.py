@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.measures import correction_norm, spread
+from crossbow_py.engine.measures import correction_norm, squared_distances
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluation
@@ -119,19 +119,22 @@ def test_close_closes_every_listener_once():
     assert [len(listener.of("close")) for listener in listeners] == [1, 1]
 
 
-def test_spread_is_the_root_mean_square_distance_over_the_norm_of_z():
-    # Distances 4 and 3: sqrt((16 + 9) / 2) / 3.
-    assert spread(two_learners()) == pytest.approx((12.5**0.5) / 3)
+def test_squared_distances_are_over_the_squared_norm_of_the_center():
+    bank = two_learners()
+    assert squared_distances(bank) == pytest.approx([16 / 9, 9 / 9])  # distances 4 and 3, |z| = 3
+    assert squared_distances(bank, without=[0]) == pytest.approx([1.0])
+    bank.z.storage.zero_()
+    assert squared_distances(bank) == []
 
 
 def test_correction_norm_is_the_length_of_the_sum():
     assert correction_norm(two_learners()) == pytest.approx(1.0)
 
 
-def test_one_learner_has_neither_spread_nor_correction():
+def test_one_learner_has_no_correction():
     bank = two_learners()
     bank.resize(1)
-    assert (spread(bank), correction_norm(bank)) == (None, None)
+    assert correction_norm(bank) is None
 
 
 def test_time_left_is_that_of_whatever_ends_the_run_first():

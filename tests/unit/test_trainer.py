@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
-from crossbow_py.engine.measures import spread
 from crossbow_py.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.weights_file import save_weights
@@ -344,6 +343,14 @@ def test_class_the_model_has_no_output_for_is_refused_without_being_told_the_num
         make_trainer(train_data=(blobs(40)[0], torch.arange(40) % 5))
 
 
+def test_label_smoothing_of_targets_that_are_not_classes_is_refused():
+    inputs, targets = blobs(40)
+    probabilities = nn.functional.one_hot(targets, 3).float()
+    make_trainer(train_data=(inputs, probabilities))
+    with pytest.raises(UserError, match=r"label_smoothing=0\.1 is for outputs \[batch, classes\] with a class for each"):
+        make_trainer(train_data=(inputs, probabilities), label_smoothing=0.1)
+
+
 @pytest.mark.parametrize("what", ["test", "validation"])
 def test_data_of_another_shape_than_the_training_data_is_refused_before_training(what):
     with pytest.raises(UserError, match=f"the model cannot take the {what} data, inputs of shape"):
@@ -381,10 +388,9 @@ def test_model_that_replaces_a_buffer_is_refused():
 def test_restart_on_demand_takes_every_learner_to_the_average_model():
     trainer = make_trainer()
     trainer.fit(max_rounds=3)
-    bank = trainer.run.parts.bank
-    assert spread(bank) > 0
+    assert trainer.run.spread() > 0
     trainer.restart()
-    assert spread(bank) == 0
+    assert trainer.run.spread() == 0
 
 
 def test_resume_auto_starts_afresh_goes_on_and_needs_a_folder(tmp_path):

@@ -102,21 +102,21 @@ def run(pack: Pack) -> None:
     pack.drain()
 
 
+def trained_alone(own: TrialSettings, epochs: float, device: str) -> dict[str, torch.Tensor]:
+    """What a trial is after so many epochs, trained by a trainer, with the running statistics of its own row."""
+    trainer = Trainer(
+        model=own.make_model, train_data=images(NUM_SAMPLES), optimizer=own.optimizer, schedule=own.schedule,
+        augmentation=own.augmentation, batch_size=own.batch_size, num_learners=1, executor="serial", device=device,
+        seed=own.seed, order_seed=ORDER_SEED, label_smoothing=own.label_smoothing, averaging=SMA(batch_norm="mean"),
+    )  # fmt: skip
+    return trainer.fit(max_epochs=epochs).model.state_dict()
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, torch.Tensor]]:
-    """What a trial is after so many epochs, trained by a trainer alone."""
+    """See `trained_alone`."""
     monkeypatch.setattr(run_settings, "choose_precision", lambda name, device: FP64)
-
-    def train(own: TrialSettings, epochs: float = 2.0) -> dict[str, torch.Tensor]:
-        trainer = Trainer(
-            model=own.make_model, train_data=images(NUM_SAMPLES), optimizer=own.optimizer, schedule=own.schedule,
-            augmentation=own.augmentation, batch_size=own.batch_size, num_learners=1, executor="serial", device="cpu",
-            seed=own.seed, order_seed=ORDER_SEED, label_smoothing=own.label_smoothing,
-            averaging=SMA(batch_norm="mean"),  # a trial has the running statistics of its own row
-        )  # fmt: skip
-        return trainer.fit(max_epochs=epochs).model.state_dict()
-
-    return train
+    return lambda own, epochs=2.0: trained_alone(own, epochs, "cpu")
 
 
 def assert_as_alone(pack: Pack, row: int, expected: dict[str, torch.Tensor], tolerance: float = 1e-8) -> None:
