@@ -80,6 +80,10 @@ class SearchConfig(TrainConfig):
         for key, neutral in MEANINGLESS.items():
             if getattr(self, key) != neutral:
                 raise UserError(f"{key} means nothing in a search, got {_written(getattr(self, key))}; leave it out.")
+        if self.averaging.average_ema is not None:
+            raise UserError(
+                f"averaging.average_ema means nothing in a search, got {self.averaging.average_ema:g}; leave it out."
+            )
         if self.num_learners != 1:
             raise UserError(
                 f"num_learners must be 1 in a search, got {self.num_learners}: a trial is one learner; set "
@@ -171,8 +175,9 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
     order_seed = config.seed if config.order_seed is None else config.order_seed
     # Its own name: `train` takes an experiment's for a choice.
     plain.update(
-        experiment=TrainConfig.experiment, num_learners=1, seed=seed, order_seed=order_seed, averaging={"name": "sma"}
-    )
+        experiment=TrainConfig.experiment, num_learners=1, seed=seed, order_seed=order_seed,
+        averaging={"name": "sma", "batch_norm": "mean"},  # trials are compared with their running statistics
+    )  # fmt: skip
     meant = config.parsed_space.meant(params)
     for key, value in sorted(meant.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
         if key in REGISTRIES:

@@ -12,7 +12,7 @@ from crossbow_py.packing.report import listeners
 from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.width import Width
 from crossbow_py.search import main
-from tests.searches import report, search_digits, segments, trained_by_command, values
+from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
 MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer=digits"]
 IMAGES = ["data=synthetic", "data.num_train=96", "data.num_test=32", "data.validation_fraction=0.25", "batch_size=24"]
@@ -83,6 +83,14 @@ def test_successive_halving_keeps_the_best_third_at_every_rung() -> None:
         ranked = sorted(reached, key=lambda trial: (-reached[trial], trial))
         assert {trial for trial, last in segments() if last == rung + 1} == set(ranked[:kept])
     assert len(segments()) == 9 + 3 + 1
+
+
+def test_command_trains_the_best_trial_of_a_model_with_batch_norm() -> None:
+    resnet = "model.args={depth: 8, in_channels: 1, num_classes: 10}"
+    words = [word for word in DIGITS if not word.startswith("model.")]
+    words += ["model=custom", "model.target=crossbow_py.models.resnet.ResNet", resnet, "metric=loss", "method=none"]
+    assert main([*words, "num_trials=2", "max_epochs=1"]) == 0
+    assert report()["best"]["value"] == pytest.approx(trained_by_command()["validation_loss"], rel=1e-3)
 
 
 def test_metric_loss_keeps_the_trials_with_the_least() -> None:

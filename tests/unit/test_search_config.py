@@ -116,7 +116,7 @@ def test_command_says_only_what_is_not_the_default() -> None:
     assert command == (
         "python -m crossbow_py.train model=mlp data=digits optimizer=sgd schedule=cosine averaging=sma "
         "max_epochs=27.0 num_learners=1 seed=5 order_seed=0 label_smoothing=0.1 data.validation_fraction=0.1 "
-        "optimizer.learning_rate=0.05 optimizer.weight_decay=0.0001"
+        "optimizer.learning_rate=0.05 optimizer.weight_decay=0.0001 averaging.batch_norm=mean"
     )
 
 
@@ -133,6 +133,11 @@ def test_trial_is_one_learner_with_its_own_seed_and_the_order_of_the_search() ->
 def test_trial_has_nothing_to_average_with_whatever_a_recipe_says() -> None:
     independent = trial_config(search(*DIGITS, "averaging=independent"), {}, seed=1)
     assert independent == trial_config(search(*DIGITS), {}, seed=1)
+
+
+def test_ema_of_trials_is_refused() -> None:
+    with pytest.raises(UserError, match=r"averaging\.average_ema means nothing in a search, got 1; leave it out"):
+        search(*DIGITS, "averaging.average_ema=1")
 
 
 def test_option_that_is_configured_already_keeps_what_it_was_given() -> None:

@@ -347,7 +347,7 @@ def test_label_smoothing_of_targets_that_are_not_classes_is_refused():
     inputs, targets = blobs(40)
     probabilities = nn.functional.one_hot(targets, 3).float()
     make_trainer(train_data=(inputs, probabilities))
-    with pytest.raises(UserError, match=r"label_smoothing=0\.1 is for outputs \[batch, classes\] with a class for each"):
+    with pytest.raises(UserError, match=r"label_smoothing=0\.1 is for outputs \[batch, classes\] with a class"):
         make_trainer(train_data=(inputs, probabilities), label_smoothing=0.1)
 
 
