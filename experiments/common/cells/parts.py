@@ -15,7 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from crossbow_py.checkpoint import find_newest
 from crossbow_py.config import TrainConfig, compose
+from crossbow_py.errors import CheckpointError
 from crossbow_py.schedules import Cosine
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train import main as train
@@ -65,10 +67,17 @@ def whole_length(config: TrainConfig) -> list[str]:
 
 
 def epochs_done(folder: Path, file: str = METRICS_FILE) -> float:
-    """Up to the last line of `file`, one for every evaluation; 0 before the first."""
+    """Up to the last line of `file`, one for every evaluation, that the newest checkpoint is not before; 0 without one.
+
+    A run killed between an evaluation and its checkpoint goes on from the one before, and drops the line.
+    """
     path = folder / file
     records = read_metrics(path) if path.exists() else []
-    return float(records[-1]["epoch"]) if records else 0.0
+    try:
+        kept = find_newest(folder)[0].samples_seen if records else 0
+    except CheckpointError:
+        kept = 0
+    return max((float(record["epoch"]) for record in records if record["samples_seen"] <= kept), default=0.0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.checkpoint import checkpoints
+from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train import main as train
 from experiments.common.cells import parts, running
 from experiments.common.cells.command import run_grid
@@ -197,6 +199,19 @@ def test_training_in_parts_that_was_killed_behind_its_last_evaluation_is_brought
     ended = (tmp_path / "run" / "summary.json").stat().st_mtime_ns
     assert parts.main(["1", *words]) == 0
     assert (tmp_path / "run" / "summary.json").stat().st_mtime_ns == ended
+
+
+def test_training_in_parts_that_was_killed_between_an_evaluation_and_its_checkpoint_has_all_evaluations(
+    tmp_path: Path,
+) -> None:
+    words = [*DIGITS, f"output_dir={tmp_path / 'run'}", "resume=auto", "max_epochs=1"]
+    assert parts.main(["4", *words[:-1], "max_epochs=0.75", "schedule.epochs=1"]) == 0
+    newest, *_ = checkpoints(tmp_path / "run")
+    shutil.rmtree(newest)
+    assert parts.epochs_done(tmp_path / "run") == pytest.approx(0.5, abs=0.05)
+    assert parts.main(["4", *words]) == 0
+    epochs = [record["epoch"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert epochs == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.05)
 
 
 def test_training_that_diverges_is_recorded_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
