@@ -257,13 +257,15 @@ class Run:
                 "averaging.quadratic_period has learners average at the end of the run at the latest, which nothing "
                 "says beforehand; set max_epochs or max_samples."
             )
-        warmup = self.schedule.warmup_epochs
-        remarks = []
-        if total_samples is not None and warmup * self.num_samples > total_samples:
-            remarks.append(
-                f"schedule.warmup_epochs={warmup:g} is longer than the run of {total_samples / self.num_samples:g} "
-                "epochs: the learning rate never gets to what is set; take a shorter warm-up."
-            )
+        remarks, ema = [], self.parts.rule.average_ema
+        if total_samples is not None:
+            epochs = total_samples / self.num_samples
+            remarks = [remark] if (remark := self.schedule.remark(epochs)) else []
+            if ema is not None and ema >= epochs:
+                remarks.append(
+                    f"averaging.average_ema={ema:g} is as long as the run of {epochs:g} epochs, or longer: its first "
+                    "models count as much as its last; take a shorter one."
+                )
         return [*remarks, *self._remarks_on_averaging(total_samples)]
 
     def _remarks_on_averaging(self, total_samples: int | None) -> list[str]:

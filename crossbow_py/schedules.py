@@ -47,6 +47,15 @@ class Schedule(ABC):
         """Whether the rate dropped by a step in (before, after], in samples; averaging rules may restart on that."""
         return False
 
+    def remark(self, run_epochs: float) -> str | None:
+        """A sentence on what does not fit a run of so many epochs, with a remedy."""
+        if self.warmup_epochs > run_epochs:
+            return (
+                f"schedule.warmup_epochs={self.warmup_epochs:g} is longer than the run of {run_epochs:g} epochs: the "
+                "learning rate never gets to what is set; take a shorter warm-up."
+            )
+        return None
+
     @abstractmethod
     def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
         """The factor without warm-up."""
@@ -129,6 +138,15 @@ class Cosine(Schedule):
 
     final_factor: float = setting(0.0, "share of the base learning rate left at the end", minimum=0, maximum=1)
     epochs: float | None = setting(None, "length of the cycle; null is the length of the run", above=0)
+
+    def remark(self, run_epochs: float) -> str | None:
+        """See Schedule."""
+        if self.epochs is not None and self.epochs < run_epochs and self.final_factor == 0:
+            return (
+                f"schedule.epochs={self.epochs:g} is shorter than the run of {run_epochs:g} epochs: the learning rate "
+                "is 0 from there on; set schedule.epochs=null for a cycle as long as the run."
+            )
+        return super().remark(run_epochs)
 
     def _shape(self, samples: int, samples_per_epoch: int, total_samples: int | None) -> float:
         total = self.epochs * samples_per_epoch if self.epochs is not None else total_samples
