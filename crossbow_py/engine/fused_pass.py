@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernel_checks import serves
-from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
+from crossbow_py.engine.label_smoothing import IGNORED, smoothed_cross_entropy
 from crossbow_py.engine.rounds import Round, RoundTasks
 
-_IGNORED = -100  # targets that cross_entropy leaves out of its mean
 _MOST_CLASSES = 16384  # of the loss kernel
 
 # Losses [K], right predictions [K] and the gradient of the outputs, from outputs [K, B, C] and targets [K, B].
@@ -110,7 +109,7 @@ class FusedPass:
             return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop])
         if self._tasks.loss is nn.functional.cross_entropy and outputs.ndim == 3 and targets.ndim == 2:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-            return each.view(targets.shape).sum(1) / (targets != _IGNORED).sum(1)
+            return each.view(targets.shape).sum(1) / (targets != IGNORED).sum(1)
         pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
         return torch.stack([self._tasks.loss(output, target).reshape(()) for output, target in pairs])
 

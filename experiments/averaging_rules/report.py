@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from experiments.averaging_rules.run import ONE, RULES
-from experiments.common.cells.report import NONE
 from experiments.common.cells.summary import Result, Run, by_cell, difference, has_diverged
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 
 _OF_FOUR = ", K=4"  # in the names of a grid that has other numbers of learners too
 _DATA = {

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import AS_RECORDED, Grid, cells
+from experiments.common.cells.grid import AS_RECORDED, RESNET8, Grid, cells
 
 EXPERIMENT = "averaging_rules"
 ONE = "one learner"
@@ -74,9 +74,6 @@ OF_MANY = {
     "synchronous_sgd, linear": "averaging=synchronous_sgd averaging.rate_scaling=linear",
 }
 OF_LONG_RUNS = {name: RULES[name] for name in (ONE, "sma, linear", "synchronous_sgd, linear")}
-RESNET8 = (
-    "model=custom model.target=crossbow_py.models.resnet.ResNet model.args={depth:8,in_channels:3,num_classes:10}"
-)
 # One learner is tuned: of 0.01, 0.03 and 0.1 the first is best.
 _CIFAR10_LENET = (
     f"+experiment=lenet data=cifar10 averaging=sma {AS_RECORDED} optimizer.nesterov=false optimizer.learning_rate=0.01 "

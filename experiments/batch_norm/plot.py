@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from experiments.batch_norm.report import curve, healthy
 from experiments.batch_norm.run import EXPERIMENT
 from experiments.batch_norm.variants import VARIANTS
+from experiments.common.cells.plot import UNITS, unit_of
 from experiments.common.cells.summary import Result, Run
 from experiments.common.pictures import save_pictures
 
@@ -29,12 +30,12 @@ def main() -> int:
 
 def draw(result: Result) -> Figure:
     """Panels in a row, a line for every kind of statistics of the mean over seeds, and the seeds as points."""
-    found = healthy(result)
+    found, unit = healthy(result), unit_of(result)
     figure = Figure(figsize=(1 + 3.2 * max(1, len(found)), 3.6), layout="constrained")
     panels = figure.subplots(1, max(1, len(found)), squeeze=False, sharey=True)[0]
     for axes, (name, runs) in zip(panels, found.items(), strict=False):
-        _draw_cell(axes, runs)
-        axes.set(title=name, xlabel="epochs")
+        _draw_cell(axes, runs, unit)
+        axes.set(title=name, xlabel=UNITS[unit])
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("test accuracy")
     if found:
@@ -43,13 +44,13 @@ def draw(result: Result) -> Figure:
     return figure
 
 
-def _draw_cell(axes: Axes, runs: list[Run]) -> None:
+def _draw_cell(axes: Axes, runs: list[Run], unit: int) -> None:
     for (color, line), variant in zip(_STYLES, VARIANTS, strict=True):
         rows = list(zip(*(curve(run, variant) for run in runs), strict=False))
-        epochs = [line["epoch"] for line in runs[0]["measured"]][: len(rows)]
-        axes.plot(epochs, [sum(row) / len(row) for row in rows], line, color=color, label=variant)
-        for epoch, row in zip(epochs, rows, strict=True):
-            axes.plot([epoch] * len(row), row, ".", color=color, alpha=0.4, markersize=4)
+        samples = [line["samples_seen"] / unit for line in runs[0]["measured"]][: len(rows)]
+        axes.plot(samples, [sum(row) / len(row) for row in rows], line, color=color, label=variant)
+        for seen, row in zip(samples, rows, strict=True):
+            axes.plot([seen] * len(row), row, ".", color=color, alpha=0.4, markersize=4)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.common.cells.report import NONE, accuracy, notes
+from experiments.common.cells.report import accuracy, notes
 from experiments.common.cells.summary import Result, Run, by_cell, estimate, has_diverged
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 
 
 def healthy(result: Result) -> dict[str, list[Run]]:

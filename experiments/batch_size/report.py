@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.batch_size.run import LEARNER_BATCH, LEARNERS, ONE
-from experiments.common.cells.report import NONE, notes, when
+from experiments.common.cells.report import notes, when
 from experiments.common.cells.summary import Reached, Result, by_cell, reached
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+NONE = "–"  # where there is no value to show
 _BLOCK = re.compile(r"(<!-- table:(?P<name>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MARKER = re.compile(r"<!-- table:\S+ -->")
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from statistics import mean
 from typing import Any
 
-from experiments.common.markdown import markdown_table
-
-_NONE = "–"
+from experiments.common.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 
@@ -40,8 +38,8 @@ def _summary_row(run: Mapping[str, Any], target_accuracy: float) -> list[str]:
         f"{summary['epochs']:.4g}",
         f"{summary['test_accuracy']:.4f}",
         f"{summary['best_test_accuracy']:.4f}",
-        _NONE if reached is None else str(reached["epoch"]),
-        _NONE if reached is None else f"{reached['elapsed_s'] / 60:.1f}",
+        NONE if reached is None else str(reached["epoch"]),
+        NONE if reached is None else f"{reached['elapsed_s'] / 60:.1f}",
         f"{summary['train_time_s'] / 60:.1f}",
         f"{summary['images_per_s']:,.0f}",
     ]
@@ -50,7 +48,7 @@ def _summary_row(run: Mapping[str, Any], target_accuracy: float) -> list[str]:
 def _data_cells(run: Mapping[str, Any]) -> list[str]:
     """Of a run whose data lived on the device, and of records older than these numbers, nothing is known."""
     num_workers, wait_share = (run["summary"].get(key) for key in ("num_workers", "data_wait_share"))
-    return [_NONE if num_workers is None else str(num_workers), _NONE if wait_share is None else f"{wait_share:.1%}"]
+    return [NONE if num_workers is None else str(num_workers), NONE if wait_share is None else f"{wait_share:.1%}"]
 
 
 def first_at_target(run: Mapping[str, Any], target_accuracy: float) -> Mapping[str, Any] | None:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
-_NONE = "–"
 _KIB, _MIB = 2**10, 2**20
 
 
@@ -40,7 +39,7 @@ def errors_table(result: Result) -> str:
             f"{max(0, *errors)}",
             f"{max(0, *(-error for error in errors))}",
             f"{100 * max(map(shortfall, cells)):.2f}",
-            f"{min(over):,.1f} to {max(over):,.1f}" if over else _NONE,
+            f"{min(over):,.1f} to {max(over):,.1f}" if over else NONE,
         ])  # fmt: skip
     return markdown_table(header, rows)
 
@@ -53,7 +52,7 @@ def batch_sizes_table(result: Result) -> str:
     for model, learners, at_once in _kinds(result):
         cells = {cell["limit_gib"]: cell for cell in cells_of(result, model)
                  if (cell["num_learners"], cell["at_once"]) == (learners, at_once)}  # fmt: skip
-        shown = [_shown(cells[limit]) if limit in cells else _NONE for limit in limits]
+        shown = [_shown(cells[limit]) if limit in cells else NONE for limit in limits]
         rows.append([model, str(learners), str(at_once), *shown])
     return markdown_table(header, rows)
 
@@ -93,7 +92,7 @@ def supply_table(result: Result) -> str:
     for model, learners in dict.fromkeys((row["model"], row["num_learners"]) for row in result["supply"]):
         own = {row["host_gib"]: row for row in result["supply"]
                if (row["model"], row["num_learners"]) == (model, learners)}  # fmt: skip
-        pairs = [" × ".join(map(str, own[size]["recommended"])) if size in own else _NONE for size in sizes]
+        pairs = [" × ".join(map(str, own[size]["recommended"])) if size in own else NONE for size in sizes]
         differ = sum(row["recommended"] != row["best"] for row in own.values())
         rows.append([model, str(learners), str(next(iter(own.values()))["largest_batch"]), *pairs, str(differ)])
     return markdown_table(header, rows)

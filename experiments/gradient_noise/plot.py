@@ -1,4 +1,4 @@
-"""Draws a picture beside every results file: four statistics of learning against epochs, a line a rule.
+"""Draws a picture beside every results file: four statistics of learning against samples seen, a line a rule.
 
 python experiments/gradient_noise/plot.py
 """
@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.cells.plot import styles
+from experiments.common.cells.plot import UNITS, styles, unit_of
 from experiments.common.cells.summary import Result, by_cell
 from experiments.common.pictures import save_pictures
 from experiments.gradient_noise.report import by_evaluation, mean_of, noise_scale_samples
@@ -40,7 +40,7 @@ def draw(result: Result) -> Figure:
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     for axes, (title, key) in zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True):
         _draw_statistic(axes, result, key)
-        axes.set(title=title, xlabel="epochs")
+        axes.set(title=title, xlabel=UNITS[unit_of(result)])
         if title in _LOGARITHMIC:
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
@@ -54,14 +54,15 @@ def draw(result: Result) -> Figure:
 
 
 def _draw_statistic(axes: Axes, result: Result, key: str | None) -> None:
-    style = styles(result)
+    style, unit = styles(result), unit_of(result)
     for name, runs in by_cell(result).items():
         evaluations = by_evaluation(runs)
         values = [noise_scale_samples(each) if key is None else mean_of(each, key) for each in evaluations]
-        known = [(each[0]["epoch"], value) for each, value in zip(evaluations, values, strict=True) if value]
+        along = [each[0]["samples_seen"] / unit for each in evaluations]
+        known = [(x, value) for x, value in zip(along, values, strict=True) if value is not None]
         color, line, filled = style[name]
         axes.plot(
-            [epoch for epoch, _ in known], [value for _, value in known], line, color=color, marker="o",
+            [x for x, _ in known], [value for _, value in known], line, color=color, marker="o",
             markersize=3.5, fillstyle=filled, label=name,
         )  # fmt: skip
 

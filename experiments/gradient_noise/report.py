@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from experiments.common.cells.report import NONE, accuracy, notes
+from experiments.common.cells.report import accuracy, notes
 from experiments.common.cells.summary import Result, Run, by_cell, estimate, has_diverged
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 
 Records = Sequence[Any]
 _THIRDS = ("first third", "second third", "last third")

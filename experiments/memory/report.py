@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossbow_py.engine.memory import LearnerBytes
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 _MIB = 2**20
-_NONE = "–"
 _PARTS = ("weights", "gradients", "corrections", "state", "shadow", "buffers", "activations")
 
 
@@ -46,9 +45,9 @@ def peaks_table(result: Result) -> str:
             str(row["num_learners"]),
             _mib(measured),
             _mib(predicted),
-            _NONE if measured is None else f"{measured / predicted:.3f}",
+            NONE if measured is None else f"{measured / predicted:.3f}",
             _mib(extra),
-            _NONE if extra is None else f"{extra / whole_bytes(result, row['model']):.3f}",
+            NONE if extra is None else f"{extra / whole_bytes(result, row['model']):.3f}",
         ])  # fmt: skip
     return markdown_table(header, rows)
 
@@ -79,4 +78,4 @@ def _name(row: Row) -> str:
 
 
 def _mib(value: float | None, digits: int = 1) -> str:
-    return _NONE if value is None else f"{value / _MIB:,.{digits}f}"
+    return NONE if value is None else f"{value / _MIB:,.{digits}f}"

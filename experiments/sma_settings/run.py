@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import AS_RECORDED, Grid, cells
+from experiments.common.cells.grid import AS_RECORDED, RESNET8, Grid, cells
 
 EXPERIMENT = "sma_settings"
 DEFAULT = "α=1/K, μ=0.9, τ=1"
@@ -78,17 +78,15 @@ OF_RESNET8 = {
         "averaging.correction_rate=0.1 averaging.final_correction_rate=0.9 averaging.averaging_momentum=0"
     ),
 }
-RESNET8 = (
-    "+experiment=resnet32_short model=custom model.target=crossbow_py.models.resnet.ResNet "
-    "model.args={depth:8,in_channels:3,num_classes:10} averaging=sma averaging.rate_scaling=linear "
-    f"{AS_RECORDED} num_learners=4 batch_size=32 max_epochs=5 "
-    "precision=fp32"
+_RESNET8 = (
+    f"+experiment=resnet32_short {RESNET8} averaging=sma averaging.rate_scaling=linear {AS_RECORDED} num_learners=4 "
+    "batch_size=32 max_epochs=5 precision=fp32"
 )
 
 GRIDS = {
     "resnet8_k4": Grid(
         "resnet8_k4", "ResNet-8 on CIFAR-10, 4 learners of 32 samples, 5 epochs, the rate times K",
-        cells(RESNET8, OF_RESNET8), seeds=(0, 1), targets=(0.7,), reference=DEFAULT,
+        cells(_RESNET8, OF_RESNET8), seeds=(0, 1), targets=(0.7,), reference=DEFAULT,
     ),
 } | {
     each.name: each

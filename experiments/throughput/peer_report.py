@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 from experiments.throughput.comparison import Measurement
 from experiments.throughput.peers import COMPILED, JAX_VMAP, MPS, PEER_SIDES, VMAP
 from experiments.throughput.planning import Cell
@@ -14,7 +14,6 @@ from experiments.throughput.sides import EXECUTOR_SIDES
 
 Row = Mapping[str, Any]
 
-_NONE = "–"
 
 
 def with_equal_batches(measurements: Mapping[Cell, Measurement], batch_size: int) -> list[Measurement]:
@@ -57,7 +56,7 @@ def _ratio(ratios: Sequence[Row], row: Row, base: str, num_learners: int) -> str
         to = entry["to"]
         if entry["kind"] == "throughput" and (to["side"], to["num_learners"]) == (base, num_learners):
             return f"{entry['ratio']:.2f}"
-    return _NONE
+    return NONE
 
 
 def absent(result: Mapping[str, Any]) -> str:

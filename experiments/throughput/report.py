@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 from experiments.throughput.sides import AVERAGING_WORDS, SINGLE_SIDES
 
 Result = Mapping[str, Any]
-_NONE = "–"
 
 
 def sides_table(result: Result) -> str:
@@ -22,10 +21,10 @@ def sides_table(result: Result) -> str:
         rows.append([
             row["side"],
             str(row["num_learners"]),
-            _NONE if single else row["averaging"],
+            NONE if single else row["averaging"],
             row["precision"],
             str(row["threads"]),
-            _NONE if row["images_per_s"] is None else f"{row['images_per_s']:,.0f}",
+            NONE if row["images_per_s"] is None else f"{row['images_per_s']:,.0f}",
             _throughput_ratio(result, row, "default_loop"),
             _throughput_ratio(result, row, "tuned_single"),
             str(row["n"]),
@@ -94,4 +93,4 @@ def _throughput_ratio(result: Result, row: Mapping[str, Any], base: str) -> str:
         same = all(entry[key] == row[key] for key in keys)
         if entry["kind"] == "throughput" and same and entry["to"]["side"] == base:
             return f"{entry['ratio']:.2f}"
-    return "1" if row["side"] == base else _NONE
+    return "1" if row["side"] == base else NONE

@@ -21,14 +21,13 @@ import torch
 
 from crossbow_py.engine.precision import PrecisionName
 from crossbow_py.errors import CrossbowError
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 from experiments.common.rounds import ExecutorName, Setup
 from experiments.throughput.roofline_counts import batch_bytes, count_step, fused_kernels, update_bytes
 from experiments.throughput.roofline_device import Peaks, peaks, traced_rounds
 
 Row = Mapping[str, Any]
 
-_NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _of_real_rounds(setup: Setup) -> dict[str, Any]:
 def roofline_text(rows: Sequence[Row]) -> str:
     """A row a cell, and what the limits are; columns that nothing is known of are left out."""
     columns = {name: [cell(row) for row in rows] for name, cell in _COLUMNS.items()}
-    known = {name: cells for name, cells in columns.items() if any(value != _NONE for value in cells)}
+    known = {name: cells for name, cells in columns.items() if any(value != NONE for value in cells)}
     lines = [list(cells) for cells in zip(*known.values(), strict=True)]
     return "\n\n".join([markdown_table(list(known), lines), *_notes(rows)])
 
@@ -149,11 +148,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _number(value: float | None, digits: int = 0) -> str:
-    return _NONE if value is None else f"{value:,.{digits}f}"
+    return NONE if value is None else f"{value:,.{digits}f}"
 
 
 def _percent(share: float | None) -> str:
-    return _NONE if share is None else f"{100 * share:.1f} %"
+    return NONE if share is None else f"{100 * share:.1f} %"
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 from experiments.throughput.comparison import Measurement, paired_ratios, ratios, to_row
 from experiments.throughput.peer_report import absent, peers_table, with_equal_batches
 from experiments.throughput.peers import PEER_SIDES
@@ -18,7 +18,6 @@ KIND = "suite"
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
 
-_NONE = "–"
 _SIDES = (*SINGLE_SIDES, *PEER_SIDES, *EXECUTOR_SIDES, AUTO)
 _CAUSES = {
     "round": "as one round would take longer than {max_round_s:g} s",
@@ -109,9 +108,9 @@ def summary_table(result: Result) -> str:
         rows.append([
             model,
             *(_rate(best_row(own, batch_size=batch_size, sides=[side])) for side in SINGLE_SIDES),
-            f"{best['side']} K={best['num_learners']}" if best else _NONE,
+            f"{best['side']} K={best['num_learners']}" if best else NONE,
             _rate(best),
-            _ratio(result, best, "tuned_single") if best else _NONE,
+            _ratio(result, best, "tuned_single") if best else NONE,
             *_auto_cells(auto),
         ])  # fmt: skip
     return markdown_table(header, rows)
@@ -119,12 +118,12 @@ def summary_table(result: Result) -> str:
 
 def _auto_cells(auto: Mapping[str, Any] | None) -> list[str]:
     if auto is None:
-        return [_NONE] * 4
+        return [NONE] * 4
     ratio, unsettled = auto["ratio_to_best"], "" if auto["settled"] else " (not settled)"
     return [
         f"{auto['executor']} K={auto['num_learners']}{unsettled}",
         _rate(auto),
-        _NONE if ratio is None else f"{ratio:.2f}",
+        NONE if ratio is None else f"{ratio:.2f}",
         f"{auto['tuning_s']:.0f}",
     ]
 
@@ -211,8 +210,8 @@ def _ratio(result: Result, row: Row, base: str) -> str:
     for entry in result["ratios"]:
         if entry["to"]["side"] == base and all(entry[key] == row[key] for key in keys):
             return f"{entry['ratio']:.2f}"
-    return "1" if row["side"] == base else _NONE
+    return "1" if row["side"] == base else NONE
 
 
 def _rate(row: Mapping[str, Any] | None) -> str:
-    return _NONE if row is None or row["images_per_s"] is None else f"{row['images_per_s']:,.0f}"
+    return NONE if row is None or row["images_per_s"] is None else f"{row['images_per_s']:,.0f}"

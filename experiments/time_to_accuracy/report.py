@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from statistics import median
 
-from experiments.common.cells.report import NONE, accuracy, notes
+from experiments.common.cells.report import accuracy, notes
 from experiments.common.cells.summary import Result, Run, by_cell, first_at, summarize
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 from experiments.common.windows import spread
 from experiments.time_to_accuracy.run import DEFAULT, TUNED
 

@@ -16,7 +16,7 @@ Filled = Literal["full", "none", "left"]
 _COLORS = colormaps["tab10"].colors  # type: ignore[attr-defined]
 _STYLES: tuple[tuple[str, Filled], ...] = (("-", "full"), ("--", "none"), (":", "left"))
 _LABEL_HEIGHT = 0.27  # inches
-_UNITS = {1: "samples seen", 1_000: "thousand samples seen", 1_000_000: "million samples seen"}
+UNITS = {1: "samples seen", 1_000: "thousand samples seen", 1_000_000: "million samples seen"}
 Style = tuple[tuple[float, ...], str, Filled]
 
 
@@ -82,7 +82,7 @@ def accuracy_lines(axes: Axes, result: Result, key: str, legend: bool = False) -
             [x / unit for x in along], accuracy, line, color=color, marker="o", markersize=3.5, fillstyle=filled,
             linewidth=1.3, label=name,
         )  # fmt: skip
-    axes.set(xlabel="seconds of training" if key == "elapsed_s" else _UNITS[unit], ylabel="test accuracy")
+    axes.set(xlabel="seconds of training" if key == "elapsed_s" else UNITS[unit], ylabel="test accuracy")
     axes.set_ylim(*_shown_curves(_unbroken(result["runs"])))
     for target in result["targets"]:
         axes.axhline(target, color="grey", linestyle="--", linewidth=1)
@@ -105,7 +105,7 @@ def _unbroken(runs: Sequence[Run]) -> list[Run]:
 def unit_of(result: Result) -> int:
     """In which samples are counted."""
     most = max(run["summary"]["samples_seen"] for run in result["runs"])
-    return max((unit for unit in _UNITS if most >= unit), default=1)
+    return max((unit for unit in UNITS if most >= unit), default=1)
 
 
 def _shown_curves(runs: Sequence[Run]) -> tuple[float, float]:

@@ -15,9 +15,7 @@ from experiments.common.cells.summary import (
     difference,
     summaries,
 )
-from experiments.common.markdown import markdown_table
-
-NONE = "–"
+from experiments.common.markdown import NONE, markdown_table
 
 
 def result_text(result: Result) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import NONE, markdown_table
 from experiments.common.packs.side import BASES, DEFAULT, ONE_AT_A_TIME, TUNED
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
-NONE = "–"
 
 
 def best_pack(rows: Sequence[Row]) -> Row | None:

@@ -218,7 +218,7 @@ def measured(name: str, seed: int, mean: float, gains: tuple[float, ...], alone:
     lines = [
         {
             "epoch": epoch,
-            "samples_seen": 100,
+            "samples_seen": 100 * epoch,
             "variants": {
                 variant: {
                     "test_accuracy": epoch * (mean + gain),
@@ -261,7 +261,7 @@ def test_picture_of_statistics_has_a_panel_a_cell_and_a_line_a_kind() -> None:
     assert panel.get_title() == "sma"
     assert [text.get_text() for text in panel.get_legend().get_texts()] == list(VARIANTS)
     mean = next(line for line in panel.lines if line.get_label() == "mean")
-    assert list(mean.get_xdata()) == [0, 1] and list(mean.get_ydata()) == pytest.approx([0, 0.75])
+    assert list(mean.get_xdata()) == [0, 100] and list(mean.get_ydata()) == pytest.approx([0, 0.75])
 
 
 def test_statistics_of_which_all_runs_diverged_have_no_tables() -> None:
