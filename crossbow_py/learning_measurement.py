@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.engine.intra_op import faster_threads, intra_op_threads
 from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.memory import free_memory, raise_if_lost
 from crossbow_py.engine.rounds import Loss
@@ -49,6 +50,7 @@ class LearningMeasurement:
         self._run = run
         self._refused: set[str] = set()
         self._notes: list[str] = []
+        self._num_threads = torch.get_num_threads()  # those of a gradient of one batch that was the fastest
 
     def measure(self, which: str) -> LearningStatistics:
         """Where the run stands now. All ranks call it together; what only the first measures is None on others.
@@ -62,12 +64,14 @@ class LearningMeasurement:
         devices = [parts.choices.device] if parts.choices.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             state = parts.final_states(run.state.samples_seen, list(run.state.sick_learners), ema=False)[0]
-            agreeing = self._agreement(which)
             noise, sharpness = None, None
             with parts.ranks.together():
                 if parts.ranks.is_first:
                     noise = self._attempt("gradient noise scale", lambda: self._noise(state))
-                    sharpness = self._attempt("sharpness", lambda: self._sharpness(state))
+                    with intra_op_threads(self._num_threads):
+                        sharpness = self._attempt("sharpness", lambda: self._sharpness(state))
+            with intra_op_threads(self._num_threads):
+                agreeing = self._agreement(which)
         return LearningStatistics(
             gradient_noise_scale_samples=noise.scale_samples if noise else None,
             gradient_variance=noise.variance if noise else None,
@@ -111,7 +115,11 @@ class LearningMeasurement:
             return None
         module, loss = parts.evaluator.module(state), _training_loss(parts)
         with contextlib.closing(parts.train_feed.aside(starts)) as batches, _differentiable(module):
-            squared_norms, squared_norm = gradient_norms(module, loss, batches)
+            first = next(batches)
+            if parts.choices.device.type == "cpu":
+                self._num_threads = faster_threads(lambda: gradient_norms(module, loss, [first]))
+            with intra_op_threads(self._num_threads):
+                squared_norms, squared_norm = gradient_norms(module, loss, itertools.chain([first], batches))
         return gradient_noise(squared_norms, squared_norm, b, num_samples)
 
     def _sharpness(self, state: State) -> float:

@@ -11,11 +11,13 @@ from dataclasses import replace
 import torch
 
 import crossbow_py.version
+from crossbow_py.averaging import AveragingRule
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.measures import correction_norm
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
+from crossbow_py.settings import apart_from_defaults
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -29,6 +31,7 @@ from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 
 _PROGRESS_EVERY_S = 0.2
+_SCALED = {"sqrt": "rate × √K", "linear": "rate × K"}
 
 # What a data set came to: the evaluation stops look at, and each learner's when they are independent.
 Measured = tuple[Evaluation, tuple[Evaluation, ...]]
@@ -220,7 +223,16 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         resumed_from=run.resumed_from,
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
         average_ema=parts.rule.average_ema,
+        averaging_settings=averaging_settings(parts.rule) if settings.several else (),
     )
+
+
+def averaging_settings(rule: AveragingRule) -> tuple[str, ...]:
+    """Words on settings that are not the rule's default, and on what it makes of the learning rate."""
+    scaled = _SCALED.get(getattr(rule, "rate_scaling", ""))
+    left_out = ("average_ema", "rate_scaling" if scaled else "")
+    words = [f"{name}={value}" for name, value in apart_from_defaults(rule).items() if name not in left_out]
+    return (*words, *([scaled] if scaled else []))
 
 
 def epoch_record(

@@ -99,6 +99,12 @@ def to_mapping(settings: Any) -> dict[str, Any]:
     return plain
 
 
+def apart_from_defaults(settings: Any) -> dict[str, Any]:
+    """Values of a settings object that are not what they are when nothing is said."""
+    values = {field.name: (getattr(settings, field.name), field.default) for field in dataclasses.fields(settings)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
 def suggestion(word: str, known: typing.Iterable[str]) -> str:
     """`; did you mean 'x'?` or, when nothing is near, the list of what is known. Ends the sentence.
 

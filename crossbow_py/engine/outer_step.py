@@ -9,8 +9,12 @@ from torch import Tensor
 
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import OuterStep
+from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.replicas import ReplicaBank
+
+# Values: more threads save them less than a millisecond, and cost many where another program has one of the cores.
+_OF_ONE_THREAD = 2**20
 
 
 @torch.no_grad()
@@ -28,6 +32,17 @@ def take_outer_step(
     sums a vector over devices in place, is for averaging optimizer state. This device's learners in `without` add
     nothing to either, as if they were z and had no state.
     """
+    with intra_op_threads(1 if bank.layout.num_values <= _OF_ONE_THREAD else torch.get_num_threads()):
+        _take_outer_step(bank, step, collective, add, without)
+
+
+def _take_outer_step(
+    bank: ReplicaBank,
+    step: OuterStep,
+    collective: Collective,
+    add: Callable[[Tensor], None] | None,
+    without: Collection[int],
+) -> None:
     bank.total_squares = None  # `total` is written
     write_mean_difference(bank.total, bank, collective, without)
     z, total = bank.z.trained(), bank.total.trained()

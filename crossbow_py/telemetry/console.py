@@ -15,7 +15,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.events import (
+    EpochRecord,
+    LearnerCount,
+    LearningStatistics,
+    Listener,
+    Progress,
+    RunInfo,
+    Summary,
+)
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 from crossbow_py.telemetry.screen import Screen
 
@@ -23,6 +31,7 @@ CONSOLE_LOG = "console.log"
 PLAIN_INTERVAL_S = 10.0
 _WIDTH_FOR_A_BAR = 110  # columns: the bar takes 21, the line beside it 88 or so
 _NOTHING_PLANNED = "–"
+_LONG_LOSS = 1e5  # from which on four decimals say nothing
 _WORTH_SAYING = 0.01  # of the time, waiting for data
 _STOPPED_FROM_OUTSIDE = ("interrupted", "terminated")
 
@@ -72,6 +81,8 @@ class ConsoleListener(Listener):
     def on_epoch(self, record: EpochRecord) -> None:
         """One line that stays."""
         self._screen.say(epoch_line(record, self._planned_epochs))
+        if record.learning is not None:
+            self._screen.say(learning_line(record.learning))
 
     def on_learner_count(self, change: LearnerCount) -> None:
         """A sentence that stays."""
@@ -110,13 +121,14 @@ class ConsoleListener(Listener):
 
 def header_lines(info: RunInfo) -> list[str]:
     """The run's facts."""
-    ema = "" if info.average_ema is None else f" (evaluated: EMA over {info.average_ema:g} epochs)"
+    settings = f" ({', '.join(info.averaging_settings)})" if info.averaging_settings else ""
+    ema = "" if info.average_ema is None else f" (evaluated: EMA over {_count(info.average_ema, 'epoch')})"
     lines = [
         f"{info.experiment}: {info.model} ({info.num_parameters:,} parameters) on {info.data} "
         f"({info.num_train_samples:,} training and {info.num_test_samples:,} test samples)",
         f"{_count(info.num_learners, 'learner')} of batch size {info.batch_size} on "
         f"{'each of ' if info.num_devices > 1 else ''}{_count(info.num_devices, 'device')} ({info.device}) · "
-        f"averaging {info.averaging}{ema} · executor {info.executor} · {info.precision} · seed {info.seed}",
+        f"averaging {info.averaging}{settings}{ema} · executor {info.executor} · {info.precision} · seed {info.seed}",
     ]
     if info.output_dir:
         lines.append(f"writing to {info.output_dir}")
@@ -129,7 +141,7 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
     """Where training stands, on one line."""
     parts = [
         f"epoch {progress.epoch:.2f}/{planned_epochs}",
-        f"loss {progress.train_loss:.4f}",
+        f"loss {_loss(progress.train_loss)}",
         f"{progress.images_per_s:,.0f} images/s",
         *_waiting(progress.data_wait_share),
     ]
@@ -146,7 +158,7 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
 
 def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     """What a closed epoch came to."""
-    parts = [f"epoch {record.epoch}/{planned_epochs}", f"train loss {record.train_loss:.4f}"]
+    parts = [f"epoch {record.epoch}/{planned_epochs}", f"train loss {_loss(record.train_loss)}"]
     for data, accuracy in (("validation", record.validation_accuracy), ("test", record.test_accuracy)):
         if accuracy is not None:
             parts.append(f"{data} accuracy {accuracy:.4f}")
@@ -156,6 +168,17 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     parts += [f"{record.images_per_s:,.0f} images/s", *_waiting(record.data_wait_share)]
     parts += [f"lr {record.learning_rate:.4g}", clock_time(record.elapsed_s)]
     return " · ".join(parts)
+
+
+def learning_line(learning: LearningStatistics) -> str:
+    """What was measured of learning at the end of an epoch, and how long that took."""
+    found = [
+        ("gradient noise scale {:,.0f} samples", learning.gradient_noise_scale_samples),
+        ("agreement of learners {:.4f}", learning.agreement),
+        ("sharpness {:.4g}", learning.sharpness),
+        ("measured in {:.1f} s", learning.measuring_s),
+    ]
+    return "  learning: " + " · ".join(form.format(value) for form, value in found if value is not None)
 
 
 def final_lines(summary: Summary) -> list[str]:
@@ -196,5 +219,9 @@ def clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def _count(number: float, thing: str) -> str:
+    return f"{number:g} {thing}" if number == 1 else f"{number:g} {thing}s"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < _LONG_LOSS else f"{value:.4g}"

@@ -12,7 +12,8 @@ class RunInfo:
     `planned_samples` is None when only accuracy, loss or time stop the run. `validates` says that validation data feeds
     stops and the best accuracy, `shares_samples` that learners split an epoch's samples instead of all seeing each.
     `num_workers` processes load the data; None where it lives on the device. `average_ema` is the horizon in epochs of
-    the EMA of the average model that is evaluated and saved in its place, where one is.
+    the EMA of the average model that is evaluated and saved in its place, where one is. `averaging_settings` are words
+    on how the rule differs from its defaults, and on what it makes of the learning rate.
     """
 
     experiment: str
@@ -38,6 +39,7 @@ class RunInfo:
     resumed_from: str | None = None
     trace_path: str | None = None
     average_ema: float | None = None
+    averaging_settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

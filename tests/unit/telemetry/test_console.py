@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.telemetry.console import ConsoleListener, clock_time, epoch_line, progress_line
+from crossbow_py import SMA, Independent, LocalSGD
+from crossbow_py.reporter import averaging_settings
+from crossbow_py.telemetry.console import ConsoleListener, clock_time, epoch_line, header_lines, progress_line
+from crossbow_py.telemetry.events import LearningStatistics
 
 
 class Terminal(io.StringIO):
@@ -88,7 +91,34 @@ def test_final_block_says_how_to_go_on_after_a_signal_where_there_is_a_checkpoin
     assert ("  to go on       the same command with resume=auto" in stream.getvalue()) == said
 
 
-@pytest.mark.parametrize(("average_ema", "said"), [(None, ""), (2.5, " (evaluated: EMA over 2.5 epochs)")])
+def test_header_says_how_the_rule_differs_from_its_defaults_and_what_it_makes_of_the_rate(events: Any) -> None:
+    for rule, said in (
+        (SMA(), "sma (rate × √K) · executor"),
+        (SMA(rate_scaling="none", averaging_momentum=0.0), "sma (rate_scaling=none, averaging_momentum=0.0) ·"),
+        (LocalSGD(averaging_period=4, average_ema=1.0), "local_sgd (averaging_period=4) (evaluated: EMA over 1"),
+        (Independent(), "independent · executor"),
+    ):
+        words = averaging_settings(rule)
+        info = events.run_info(averaging=rule.NAME, averaging_settings=words, average_ema=rule.average_ema)
+        assert f"averaging {said}" in header_lines(info)[1]
+
+
+def test_what_was_measured_of_learning_is_a_line_of_its_own(events: Any) -> None:
+    stream = io.StringIO()
+    learning = LearningStatistics(
+        gradient_noise_scale_samples=3000.4, gradient_variance=1.0, squared_gradient_norm=1.0, agreement=None,
+        sharpness=3.75, measuring_s=1.25,
+    )  # fmt: skip
+    ConsoleListener(stream=stream).on_epoch(events.epoch_record(1, learning=learning, train_loss=3.6e23))
+    epoch, line = stream.getvalue().splitlines()
+    assert line == "  learning: gradient noise scale 3,000 samples · sharpness 3.75 · measured in 1.2 s"
+    assert "train loss 3.6e+23" in epoch
+
+
+@pytest.mark.parametrize(
+    ("average_ema", "said"),
+    [(None, ""), (2.5, " (evaluated: EMA over 2.5 epochs)"), (1.0, " (evaluated: EMA over 1 epoch)")],
+)
 def test_header_says_where_the_evaluated_model_is_an_ema(events: Any, average_ema: float | None, said: str) -> None:
     stream = io.StringIO()
     info = events.run_info(average_ema=average_ema)
