@@ -25,6 +25,7 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "maximum": ("at most", operator.le),
     "below": ("less than", operator.lt),
 }
+_UPPER = ("maximum", "below")
 _LARGEST = 3.4e38  # float32
 _LONGEST_SHOWN = 200
 _MOST_COUNTED = 2**62  # what counts more is none of our counters
@@ -43,7 +44,7 @@ def setting(
 ) -> Any:
     """A dataclass field with its one-line meaning and its limits (inclusive `minimum`/`maximum`, exclusive others).
 
-    `why` is the reason of the limits, where it does not go without saying.
+    `why` is the reason of the limit, where it does not go without saying; of the upper one where there are two.
     """
     metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "below": below, "why": why}
     if isinstance(default, dict | list):
@@ -79,14 +80,18 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers:
     for key in values:
         if key not in known and key in getattr(cls, "LACKS", {}):
             name, reason = getattr(cls, "NAME", cls.__name__), getattr(cls, "LACKS", {})[key]
-            raise UserError(f"{_join(path, key)} means nothing to {path}={name}: {reason}; leave it out.")
+            other = f", or choose {owners}" if (owners := _owners(path, key, peers)) else ""
+            raise UserError(f"{_join(path, key)} means nothing to {path}={name}: {reason}; leave it out{other}.")
         if key not in known:
-            owners = [getattr(peer, "NAME", "") for peer in peers if key in _names(peer)]
-            if owners:
-                other = " or ".join(f"{path}={owner}" for owner in owners)
+            if other := _owners(path, key, peers):
                 raise UserError(f"unknown key {_join(path, key)}, which {other} has; choose that, or leave it out.")
             raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}")
     return cls(**values)
+
+
+def _owners(path: str, key: str, peers: Collection[type]) -> str:
+    """The peers that have a key, as they are chosen."""
+    return " or ".join(f"{path}={getattr(peer, 'NAME', '')}" for peer in peers if key in _names(peer))
 
 
 def _names(cls: type) -> set[str]:
@@ -111,7 +116,7 @@ def suggestion(word: str, known: typing.Iterable[str]) -> str:
     Near is what is spelled alike, or the one name whose initials the word is: lr for learning_rate.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1)
+    near = difflib.get_close_matches(word.lower(), names, n=1)
     if not near:
         abbreviated = [name for name in names if "_" in name and _initials(name) == word]
         near = abbreviated if len(abbreviated) == 1 else []
@@ -249,5 +254,6 @@ def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
     for name, (words, holds) in _LIMITS.items():
         limit = metadata.get(name)
         if limit is not None and not holds(value, limit):
-            why = f": {metadata['why']}" if metadata.get("why") else ""
+            explained = name in _UPPER or not any(metadata.get(upper) is not None for upper in _UPPER)
+            why = f": {metadata['why']}" if metadata.get("why") and explained else ""
             raise UserError(f"{path} must be {words} {limit}, got {_shown(value)}{why}.")

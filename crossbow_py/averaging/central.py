@@ -38,7 +38,7 @@ class CentralRule(AveragingRule):
         None,
         "evaluate and save an exponential moving average of z over so many epochs; null is z itself",
         above=0,
-        why="an average over no past is z itself, which is null",
+        why="it is how far back the average goes; leave it out for z itself",
     )
 
     def __post_init__(self) -> None:

@@ -36,7 +36,9 @@ def check_settles(rule: AveragingRule, num_learners: int | Literal["auto"], num_
     if num_learners != "auto" and not settles(rule, num_learners, num_devices):
         most = most_settling(rule, num_learners, num_devices)
         devices = f" on each of {num_devices} devices" if num_devices > 1 else ""
+        rate = getattr(rule, "correction_rate", None)
         raise UserError(
-            f"averaging.correction_rate is too large for {num_learners} learners{devices}: with more than {most} the "
-            "average model swings ever further; leave it out, for 1/K, or take fewer learners."
+            f"averaging.correction_rate={rate} is too large for {num_learners} learners{devices}: with more than "
+            f"{'one learner' if most == 1 else f'{most} learners'} the average model swings ever further; take a "
+            "smaller rate or fewer learners."
         )

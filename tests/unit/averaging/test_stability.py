@@ -38,7 +38,7 @@ def test_learners_that_stand_still_settle_up_to_a_number_by_any_pull(rule, most)
     assert most_settling(rule, 99) == most
     check_settles(rule, most)
     if most < 99:
-        with pytest.raises(UserError, match=f"averaging.correction_rate is too large .* with more than {most} the"):
+        with pytest.raises(UserError, match=rf"correction_rate=0\.\d+ is too large .* with more than {most} learners"):
             check_settles(rule, most + 1)
         assert distance_apart(rule, most) < 1e-3
         assert distance_apart(rule, most + 1) > 1 - 1e-9
