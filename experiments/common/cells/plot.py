@@ -27,6 +27,8 @@ def draw_accuracies(result: Result, curves: bool = True) -> Figure:
     if curves:
         finals, lines = figure.subplots(1, 2)
         accuracy_lines(lines, result, "samples_seen")
+        targets = ", dashed: target" if result["targets"] else ""
+        lines.set_title(f"colours and points as to the left{targets}", fontsize="small", loc="right")
     else:
         finals = figure.subplots()
     accuracy_dots(finals, result)
@@ -62,8 +64,10 @@ def accuracy_dots(axes: Axes, result: Result) -> None:
         )  # fmt: skip
         if cell.name == result["reference"]:
             axes.axvline(cell.final.mean, color="grey", linestyle="--", linewidth=1)
+            axes.set_title(f"dashed: {cell.name}", fontsize="small", loc="left")
     axes.set_yticks(range(len(cells)), [cell.name for cell in reversed(cells)])
-    axes.set(xlabel="test accuracy at the end, 95 % confidence", ylim=(-0.6, len(cells) - 0.4))
+    interval = ", 95 % confidence" if any(cell.n > 1 for cell in cells) else ""
+    axes.set(xlabel=f"test accuracy at the end{interval}", ylim=(-0.6, len(cells) - 0.4))
     axes.grid(alpha=0.3)
 
 

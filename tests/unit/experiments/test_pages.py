@@ -78,3 +78,9 @@ def test_page_of_an_experiment_shows_all_of_its_results(experiment: str) -> None
 
 def test_every_results_folder_belongs_to_an_experiment_with_tables() -> None:
     assert {path.parent.name for path in EXPERIMENTS.glob("*/results")} <= set(tables.TABLES)
+
+
+def test_index_names_every_experiment() -> None:
+    named = {line.split("](")[1].split(")")[0] for line in (EXPERIMENTS / "README.md").read_text().splitlines()
+             if line.startswith("| [")}  # fmt: skip
+    assert named == {page.parent.name for page in EXPERIMENTS.glob("*/README.md")}
