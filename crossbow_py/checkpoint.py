@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from crossbow_py.errors import CheckpointError
-from crossbow_py.settings import check, setting
+from crossbow_py.settings import check, setting, written
 from crossbow_py.targets import one_line
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
@@ -272,7 +272,7 @@ def differences(saved: Any, current: Any, path: str = "") -> list[str]:
         keys = ["name"] if renamed else sorted(set(saved) | set(current), key=str)
         nested = (differences(saved.get(k), current.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
         return [line for lines in nested for line in lines]
-    return [] if saved == current else [f"{path}: {saved} → {current}"]
+    return [] if saved == current else [f"{path}: {written(saved)} → {written(current)}"]
 
 
 def filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from crossbow_py.config import (
 )
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.search_config import MEANINGLESS, SearchConfig
+from crossbow_py.settings import written
 
 _TRAIN = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
@@ -178,20 +179,12 @@ _OWN = object()  # the default of the field
 
 
 def _key_line(prefix: str, field: dataclasses.Field[Any], meaning: str | None = None, default: Any = _OWN) -> str:
-    text = _written(_default(field) if default is _OWN else default)
+    text = written(_default(field) if default is _OWN else default)
     return f"  {prefix + field.name + '=' + text:<35} {meaning or field.metadata.get('help', '')}"
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def _written(value: Any) -> str:
-    if value is None or value is dataclasses.MISSING:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def _meaning(group: str, option: str) -> str:

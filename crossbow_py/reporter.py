@@ -17,7 +17,7 @@ from crossbow_py.engine.measures import correction_norm
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
-from crossbow_py.settings import apart_from_defaults
+from crossbow_py.settings import apart_from_defaults, written
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -231,7 +231,7 @@ def averaging_settings(rule: AveragingRule) -> tuple[str, ...]:
     """Words on settings that are not the rule's default, and on what it makes of the learning rate."""
     scaled = _SCALED.get(getattr(rule, "rate_scaling", ""))
     left_out = ("average_ema", "rate_scaling" if scaled else "")
-    words = [f"{name}={value}" for name, value in apart_from_defaults(rule).items() if name not in left_out]
+    words = [f"{name}={written(value)}" for name, value in apart_from_defaults(rule).items() if name not in left_out]
     return (*words, *([scaled] if scaled else []))
 
 

@@ -104,6 +104,15 @@ def to_mapping(settings: Any) -> dict[str, Any]:
     return plain
 
 
+def written(value: Any) -> str:
+    """A plain value as YAML and the command line have it, text without quotes; null where there is none."""
+    if value is None or value is dataclasses.MISSING:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(written, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
 def apart_from_defaults(settings: Any) -> dict[str, Any]:
     """Values of a settings object that are not what they are when nothing is said."""
     values = {field.name: (getattr(settings, field.name), field.default) for field in dataclasses.fields(settings)}

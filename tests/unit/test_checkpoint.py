@@ -245,8 +245,8 @@ def test_hidden_folders_are_no_checkpoints(tmp_path):
 def test_differences_name_every_leaf_with_both_values():
     saved = {"a": 1, "b": {"c": [1, 2], "d": 0.5}, "e": None}
     assert differences(saved, {"a": 1, "b": {"c": [1, 3], "d": 0.5}, "f": 2}) == [
-        "b.c: [1, 2] → [1, 3]",
-        "f: None → 2",
+        "b.c: [1,2] → [1,3]",
+        "f: null → 2",
     ]
     assert differences(saved, {**saved}) == []
 
