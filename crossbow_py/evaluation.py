@@ -144,15 +144,14 @@ class Evaluator:
         module.eval()
         for norm in norms:
             norm.reset_running_stats()
+            _average_calls(norm)
             norm.train()
         count = 0
         with ranks.together():
             for batch in inputs if norms else ():
                 if batch.isfinite().all():  # host–device synchronisation on CUDA
-                    count += 1
-                    for norm in norms:
-                        norm.momentum = 1 / count  # the mean so far; None is that of BatchNorm alone
                     module(batch)
+                    count += 1
         measured = {n: b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))}
         (total,) = ranks.sum([count])
         if total == 0:
@@ -181,6 +180,18 @@ def evaluate_in_memory(evaluator: Evaluator, state: State, feed: Feed, device: t
                     raise
             evaluator.batch_size //= 2
             free_memory(device)
+
+
+def _average_calls(norm: nn.modules.batchnorm._NormBase) -> None:
+    """Have running statistics be plain means over all calls, which is what no momentum means to BatchNorm alone."""
+    norm.momentum = None
+    calls = itertools.count(1)
+
+    def weigh(*_: object) -> None:
+        norm.momentum = 1 / next(calls)
+
+    if isinstance(norm, nn.modules.instancenorm._InstanceNorm):
+        norm.register_forward_pre_hook(weigh)
 
 
 def _weighted_means(own: Mapping[str, Tensor], count: int, ranks: Ranks) -> dict[str, Tensor]:

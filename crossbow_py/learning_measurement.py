@@ -50,7 +50,7 @@ class LearningMeasurement:
         self._run = run
         self._refused: set[str] = set()
         self._notes: list[str] = []
-        self._num_threads = torch.get_num_threads()  # those of a gradient of one batch that was the fastest
+        self._num_threads: dict[str, int] = {}
 
     def measure(self, which: str) -> LearningStatistics:
         """Where the run stands now. All ranks call it together; what only the first measures is None on others.
@@ -68,10 +68,8 @@ class LearningMeasurement:
             with parts.ranks.together():
                 if parts.ranks.is_first:
                     noise = self._attempt("gradient noise scale", lambda: self._noise(state))
-                    with intra_op_threads(self._num_threads):
-                        sharpness = self._attempt("sharpness", lambda: self._sharpness(state))
-            with intra_op_threads(self._num_threads):
-                agreeing = self._agreement(which)
+                    sharpness = self._attempt("sharpness", lambda: self._sharpness(state))
+            agreeing = self._agreement(which)
         return LearningStatistics(
             gradient_noise_scale_samples=noise.scale_samples if noise else None,
             gradient_variance=noise.variance if noise else None,
@@ -105,6 +103,17 @@ class LearningMeasurement:
         free_memory(device)
         return None
 
+    def _threads(self, what: str, work: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        """With as many threads as `work`, a small part of what is measured, was faster with the first time.
+
+        With another number of threads the last bits of what is measured may be others.
+        """
+        if self._run.parts.choices.device.type != "cpu":
+            return contextlib.nullcontext()
+        if what not in self._num_threads:
+            self._num_threads[what] = faster_threads(work)
+        return intra_op_threads(self._num_threads[what])
+
     def _noise(self, state: State) -> GradientNoise | None:
         """Of the next epoch's first batches; None where an epoch has only one."""
         parts, num_samples = self._run.parts, self._run.num_samples
@@ -116,9 +125,7 @@ class LearningMeasurement:
         module, loss = parts.evaluator.module(state), _training_loss(parts)
         with contextlib.closing(parts.train_feed.aside(starts)) as batches, _differentiable(module):
             first = next(batches)
-            if parts.choices.device.type == "cpu":
-                self._num_threads = faster_threads(lambda: gradient_norms(module, loss, [first]))
-            with intra_op_threads(self._num_threads):
+            with self._threads("noise", lambda: gradient_norms(module, loss, [first])):
                 squared_norms, squared_norm = gradient_norms(module, loss, itertools.chain([first], batches))
         return gradient_noise(squared_norms, squared_norm, b, num_samples)
 
@@ -129,9 +136,9 @@ class LearningMeasurement:
         num_batches = max(1, min(parts.evaluator.batch_size, self._run.num_samples) // b)
         with contextlib.closing(parts.train_feed.aside(range(0, num_batches * b, b))) as batches:
             inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
-        module = parts.evaluator.module(state)
-        with _differentiable(module):
-            return hessian_eigenvalue(module, _training_loss(parts), Batch(inputs, targets))
+        module, loss, batch = parts.evaluator.module(state), _training_loss(parts), Batch(inputs, targets)
+        with _differentiable(module), self._threads("sharpness", lambda: gradient_norms(module, loss, [batch])):
+            return hessian_eigenvalue(module, loss, batch)
 
     def _agreement(self, which: str) -> float | None:
         """Of the learners of all ranks, which call it together; without those that wait to be reseeded."""

@@ -223,7 +223,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         resumed_from=run.resumed_from,
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
         average_ema=parts.rule.average_ema,
-        averaging_settings=averaging_settings(parts.rule) if settings.several else (),
+        averaging_settings=averaging_settings(parts.rule) if settings.several or parts.ranks.num_ranks > 1 else (),
     )
 
 

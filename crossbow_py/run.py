@@ -136,7 +136,8 @@ class Run:
     def spread(self) -> float | None:
         """Root mean square of |w_j − c| / |c| over the learners of all ranks, which call it together.
 
-        c is the average model that is evaluated, z or the learners' mean. None with one learner, or where c is zero.
+        c is z, or by rules that show it the learners' mean. None with one learner, where c is zero, or where all
+        learners are sick.
         """
         parts, sick = self.parts, list(self.state.sick_learners)
         if parts.bank.is_single:

@@ -13,6 +13,8 @@ from typing import ClassVar
 from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting
 
+_ROUNDED = 1e-3  # runs are whole numbers of samples
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
@@ -141,7 +143,8 @@ class Cosine(Schedule):
 
     def remark(self, run_epochs: float) -> str | None:
         """See Schedule."""
-        if self.epochs is not None and self.epochs < run_epochs and self.final_factor == 0:
+        short = self.epochs is not None and self.epochs < (1 - _ROUNDED) * run_epochs
+        if short and self.final_factor == 0:
             return (
                 f"schedule.epochs={self.epochs:g} is shorter than the run of {run_epochs:g} epochs: the learning rate "
                 "is 0 from there on; set schedule.epochs=null for a cycle as long as the run."

@@ -26,9 +26,7 @@ _LOCK_FILE = ".search.lock"  # no run's, which is held as long as it trains
 _JOINED_FILE = ".joined"  # in a folder that other workers than the one that began there go on in
 _NONE = dataclasses.MISSING
 _WHERE = ("storage", "study")
-# Trials average nothing.
-_OF_THE_SEARCH = {"averaging", "lease_s", "max_pack_size", "packing", "storage", "study"}
-_MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | _OF_THE_SEARCH)
+_MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.replicas import ReplicaBank
 
-# Values: more threads save them less than a millisecond, and cost many where another program has one of the cores.
+# Values of all learners: more threads save them no time, and cost some where another program has one of the cores.
 _OF_ONE_THREAD = 2**20
 
 
@@ -32,7 +32,8 @@ def take_outer_step(
     sums a vector over devices in place, is for averaging optimizer state. This device's learners in `without` add
     nothing to either, as if they were z and had no state.
     """
-    with intra_op_threads(1 if bank.layout.num_values <= _OF_ONE_THREAD else torch.get_num_threads()):
+    few = bank.num_learners * bank.layout.num_values <= _OF_ONE_THREAD
+    with intra_op_threads(1 if few else torch.get_num_threads()):
         _take_outer_step(bank, step, collective, add, without)
 
 

@@ -162,7 +162,8 @@ class Roster:
 
     def _measured_kind(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> Kind:
         batch = feed.first_samples(min(2, settings.batch_size))
-        for note in probe(template, self._choices.precision, batch, self._loss, *self.data.num_classes):
+        needs = (self._loss, *self.data.num_classes, settings.label_smoothing)
+        for note in probe(template, self._choices.precision, batch, *needs):
             self._announce(note)
         few = self.data.validation.first_samples(2)
         probe_evaluation(template, self._choices.precision, few, self._loss, "validation")

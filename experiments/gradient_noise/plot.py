@@ -5,6 +5,7 @@ python experiments/gradient_noise/plot.py
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def _draw_statistic(axes: Axes, result: Result, key: str | None) -> None:
         evaluations = by_evaluation(runs)
         values = [noise_scale_samples(each) if key is None else mean_of(each, key) for each in evaluations]
         along = [each[0]["samples_seen"] / unit for each in evaluations]
-        known = [(x, value) for x, value in zip(along, values, strict=True) if value is not None]
+        # On a logarithmic axis there is no 0: a gap, where learners are together.
+        known = [(x, value or math.nan) for x, value in zip(along, values, strict=True) if value is not None]
         color, line, filled = style[name]
         axes.plot(
             [x for x, _ in known], [value for _, value in known], line, color=color, marker="o",

@@ -15,7 +15,6 @@ from experiments.throughput.sides import EXECUTOR_SIDES
 Row = Mapping[str, Any]
 
 
-
 def with_equal_batches(measurements: Mapping[Cell, Measurement], batch_size: int) -> list[Measurement]:
     """The measurements at a batch size, and `compiled` ones of other batch sizes as what they are at this one.
 

@@ -29,7 +29,6 @@ from experiments.throughput.roofline_device import Peaks, peaks, traced_rounds
 Row = Mapping[str, Any]
 
 
-
 @dataclass(frozen=True)
 class Work:
     """What a round must do: FLOPs, and bytes with and without point-wise operators of their own."""

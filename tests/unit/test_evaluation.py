@@ -117,6 +117,25 @@ def test_recalibrate_gives_plain_means_to_instance_norm_too():
     assert (state["0.running_mean"].tolist(), state["0.running_var"].tolist()) == ([4.5], [10.0])
 
 
+class Twice(nn.Module):
+    """Calls one norm two times, the second time on half of the input."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, inputs):
+        return self.norm(inputs) + self.norm(inputs / 2)
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_recalibrate_counts_every_call_of_a_norm_alike(kind):
+    model = Twice(kind(1, track_running_stats=True)).double()
+    batches = [torch.tensor([[[1.0, 3.0]]]).double(), torch.tensor([[[4.0, 10.0]]]).double()]
+    state = make_evaluator(model).recalibrate(model.state_dict(), batches)
+    assert state["norm.running_mean"].item() == pytest.approx((2 + 1 + 7 + 3.5) / 4)
+
+
 class WithOneFrozen(nn.Sequential):
     """Keeps its first norm as it is, as fine-tuning does."""
 
