@@ -20,6 +20,7 @@ from experiments.common.cells.plot import UNITS, unit_of
 from experiments.common.cells.summary import Result, Run
 from experiments.common.pictures import save_pictures
 
+_MOST_IN_A_ROW = 4
 _STYLES = (("#000000", "-"), ("#E69F00", "--"), ("#56B4E9", "-."), ("#0072B2", ":"))
 
 
@@ -29,17 +30,22 @@ def main() -> int:
 
 
 def draw(result: Result) -> Figure:
-    """Panels in a row, a line for every kind of statistics of the mean over seeds, and the seeds as points."""
+    """A panel a cell, in it a line for every kind of statistics of the mean over seeds, and the seeds as points."""
     found, unit = healthy(result), unit_of(result)
-    figure = Figure(figsize=(1 + 3.2 * max(1, len(found)), 3.6), layout="constrained")
-    panels = figure.subplots(1, max(1, len(found)), squeeze=False, sharey=True)[0]
-    for axes, (name, runs) in zip(panels, found.items(), strict=False):
+    columns = max(1, min(_MOST_IN_A_ROW, len(found)))
+    rows = max(1, -(-len(found) // columns))
+    figure = Figure(figsize=(1 + 3.2 * columns, 0.4 + 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for axes in panels.flat[max(1, len(found)) :]:
+        axes.remove()
+    for axes, (name, runs) in zip(panels.flat, found.items(), strict=False):
         _draw_cell(axes, runs, unit)
         axes.set(title=name, xlabel=UNITS[unit])
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("test accuracy")
+    for row in panels:
+        row[0].set_ylabel("test accuracy")
     if found:
-        panels[0].legend(fontsize="small")
+        panels[0, 0].legend(fontsize="small")
     figure.suptitle(result["title"])
     return figure
 

@@ -38,7 +38,7 @@ def measured(common: str, parts: int) -> tuple[Cell, ...]:
 GRIDS = {
     grid.name: grid
     for grid in (
-        Grid("resnet8", "ResNet-8 on CIFAR-10, learners of 32 samples, 2 epochs",
+        Grid("resnet8", "ResNet-8 on CIFAR-10, 2 epochs",
              measured(f"+experiment=resnet32_short {RESNET8} batch_size=32 max_epochs=2 precision=fp32 "
                       f"checkpoint_every_s=120 {AS_RECORDED}", parts=2),
              seeds=(0, 1)),
