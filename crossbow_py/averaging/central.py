@@ -19,8 +19,8 @@ RATE_SCALING = "multiply the learning rate by 1, √K or K, for K learners on al
 class CentralRule(AveragingRule):
     """Base of rules that keep learners around z. K = 1 is plain SGD by any of them: nothing is averaged, and z is w.
 
-    Running statistics of learners, and of one alone, lag behind weights that move fast: so the BatchNorm statistics of z
-    are measured when it is evaluated or saved (experiments/batch_norm).
+    Running statistics of learners, one alone too, lag behind weights that move fast: so BatchNorm statistics of z are
+    measured when it is evaluated or saved (experiments/batch_norm).
     """
 
     has_central_model: ClassVar[bool] = True
