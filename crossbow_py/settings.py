@@ -28,6 +28,7 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 _UPPER = ("maximum", "below")
 _LARGEST = 3.4e38  # float32
 _LONGEST_SHOWN = 200
+_MOST_NAMED = 3  # others of a group that have a key
 _MOST_COUNTED = 2**62  # what counts more is none of our counters
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
@@ -80,7 +81,8 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers:
     for key in values:
         if key not in known and key in getattr(cls, "LACKS", {}):
             name, reason = getattr(cls, "NAME", cls.__name__), getattr(cls, "LACKS", {})[key]
-            other = f", or choose {owners}" if (owners := _owners(path, key, peers)) else ""
+            owners = _owners(path, key, peers)
+            other = f", or choose {owners}" if owners and owners.count(" or ") < _MOST_NAMED else ""
             raise UserError(f"{_join(path, key)} means nothing to {path}={name}: {reason}; leave it out{other}.")
         if key not in known:
             if other := _owners(path, key, peers):

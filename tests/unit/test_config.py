@@ -136,6 +136,7 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["~model"], ["model must be one of", "model=NAME"]),
         (["model.name=vgg"], ["model.name", "'vgg16'"]),
         (["averaging=independent", "averaging.correction_rate=0.1"], ["averaging.correction_rate means nothing to"]),
+        (["averaging=synchronous_sgd", "averaging.correction_rate=0.1"], ["leave it out, or choose averaging=sma or"]),
         (["averaging=independent", "averaging.average_ema=1"], ["averaging.average_ema means nothing to"]),
         (["averaging.average_ema=0"], ["averaging.average_ema must be greater than 0", "got 0", "how far back"]),
         (["seed=a"], ["seed must be a whole number", "'a'"]),
