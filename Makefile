@@ -1,6 +1,6 @@
 # `make train` and `make test` do everything on a machine that has only Python >= 3.11 and make.
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all gpu gpu-engine gpu-packs unit lint types imports clean
+.PHONY: help setup train tensorboard test test-all gpu gpu-engine gpu-packs unit lint types imports docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,12 +28,15 @@ $(STAMP): pyproject.toml constraints.txt
 	  done; \
 	fi
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "error: Python 3.11 or newer is needed and was not found; install it or run make PYTHON=/path/to/python3." >&2; exit 2; }
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,plots]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,docs,plots]'
 	@touch $@
 
 train: setup  ## train on the built-in digits and say where the results are
 	$(BIN)/python -m crossbow_py.train +experiment=digits
-	@echo "look at the curves of all runs with: $(BIN)/tensorboard --logdir runs"
+	@echo "look at the curves of all runs with: make tensorboard"
+
+tensorboard: setup  ## the curves of all runs, on http://localhost:6006
+	$(BIN)/tensorboard --logdir runs --host localhost
 
 test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
@@ -77,6 +80,9 @@ types: setup  ## mypy
 imports: setup  ## import rules
 	$(BIN)/lint-imports --no-cache
 
+docs: setup  ## the documentation as a site of its own, in site/
+	$(BIN)/python -m mkdocs build --strict
+
 clean:  ## remove caches and build products; runs/ and .venv stay
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,4 +1,4 @@
-"""Rebuilds the tables of README.md and experiments/*/README.md from the results files.
+"""Rebuilds the tables of README.md, docs/ and experiments/*/README.md from the results files.
 
     python experiments/tables.py            # write what has changed
     python experiments/tables.py --check    # only say what is out of date (exit code 1)
@@ -171,7 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pages() -> list[Path]:
     """The pages that may hold tables."""
-    return [path for path in [ROOT / "README.md", *sorted(EXPERIMENTS.glob("*/README.md"))] if path.exists()]
+    docs = sorted((ROOT / "docs").rglob("*.md"))
+    return [path for path in [ROOT / "README.md", *docs, *sorted(EXPERIMENTS.glob("*/README.md"))] if path.exists()]
 
 
 def rebuilt(page: str) -> str:

@@ -124,3 +124,12 @@ def known_executor() -> Iterator[None]:
         patch.setattr("crossbow_py.calibration.RememberedChoices.recall", lambda choices, key: "threads")
         patch.setattr("crossbow_py.calibration.RememberedChoices.remember", lambda choices, key, choice: None)
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many commands, programs and files of the pages were run, and how many only checked."""
+    counts = [value for report in terminalreporter.getreports("passed") for name, value in report.user_properties
+              if name == "snippets"]  # fmt: skip
+    if counts:
+        ran, checked = (sum(count[place] for count in counts) for place in (1, 2))
+        terminalreporter.write_line(f"snippets of {len(counts)} pages: {ran} run, {checked} only checked")

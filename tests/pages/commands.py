@@ -1,0 +1,181 @@
+"""Does what a page says: runs its commands in this process on tiny data, its Python, and writes the files it shows.
+
+A command that cannot run here (several machines, CUDA, containers, what installs or runs for ever) is checked as far as
+that goes without running it, and counted apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from tensorboard.plugins.core.core_plugin import CorePluginLoader
+from torch.distributed.run import get_args_parser
+
+from crossbow_py.config import EstimateConfig, TrainConfig, compose
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.search_config import SearchConfig
+from tests.pages.snippets import LANGUAGES, ROOT, Snippet, commands
+
+# What makes a command of minutes one of seconds; left out where the page says so itself.
+FAST = {
+    "train": ["+debug=fast"],
+    "search": ["+debug=search_fast"],
+    "predict": ["latency_s=0"],
+    "estimate": [],
+    "report": [],
+}
+KINDS = {"train": TrainConfig, "search": SearchConfig, "predict": PredictConfig, "estimate": EstimateConfig}
+ONLY_ON_CUDA = {"device=cuda", "executor=streams", "executor=subarrays2", "executor=subarrays4"}
+_ASSIGNMENT = re.compile(r"[A-Z_]+=")
+
+
+@dataclass
+class PageRun:
+    """One page in one folder: what it did, and what was only checked.
+
+    Attributes:
+        folder: the current folder; the files that the page shows are written there.
+        ran: commands, programs and files that were run or written.
+        checked: commands that were only checked.
+        namespace: that of the page's Python, which goes on from block to block.
+    """
+
+    folder: Path
+    ran: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+
+    def do(self, snippet: Snippet) -> None:
+        """Do what a block says. Raises AssertionError with its place for what does not work."""
+        assert snippet.language in LANGUAGES, f"{snippet.place}: name the language, one of {sorted(LANGUAGES)}"
+        if snippet.title is not None:
+            path = self.folder / snippet.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(snippet.text, encoding="utf-8")
+            importlib.invalidate_caches()
+        if snippet.language == "sh":
+            for words in commands(snippet):
+                self.command(words, snippet.place)
+        elif snippet.language == "python" and snippet.title is None:
+            exec(compile(snippet.text, snippet.place, "exec"), self.namespace)
+            self.ran.append(snippet.place)
+        elif snippet.language == "python" and "__main__" in snippet.text:
+            runpy.run_path(str(self.folder / (snippet.title or "")), run_name="__main__")
+            self.ran.append(f"{snippet.place} {snippet.title}")
+
+    def command(self, words: Sequence[str], place: str) -> None:
+        """Run a command, or check it."""
+        text = " ".join(words)
+        words = list(words)
+        while words and _ASSIGNMENT.match(words[0]):
+            words.pop(0)
+        name = words[0] if words else ""
+        if name == "python" and words[1] == "-m" and words[2].startswith("crossbow_py."):
+            self._main(words[2].partition(".")[2], words[3:], place)
+        elif name.startswith("crossbow-"):
+            self._main(name.partition("-")[2], words[1:], place)
+        elif name == "python" and (self.folder / words[1]).is_file():
+            runpy.run_path(str(self.folder / words[1]), run_name="__main__")
+            self.ran.append(f"{place} {text}")
+        elif name == "cp":
+            self._copy(words[-2], words[-1])
+            self.ran.append(f"{place} {text}")
+        elif name in CHECKS:
+            CHECKS[name](words)
+            self.checked.append(f"{place} {text}")
+        else:
+            raise AssertionError(f"{place}: no test knows how to run {text!r}")
+
+    def _copy(self, source: str, target: str) -> None:
+        found = [path for root in (self.folder, ROOT) for path in [root / source] if path.exists()]
+        (shutil.copytree if found[0].is_dir() else shutil.copy)(found[0], self.folder / target)
+
+    def _main(self, entry: str, argv: list[str], place: str) -> None:
+        text = f"{place} {entry} {' '.join(argv)}"
+        if ONLY_ON_CUDA & set(argv):
+            compose(argv, KINDS[entry])
+            self.checked.append(text)
+            return
+        debugged = any(word.startswith(("+debug=", "latency_s=", "--")) for word in argv)
+        code = importlib.import_module(f"crossbow_py.{entry}").main([*argv, *([] if debugged else FAST[entry])])
+        assert code == 0, f"{text} ended with {code}"
+        self.ran.append(text)
+
+
+def _checks_make(words: Sequence[str]) -> None:
+    subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+
+
+def _checks_torchrun(words: Sequence[str]) -> None:
+    """By torchrun's own parser; what it is to run is composed."""
+    parsed = get_args_parser().parse_args(words[1:])
+    if parsed.module:
+        compose(parsed.training_script_args, KINDS[parsed.training_script.partition(".")[2]])
+
+
+def _checks_tensorboard(words: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    CorePluginLoader().define_flags(parser)
+    parser.parse_args(words[1:])
+
+
+def _checks_pip(words: Sequence[str]) -> None:
+    """What is installed is this project, or something that it declares."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    declared = {Requirement(line).name for lines in [project["dependencies"], *extras.values()] for line in lines}
+    for word in words[2:]:
+        if word.startswith("-"):
+            continue
+        name, _, extra = word.rstrip("]").partition("[")
+        assert name in declared | {".", project["name"]}, f"pip install {word}: not one of ours"
+        assert set(filter(None, extra.split(","))) <= extras.keys(), f"pip install {word}: no such extra"
+
+
+def _checks_docker(words: Sequence[str]) -> None:
+    """Files are there; what the image is to train is composed."""
+    for flag, value in itertools.pairwise(words):
+        if flag == "-f":
+            assert (ROOT / value).is_file(), f"no {value}"
+    if "crossbow_py" in words and words[1] == "run":
+        compose(words[words.index("crossbow_py") + 1 :], TrainConfig)
+
+
+def _checks_nothing(words: Sequence[str]) -> None:
+    """The shell's own, or another program's."""
+
+
+def _checks_script(words: Sequence[str]) -> None:
+    assert (ROOT / words[0]).is_file(), f"no {words[0]}"
+
+
+CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "make": _checks_make,
+    "torchrun": _checks_torchrun,
+    "tensorboard": _checks_tensorboard,
+    "pip": _checks_pip,
+    "docker": _checks_docker,
+    "docker/verify.sh": _checks_script,
+    **dict.fromkeys((".", "cd", "export", "git", "kill", "sbatch", "kubectl", "source", "ssh"), _checks_nothing),
+}
+
+
+def forget_modules(before: set[str]) -> None:
+    """Modules that the page wrote are not those of the next page."""
+    for name in set(sys.modules) - before:
+        file = getattr(sys.modules[name], "__file__", None)
+        if file is not None and "site-packages" not in file and not Path(file).is_relative_to(ROOT):
+            del sys.modules[name]

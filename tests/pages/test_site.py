@@ -1,0 +1,44 @@
+"""The documentation: it builds without a warning, and asks for nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages.snippets import ROOT, pages
+
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_site_builds_without_a_warning(site: Path) -> None:
+    assert (site / "index.html").is_file()
+
+
+def test_no_page_of_the_site_loads_anything_from_elsewhere(site: Path) -> None:
+    loads = re.compile(r"<(?:script|img|link)[^>]+(?:src|href)=\"(https?:[^\"]+)\"")
+    found = {url for page in site.rglob("*.html") for url in loads.findall(page.read_text(encoding="utf-8"))}
+    assert found == set()
+
+
+def test_links_of_pages_lead_somewhere() -> None:
+    missing = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages()
+        for link in _LINK.findall(page.read_text(encoding="utf-8"))
+        if not link.startswith(("http:", "https:", "mailto:")) and not (page.parent / link).exists()
+    ]
+    assert missing == []
