@@ -14,6 +14,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.normalisation import Normalisation
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.dropout import counter_seed
@@ -47,6 +48,17 @@ class DataSets:
     augmentation: Augmentation | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
+    class_names: Sequence[str] | None = None
+
+    @property
+    def normalisation(self) -> Normalisation | None:
+        """Of inputs. Raises UserError when only one of `mean` and `std` is there."""
+        return Normalisation.of(self.mean, self.std)
+
+    @property
+    def names_of_classes(self) -> list[str]:
+        """What classes are called: as given, or as the test data says, in `classes`; empty where nobody does."""
+        return list(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
 
 
 def build_parts(

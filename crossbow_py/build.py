@@ -41,6 +41,7 @@ def build_trainer(
         augmentation=source.augmentation,
         mean=source.mean,
         std=source.std,
+        class_names=source.class_names,
         output_dir=folder.path,
         resume=folder.resume,
         init_from=config.init_from,

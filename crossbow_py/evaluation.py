@@ -20,18 +20,38 @@ from crossbow_py.engine.rounds import Loss, count_correct
 Metric = Callable[[Tensor, Tensor], Tensor | float]
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
 
+NUM_EXAMPLES = 24
+
 _MOST_SAMPLES, _FEWEST_SAMPLES = 256, 8
 _MOST_VALUES = 2**22  # in a batch: 27 images of 224 x 224
 
 
 @dataclass(frozen=True)
+class Examples:
+    """Samples from all over the first rank's share, `NUM_EXAMPLES` if it has as many, and what the model said of them.
+
+    On the host, and always the same samples.
+
+    `inputs` [N, ...] as the model had them, `targets` [N, ...] and `outputs` [N, ...].
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    outputs: Tensor
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification."""
+    """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification.
+
+    `examples` are on the first rank alone.
+    """
 
     loss: float
     accuracy: float | None
     num_samples: int
     metrics: dict[str, float] = field(default_factory=dict)
+    examples: Examples | None = field(default=None, compare=False, repr=False)
 
 
 def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
@@ -46,6 +66,7 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
         accuracy=mean(accuracies) if accuracies else None,
         num_samples=each[0].num_samples,
         metrics={name: mean(one.metrics[name] for one in each) for name in each[0].metrics},
+        examples=each[0].examples,
     )
 
 
@@ -94,7 +115,7 @@ class Evaluator:
         Raises DataError, and RankError where another rank failed.
         """
         with ranks.together():
-            count, own = self._sums(state, feed, ranks)
+            count, own, examples = self._sums(state, feed, ranks)
         count, *added = ranks.sum([count, *own.values()])
         sums = dict(zip(own, added, strict=True))
         return Evaluation(
@@ -102,17 +123,21 @@ class Evaluator:
             accuracy=None if math.isnan(sums["correct"]) else sums["correct"] / count,
             num_samples=round(count),
             metrics={name: sums[name] / count for name in self.metrics},
+            examples=examples,
         )
 
     @torch.no_grad()
-    def _sums(self, state: State, feed: Feed, ranks: Ranks) -> tuple[float, dict[str, float]]:
-        """How many samples the rank measured, and their sums."""
+    def _sums(self, state: State, feed: Feed, ranks: Ranks) -> tuple[float, dict[str, float], Examples | None]:
+        """How many samples the rank measured, their sums, and of the first rank what there is to show."""
         module = self._runnable(state)
         count, sums = 0, dict.fromkeys(["loss", "correct", *self.metrics], 0.0)
         share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
-        most = None if self.max_batches is None else len(range(ranks.rank, self.max_batches, ranks.num_ranks))
-        for batch in itertools.islice(share, most):
+        numbers = self._batch_numbers(feed, ranks)
+        collector = _Collector(sum(min(self.batch_size, feed.num_samples - n * self.batch_size) for n in numbers))
+        for batch in itertools.islice(share, len(numbers)):
             output = module(batch.inputs).to(self.precision.master)
+            if ranks.is_first:
+                collector.take(*batch, output)
             size = len(batch.targets)
             sums["loss"] += float(self.loss(output, batch.targets)) * size
             correct = count_correct(output, batch.targets)
@@ -120,7 +145,13 @@ class Evaluator:
             for name, metric in self.metrics.items():
                 sums[name] += float(metric(output, batch.targets)) * size
             count += size
-        return count, sums
+        return count, sums, collector.examples()
+
+    def _batch_numbers(self, feed: Feed, ranks: Ranks) -> range:
+        """Those that the rank takes."""
+        num_batches = -(-feed.num_samples // self.batch_size)
+        most = num_batches if self.max_batches is None else min(num_batches, self.max_batches)
+        return range(ranks.rank, most, ranks.num_ranks)
 
     def _runnable(self, state: State) -> nn.Module:
         module = cast_module(self.module(state), self.precision)
@@ -159,6 +190,28 @@ class Evaluator:
         if ranks.num_ranks > 1:
             measured = _weighted_means(measured, count, ranks)
         return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}
+
+
+class _Collector:
+    """Takes samples at even distances out of `total` that come by in batches."""
+
+    def __init__(self, total: int) -> None:
+        count = min(NUM_EXAMPLES, total)
+        self._wanted = [place * total // count for place in range(count)]
+        self._seen = 0
+        self._parts: list[tuple[Tensor, ...]] = []
+
+    def take(self, *parts: Tensor) -> None:
+        """What there is of a batch: inputs, targets and outputs."""
+        size = len(parts[1])
+        places = [place - self._seen for place in self._wanted if self._seen <= place < self._seen + size]
+        self._seen += size
+        if places:
+            self._parts.append(tuple(part[places].detach().cpu() for part in parts))
+
+    def examples(self) -> Examples | None:
+        """What was taken."""
+        return Examples(*map(torch.cat, zip(*self._parts, strict=True))) if self._parts else None
 
 
 def evaluate_in_memory(evaluator: Evaluator, state: State, feed: Feed, device: torch.device) -> Evaluation:

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,9 +16,10 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.measures import correction_norm
 from crossbow_py.evaluation import Evaluation
+from crossbow_py.example_predictions import example_predictions
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
-from crossbow_py.settings import apart_from_defaults, written
+from crossbow_py.settings import apart_from_defaults, to_mapping, written
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -27,6 +29,7 @@ from crossbow_py.telemetry.events import (
     RunInfo,
     Summary,
 )
+from crossbow_py.telemetry.hyper_parameters import flat
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 
@@ -90,6 +93,14 @@ class Reporter:
     def epoch(self, record: EpochRecord) -> None:
         """An epoch is evaluated."""
         self._tell(lambda listener: listener.on_epoch(record))
+
+    def predictions(self, run: Run, measured: Measured | None) -> None:
+        """What an evaluation has to show, if it does."""
+        if measured is None:
+            return
+        found = example_predictions(measured[0].examples, run.data.normalisation, run.data.names_of_classes)
+        if found is not None:
+            self._tell(lambda listener: listener.on_predictions(found, run.state.samples_seen))
 
     def decision(self, decision: Decision, samples_seen: int) -> None:
         """The auto-tuner has found something out."""
@@ -224,7 +235,19 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
         average_ema=parts.rule.average_ema,
         averaging_settings=averaging_settings(parts.rule) if settings.several or parts.ranks.num_ranks > 1 else (),
+        replicas_differ=parts.rule.has_central_model and not parts.bank.replicas_alike,
+        learning_statistics=settings.learning_statistics,
+        hyper_parameters=hyper_parameters(run),
     )
+
+
+def hyper_parameters(run: Run) -> dict[str, bool | int | float | str]:
+    """What runs are compared by: the settings and groups, by the command line's dotted keys."""
+    groups: dict[str, Any] = {"optimizer": run.parts.optimizer, "schedule": run.schedule, "averaging": run.parts.rule}
+    plain = {**to_mapping(run.settings), **run.names, "num_devices": run.parts.ranks.num_ranks}
+    chosen = {"executor": run.parts.choices.executor, "precision": run.parts.choices.precision.name}
+    names = {name: group.NAME for name, group in groups.items()}
+    return flat({**plain, **chosen, **names}) | flat({name: to_mapping(group) for name, group in groups.items()})
 
 
 def averaging_settings(rule: AveragingRule) -> tuple[str, ...]:

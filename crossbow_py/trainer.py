@@ -57,6 +57,7 @@ class Trainer:
         init_from: safetensors to start from (fine-tuning).
         callbacks: listeners, called from the training loop's thread.
         names: how the model and the data are called in records.
+        class_names: what classes are called in pictures of predictions; None takes `test_data.classes`, where it is.
         max_evaluation_batches: look at no more than that many batches in an evaluation.
         notes: sentences the listeners are told when training starts.
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
@@ -89,6 +90,7 @@ class Trainer:
         augmentation: Augmentation | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        class_names: Sequence[str] | None = None,
         output_dir: str | Path | None = None,
         resume: str | Path | None = None,
         init_from: str | Path | None = None,
@@ -122,7 +124,7 @@ class Trainer:
                                learning_statistics)  # fmt: skip
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = saved_run(resume, output_dir, ranks)
-        data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std)
+        data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names)
         parts = build_parts(
             model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
             loss=loss, metrics=metrics or {}, init_from=_initial(init_from, found), announce=self._announce,

@@ -324,6 +324,7 @@ class TrainingLoop:
         self.job.add_up_epoch()
         lap = self.meter.lap()
         self.reporter.epoch(epoch_record(self.job, lap, self.learning_rate, measured, self._measured, learning))
+        self.reporter.predictions(self.job, measured)
         state.last_recorded = state.samples_seen
         state.close_epoch(self.num_samples)
         self.meter.resume()

@@ -20,7 +20,8 @@ class DataSource:
     """A data set, loaded: images are uint8 [N, C, H, W] and targets int64 [N], or what a custom source returns.
 
     `mean` and `std`, of pixels scaled to [0, 1], have one value a channel; None leaves inputs unnormalised.
-    `num_classes` is None when the targets are no classes. `augmentation` is for `train` alone.
+    `num_classes` is None when the targets are no classes. `augmentation` is for `train` alone. `class_names` are what
+    people call the classes, where that is known.
     """
 
     name: str
@@ -33,6 +34,7 @@ class DataSource:
     std: tuple[float, ...] | None
     augmentation: Augmentation
     notes: tuple[str, ...] = ()
+    class_names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class SourceSettings(ABC):
 
     GROUP: ClassVar[str] = "data"
     NAME: ClassVar[str]
+    CLASS_NAMES: ClassVar[tuple[str, ...] | None] = None
 
     validation_fraction: float = setting(0.0, "part of the training data held out for validation", minimum=0, below=1)
     crop_padding: int = setting(0, CROP_HELP, minimum=0)
@@ -97,6 +100,7 @@ class SourceSettings(ABC):
             std=std,
             augmentation=self.augmentation,
             notes=notes,
+            class_names=self.CLASS_NAMES,
         )
 
     @property

@@ -92,6 +92,9 @@ class Cifar10(CifarSettings):
     """50,000 + 10,000 colour images 32 x 32 of 10 classes."""
 
     NAME: ClassVar[str] = "cifar10"
+    CLASS_NAMES: ClassVar[tuple[str, ...] | None] = (
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
     MEAN: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
     STD: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)
     FOLDER: ClassVar[str] = "cifar-10-batches-py"

@@ -82,6 +82,9 @@ class FashionMnist(IdxSettings):
 
     NAME: ClassVar[str] = "fashion_mnist"
     MEAN: ClassVar[tuple[float, ...]] = (0.2860,)
+    CLASS_NAMES: ClassVar[tuple[str, ...] | None] = (
+        "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+    )  # fmt: skip
     STD: ClassVar[tuple[float, ...]] = (0.3530,)
     MIRRORS: ClassVar[tuple[str, ...]] = (
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Images = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -13,7 +19,9 @@ class RunInfo:
     stops and the best accuracy, `shares_samples` that learners split an epoch's samples instead of all seeing each.
     `num_workers` processes load the data; None where it lives on the device. `average_ema` is the horizon in epochs of
     the EMA of the average model that is evaluated and saved in its place, where one is. `averaging_settings` are words
-    on how the rule differs from its defaults, and on what it makes of the learning rate.
+    on how the rule differs from its defaults, and on what it makes of the learning rate. `replicas_differ` says that
+    learners move apart from an average model, `learning_statistics` that epochs have them. `hyper_parameters` are plain
+    values by the dotted keys of the command line.
     """
 
     experiment: str
@@ -40,6 +48,9 @@ class RunInfo:
     trace_path: str | None = None
     average_ema: float | None = None
     averaging_settings: tuple[str, ...] = ()
+    replicas_differ: bool = True
+    learning_statistics: bool = False
+    hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,29 @@ class EpochRecord:
 
 
 @dataclass(frozen=True)
+class Predictions:
+    """What the model that is evaluated says of N samples of the evaluation data, which are always the same.
+
+    Attributes:
+        images: uint8 [N, H, W, C] with one or three channels; of clips the middle frame.
+        targets: [N], the right classes.
+        predicted: [N], the classes of the highest probability.
+        probabilities: [N], of the predicted ones.
+        class_names: by class; empty, or shorter, where they are not known.
+    """
+
+    images: Images
+    targets: tuple[int, ...]
+    predicted: tuple[int, ...]
+    probabilities: tuple[float, ...]
+    class_names: tuple[str, ...] = ()
+
+    def name(self, label: int) -> str:
+        """What a class is called: its number, where nothing else is known."""
+        return self.class_names[label] if 0 <= label < len(self.class_names) else str(label)
+
+
+@dataclass(frozen=True)
 class Summary:
     """summary.json: how the run ended. `status` is finished, target_reached, interrupted, terminated or failed.
 
@@ -177,6 +211,9 @@ class Listener:
 
     def on_epoch(self, record: EpochRecord) -> None:
         """An epoch is closed and evaluated."""
+
+    def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
+        """An evaluation of images that are classified has more to show than figures."""
 
     def on_learner_count(self, change: LearnerCount) -> None:
         """The auto-tuner decided about the number of learners."""

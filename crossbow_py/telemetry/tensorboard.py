@@ -1,41 +1,27 @@
-"""TensorBoard scalars. The x-axis is samples seen, so that runs with different learner counts lie over one another."""
+"""A run in TensorBoard. The x-axis is samples seen, so that runs with different learner counts lie over one another."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.dashboard import dashboard
+from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, Predictions, Progress, RunInfo, Summary
+from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, started
+from crossbow_py.telemetry.prediction_grid import prediction_grid
 from crossbow_py.telemetry.system import SystemMonitor, SystemScalars
 
-_LAYOUT = {
-    "training": {
-        "loss": ["Multiline", ["loss/train", "loss/test", "loss/validation"]],
-        "accuracy": ["Multiline", ["accuracy/train", "accuracy/test", "accuracy/validation"]],
-        "throughput": ["Multiline", ["throughput/images_per_s", "throughput/images_per_s_per_device"]],
-    },
-    "system": {
-        "memory of the host": ["Multiline", ["system/process_memory_gib", "system/host_memory_available_gib"]],
-        "busy CPU cores": ["Multiline", ["system/process_cpu_cores"]],
-    },
-}
-# Only for runs on GPUs: on others these charts would stay empty. The tags are regular expressions.
-_GPU_LAYOUT = {
-    "gpu": {
-        "utilization": ["Multiline", [r"gpu/\d+/utilization_percent"]],
-        "memory": ["Multiline", [r"gpu/\d+/memory_gib"]],
-        "power": ["Multiline", [r"gpu/\d+/power_w"]],
-        "temperature": ["Multiline", [r"gpu/\d+/temperature_c"]],
-    }
-}
+_GRID_GROWTH = 1.5  # of the samples seen, from one picture of predictions to the next
 
 
 class TensorBoardScalars(Listener):
-    """Writes one run's event file, samples of the machine among it.
+    """Writes one run's event file: curves, samples of the machine, pictures of predictions, hyper-parameters.
 
     Args:
         folder: where TensorBoard looks.
@@ -61,16 +47,21 @@ class TensorBoardScalars(Listener):
         self._num_devices = 1
         self._next_point_s = 0.0
         self._last_samples = -1
+        self._unshown: tuple[int, Predictions] | None = None  # the newest predictions, while they are not drawn
+        self._next_grid_samples = 0.0
 
     def on_start(self, info: RunInfo) -> None:
         """Open the event file; the configuration and the layout of the charts come first."""
         self._num_devices = info.num_devices
         self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         self._system = SystemScalars(self._new_monitor(), self._writer.add_scalar)
-        self._writer.add_custom_scalars({**_LAYOUT, **(_GPU_LAYOUT if info.device.startswith("cuda") else {})})
+        self._writer.add_custom_scalars(dashboard(info))
+        self._compare(columns_of_runs())
+        self._compare(started(info.hyper_parameters, str(self._folder), time.time()))
         if self._config_text is not None:
             indented = "\n".join("    " + line for line in self._config_text.splitlines())
             self._writer.add_text("config", indented, info.samples_seen)
+        self._writer.flush()
 
     def on_progress(self, progress: Progress) -> None:
         """Points inside an epoch, ever further apart: a short run shows a curve and a long one stays a small file."""
@@ -85,6 +76,7 @@ class TensorBoardScalars(Listener):
                 "loss/train": progress.train_loss,
                 "learning_rate": progress.learning_rate,
                 "num_learners": progress.num_learners,
+                "time/training_s": progress.elapsed_s,
                 "data/wait_share": progress.data_wait_share,
                 "data/num_workers": progress.num_workers,
                 **self._throughput(progress.images_per_s),
@@ -113,6 +105,7 @@ class TensorBoardScalars(Listener):
                 "loss/train": record.train_loss,
                 "learning_rate": record.learning_rate,
                 "num_learners": record.num_learners,
+                "time/training_s": record.elapsed_s,
                 "data/wait_share": record.data_wait_share,
                 "data/num_workers": record.num_workers,
                 **self._throughput(record.images_per_s),
@@ -121,6 +114,13 @@ class TensorBoardScalars(Listener):
         if self._writer is not None:
             self._writer.flush()
 
+    def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
+        """A picture of them, ever further apart, as points are."""
+        self._unshown = samples_seen, predictions
+        if samples_seen >= self._next_grid_samples:
+            self._next_grid_samples = samples_seen * _GRID_GROWTH
+            self._draw_predictions()
+
     def on_learner_count(self, change: LearnerCount) -> None:
         """A mark in the text, and the count as a step in its curve."""
         if self._writer is not None:
@@ -128,8 +128,12 @@ class TensorBoardScalars(Listener):
             self._writer.add_scalar("num_learners", change.num_learners, change.samples_seen)
 
     def on_end(self, summary: Summary) -> None:
-        """The final figures as text."""
+        """The final figures as text, the last predictions, and that the run has ended."""
+        self._draw_predictions()
+        self._compare(ended(failed=summary.status == "failed", now_s=time.time()))
         if self._writer is not None:
+            if summary.time_to_accuracy_s is not None:
+                self._writer.add_scalar("time/to_accuracy_s", summary.time_to_accuracy_s, summary.samples_seen)
             text = f"{summary.status}: {summary.stop_reason}; test accuracy {summary.test_accuracy}"
             self._writer.add_text("result", text, summary.samples_seen)
 
@@ -145,6 +149,17 @@ class TensorBoardScalars(Listener):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _compare(self, summary: Any) -> None:
+        """Something for the table of hyper-parameters."""
+        if self._writer is not None:
+            self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
+
+    def _draw_predictions(self) -> None:
+        if self._writer is not None and self._unshown is not None:
+            samples_seen, predictions = self._unshown
+            self._writer.add_image("predictions", prediction_grid(predictions), samples_seen, dataformats="HWC")
+            self._unshown = None
 
     def _throughput(self, images_per_s: float) -> dict[str, float]:
         return {

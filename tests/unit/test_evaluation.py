@@ -11,7 +11,7 @@ from torch import nn
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.errors import DeviceLostError
-from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, mean_evaluation
+from crossbow_py.evaluation import NUM_EXAMPLES, Evaluation, Evaluator, evaluate_in_memory, mean_evaluation
 from tests.support import features, linear_model, norm_model
 
 INPUTS, TARGETS = features(10)
@@ -177,6 +177,20 @@ def test_recalibrate_without_batch_norm_changes_nothing_and_reads_no_batch():
         yield
 
     assert make_evaluator(linear_model()).recalibrate(state, batches()) == state
+
+
+@pytest.mark.parametrize(("max_batches", "total"), [(None, 60), (10, 40)])
+def test_examples_are_spread_over_what_is_measured_and_always_the_same(max_batches, total):
+    inputs, targets = torch.arange(60.0).unsqueeze(1), torch.zeros(60, dtype=torch.int64)
+    evaluator = make_evaluator(nn.Linear(1, 2), max_batches=max_batches)
+    found = evaluator.evaluate(nn.Linear(1, 2).state_dict(), feed_of(inputs, targets)).examples
+    assert found.inputs.flatten().tolist() == [place * total // NUM_EXAMPLES for place in range(NUM_EXAMPLES)]
+    assert found.outputs.shape == (NUM_EXAMPLES, 2)
+
+
+def test_examples_of_few_samples_are_all_of_them():
+    found = make_evaluator(linear_model()).evaluate(linear_model().state_dict(), feed_of(INPUTS, TARGETS)).examples
+    assert found.targets.tolist() == TARGETS.tolist()
 
 
 def test_mean_evaluation_averages_every_figure():

@@ -10,13 +10,13 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams import summary_v2  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
@@ -26,6 +26,7 @@ from crossbow_py.packing.parameter import Parameter
 from crossbow_py.packing.report.standing import last_epochs, leader, num_results
 from crossbow_py.packing.rules import epoch_samples
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
+from crossbow_py.telemetry.hyper_parameters import columns, ended, flat, started
 
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
 PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker
@@ -119,7 +120,7 @@ def experiment_summary(info: SearchInfo) -> Summary:
     """The hyper-parameters with what they may be, and the one metric: what TensorBoard makes columns and filters of."""
     hparams = [_hparam(parameter) for parameter in info.space.parameters]
     metric = summary_v2.Metric(trial_tag(info), display_name=info.metric.replace("_", " "))
-    return summary_v2.hparams_config_pb(hparams, [metric])
+    return columns(hparams, [metric])
 
 
 def trial_tag(info: SearchInfo) -> str:
@@ -139,15 +140,14 @@ def trial_files(info: SearchInfo, trial: TrialRecord, now: float) -> dict[str, l
     """
     if trial.params is None or not num_results(trial):
         return {}
-    started = summary_v2.hparams_pb(flat_params(trial.params), _group(info, trial), now)
-    found = {_file_name(0, "start"): [(0, started)]}
+    found = {_file_name(0, "start"): [(0, started(flat(trial.params), _group(info, trial), now))]}
     for rung, epochs in enumerate(bracket_of(info.brackets, trial.trial).epochs):
         value = trial.values.get(epochs)
         if value is not None and math.isfinite(value):
             samples = epoch_samples(epochs, info.num_train_samples)
             found[_file_name(1 + rung, f"rung_{rung}")] = [(samples, _scalar(trial_tag(info), value))]
     if trial.state.has_ended:
-        found[_file_name(_LAST, "end")] = [(0, _end_summary(trial.state, now))]
+        found[_file_name(_LAST, "end")] = [(0, ended(failed=trial.state is TrialState.FAILED, now_s=now))]
     return found
 
 
@@ -160,16 +160,11 @@ def _group(info: SearchInfo, trial: TrialRecord) -> str:
     return number if info.output_dir is None else f"{Path(info.output_dir)} {number}"
 
 
-def flat_params(params: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Numbers, truth values and text stay; null becomes text."""
-    return {key: "null" if value is None else value for key, value in params.items()}
-
-
 def _hparam(parameter: Parameter) -> summary_v2.HParam:
     if parameter.choices is None:
         assert parameter.low is not None and parameter.high is not None, "a range has ends"  # noqa: PT018
         return summary_v2.HParam(parameter.key, summary_v2.RealInterval(float(parameter.low), float(parameter.high)))
-    choices = list(flat_params({str(n): choice for n, choice in enumerate(parameter.choices)}).values())
+    choices = list(flat({str(n): choice for n, choice in enumerate(parameter.choices)}).values())
     # TensorBoard has no column of mixed types; whole numbers and others are one.
     kinds = {float if type(choice) is int else type(choice) for choice in choices}
     return summary_v2.HParam(parameter.key, _discrete(kinds, choices))
@@ -183,14 +178,6 @@ def _discrete(kinds: set[type], choices: Sequence[Any]) -> summary_v2.Discrete |
 
 def _scalar(tag: str, value: float) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-
-
-def _end_summary(state: TrialState, now: float) -> Summary:
-    status = api_pb2.STATUS_FAILURE if state is TrialState.FAILED else api_pb2.STATUS_SUCCESS
-    ended = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=now)
-    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=ended))
-    value = Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=about, tensor=metadata.NULL_TENSOR)
-    return Summary(value=[value])
 
 
 def _file_name(place: int, what: str) -> str:

@@ -8,11 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
+import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
+from tensorboard.plugins.hparams.metadata import (
+    EXPERIMENT_TAG,
+    SESSION_END_INFO_TAG,
+    SESSION_START_INFO_TAG,
+    parse_session_end_info_plugin_data,
+    parse_session_start_info_plugin_data,
+)
 
-from crossbow_py.telemetry.events import LearningStatistics
+from crossbow_py.telemetry.events import LearningStatistics, Predictions
 from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
 
@@ -35,7 +42,7 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
     expected = {
         "throughput/images_per_s": 250.0, "throughput/images_per_s_per_device": 125.0, "loss/train": 0.25,
         "loss/test": 0.5, "accuracy/train": 0.875, "accuracy/test": 0.75, "num_learners": 2.0,
-        "averaging/spread": 0.125, "averaging/correction_norm": 2.0,
+        "averaging/spread": 0.125, "averaging/correction_norm": 2.0, "time/training_s": 4.0,
     }  # fmt: skip
     read = _read(tmp_path)
     assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
@@ -166,21 +173,35 @@ def test_notes_of_the_scalars_are_what_keeps_a_gpu_from_being_watched(tmp_path: 
     scalars.close()
 
 
-@pytest.mark.parametrize(
-    ("device", "categories"), [("cpu", ["training", "system"]), ("cuda:0", ["training", "system", "gpu"])]
-)
-def test_layout_has_charts_of_the_machine_and_on_cuda_of_the_gpus(
-    tmp_path: Path, events: Any, device: str, categories: list[str]
+def test_hyper_parameters_of_a_run_are_there_from_its_start_and_how_it_ended_at_its_end(
+    tmp_path: Path, events: Any
 ) -> None:
     scalars = TensorBoardScalars(tmp_path, None)
-    scalars.on_start(events.run_info(device=device))
+    scalars.on_start(events.run_info(hyper_parameters={"model": "mlp", "batch_size": 16}))
+    assert {EXPERIMENT_TAG, SESSION_START_INFO_TAG} <= set(_hyper_parameters(tmp_path))
+    scalars.on_end(events.summary(time_to_accuracy_s=12.5))
     scalars.close()
-    (written,) = _read(tmp_path).Tensors("custom_scalars__config__")
-    layout = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
-    assert sorted(category.title for category in layout.category) == sorted(categories)
-    tags = {tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag}
-    assert {"system/process_memory_gib", "system/host_memory_available_gib", "system/process_cpu_cores"} <= tags
-    assert (r"gpu/\d+/power_w" in tags) == ("gpu" in categories)
+    contents = _hyper_parameters(tmp_path)
+    values = parse_session_start_info_plugin_data(contents[SESSION_START_INFO_TAG]).hparams
+    assert (values["model"].string_value, values["batch_size"].number_value) == ("mlp", 16)
+    assert parse_session_end_info_plugin_data(contents[SESSION_END_INFO_TAG]).status == STATUS_SUCCESS
+    assert _points(tmp_path, "time/to_accuracy_s") == [(4000, 12.5)]
+
+
+def _hyper_parameters(folder: Path) -> dict[str, bytes]:
+    found: dict[str, bytes] = _read(folder).PluginTagToContent("hparams")
+    return found
+
+
+def test_pictures_of_predictions_come_ever_further_apart_and_the_last_at_the_end(tmp_path: Path, events: Any) -> None:
+    predictions = Predictions(np.zeros((2, 4, 4, 1), np.uint8), (0, 1), (0, 0), (0.5, 0.75))
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info())
+    for samples in range(1000, 6000, 1000):
+        scalars.on_predictions(predictions, samples)
+    scalars.on_end(events.summary())
+    scalars.close()
+    assert [each.step for each in _read(tmp_path).Images("predictions")] == [1000, 2000, 3000, 5000]
 
 
 def test_close_twice_or_before_the_start_leaves_no_thread(tmp_path: Path, events: Any) -> None:

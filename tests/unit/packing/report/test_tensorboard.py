@@ -18,7 +18,6 @@ from crossbow_py.packing.report.tensorboard import (
     PACE_TAG,
     SearchTensorBoard,
     experiment_summary,
-    flat_params,
     trial_files,
 )
 from crossbow_py.packing.search_events import RunningTrial
@@ -173,10 +172,6 @@ def test_leader_that_fails_gives_way_where_it_failed(tmp_path: Path, searched: A
 def test_values_that_are_not_finite_are_left_out(searched: Any) -> None:
     files = trial_files(searched.info(), searched.trial(0, values={1.0: math.nan}), 0.0)
     assert [name.rsplit(".", maxsplit=1)[-1] for name in files] == ["start", "end"]
-
-
-def test_flat_params_of_null_are_text() -> None:
-    assert flat_params({"a": None, "b": True, "c": 3}) == {"a": "null", "b": True, "c": 3}
 
 
 def test_folder_that_cannot_be_written_is_said_and_does_not_end_the_search(tmp_path: Path, searched: Any) -> None:

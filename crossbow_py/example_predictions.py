@@ -1,0 +1,57 @@
+"""What an evaluation has to show: some images of the data set as they were, and what the model says they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.evaluation import Examples
+from crossbow_py.telemetry.events import Predictions
+
+_CHANNELS = (1, 3)
+
+
+def example_predictions(
+    examples: Examples | None, normalisation: Normalisation | None, class_names: Sequence[str] = ()
+) -> Predictions | None:
+    """Images and answers; None for what is no images [N, C, H, W] or clips [N, C, T, H, W] of one class each.
+
+    `normalisation` is undone, and values are stretched to what a screen has, those of all images alike.
+    """
+    if examples is None or not _are_classified_images(examples):
+        return None
+    values = examples.inputs.float()
+    if values.ndim == 5:
+        values = values[:, :, values.shape[2] // 2]
+    mean, std = (normalisation or IDENTITY).constants(values, torch.float32)
+    values = values * std + mean
+    low, high = float(values.min()), float(values.max())
+    values = (values - low) / (high - low) if high > low else values
+    probabilities, predicted = examples.outputs.float().softmax(1).max(1)
+    return Predictions(
+        images=values.clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).contiguous().numpy(),
+        targets=tuple(map(int, examples.targets)),
+        predicted=tuple(map(int, predicted)),
+        probabilities=tuple(map(float, probabilities)),
+        class_names=tuple(class_names),
+    )
+
+
+def _are_classified_images(examples: Examples) -> bool:
+    inputs, targets, outputs = examples.inputs, examples.targets, examples.outputs
+    return (
+        inputs.ndim in (4, 5)
+        and inputs.shape[1] in _CHANNELS
+        and _are_finite(inputs)
+        and outputs.ndim == 2
+        and _are_finite(outputs)
+        and targets.ndim == 1
+        and not targets.is_floating_point()
+    )
+
+
+def _are_finite(values: Tensor) -> bool:
+    return values.is_floating_point() and bool(values.isfinite().all())

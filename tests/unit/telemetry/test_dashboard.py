@@ -1,0 +1,83 @@
+"""The page of custom scalars: which charts a run has, and that there is a curve for each of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from crossbow_py.telemetry.dashboard import dashboard
+from crossbow_py.telemetry.events import LearningStatistics
+from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample
+from crossbow_py.telemetry.tensorboard import TensorBoardScalars
+
+ALWAYS = ["How well it learns", "How fast it trains"]
+
+
+class Monitor(SystemMonitor):
+    """A machine with a GPU."""
+
+    def sample(self) -> SystemSample:
+        return SystemSample(3 * 2**30, 48 * 2**30, 64 * 2**30, 1.5, (GpuSample(0, 87.0, 12 * 2**30, 312.5, 61.0),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sections"),
+    [
+        ({}, ["Averaging", "The machine"]),
+        ({"replicas_differ": False}, ["The machine"]),
+        ({"num_workers": 2}, ["Averaging", "Waiting for data", "The machine"]),
+        ({"learning_statistics": True}, ["Averaging", "How learning goes", "The machine"]),
+    ],
+)
+def test_dashboard_has_the_sections_of_what_the_run_does(
+    events: Any, changes: dict[str, Any], sections: list[str]
+) -> None:
+    assert list(dashboard(events.run_info(**changes))) == [*ALWAYS, *sections]
+
+
+def test_dashboard_on_cuda_shows_the_gpus_and_elsewhere_not(events: Any) -> None:
+    def of_gpus(device: str) -> list[str]:
+        return [title for title in dashboard(events.run_info(device=device))["The machine"] if title.startswith("GPU")]
+
+    assert of_gpus("cpu") == []
+    assert len(of_gpus("cuda:0")) == 4
+
+
+def test_every_chart_of_the_dashboard_has_a_curve_and_every_tag_of_a_section_a_chart(
+    tmp_path: Path, events: Any
+) -> None:
+    scalars = TensorBoardScalars(tmp_path, None, new_monitor=Monitor)
+    scalars.on_start(events.run_info(num_workers=2, learning_statistics=True, device="cuda:0"))
+    scalars.on_progress(events.progress(500, num_workers=2, data_wait_share=0.5))
+    learning = LearningStatistics(256.0, 8.0, 0.03125, 0.875, 2.0, 0.5)
+    scalars.on_epoch(events.epoch_record(1, num_workers=2, data_wait_share=0.5, learning=learning))
+    scalars.on_end(events.summary(time_to_accuracy_s=8.0))
+    scalars.close()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    tags = read.Tags()["scalars"]
+    (written,) = read.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(written.tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for category in layout.category for chart in category.chart}
+    assert [title for title, patterns in charts.items() if not _found(patterns, tags)] == []
+    shown = {tag for patterns in charts.values() for tag in _found(patterns, tags)}
+    assert set(tags) - shown == {
+        "learning/gradient_variance", "learning/squared_gradient_norm", "learning/measuring_s",
+    }  # fmt: skip
+
+
+def test_charts_of_independent_learners_have_each_of_them(events: Any) -> None:
+    charts = dashboard(events.run_info(shares_samples=False, replicas_differ=False))["How well it learns"]
+    _, patterns = charts["accuracy (share of samples)"]
+    assert _found(patterns, ["accuracy/test_learner_11", "accuracy/test", "accuracy/validation"]) == [
+        "accuracy/test_learner_11", "accuracy/test",
+    ]  # fmt: skip
+
+
+def _found(patterns: list[str], tags: list[str]) -> list[str]:
+    return [tag for tag in tags if any(re.match(pattern, tag) for pattern in patterns)]
