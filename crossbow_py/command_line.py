@@ -50,6 +50,24 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int]) -> i
         _flush_stdout()
 
 
+def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[str]], int]) -> int:
+    """Run `job` on the arguments themselves: of a command that has no configuration. Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def dispatch() -> int:
+        if "--help" in arguments or "-h" in arguments:
+            return say(usage)
+        option = next((argument for argument in arguments if argument.startswith("-")), None)
+        if option:
+            raise UserError(f"unknown option {option}{suggestion(option, ('--help', '-h'))}")
+        return job(arguments)
+
+    try:
+        return _guarded(dispatch)
+    finally:
+        _flush_stdout()
+
+
 def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> int:
     if "--help" in arguments or "-h" in arguments:
         return say(help_text(kind))

@@ -70,7 +70,8 @@ class RunRecords(Listener):
         if self._resumed_samples is None:
             self._metrics.unlink(missing_ok=True)
         elif self._metrics.exists():
-            kept = [line for line in _read_lines(self._metrics) if line["samples_seen"] <= self._resumed_samples]
+            lines, _ = read_records(self._metrics)
+            kept = [line for line in lines if line["samples_seen"] <= self._resumed_samples]
             write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_epoch(self, record: EpochRecord) -> None:
@@ -93,20 +94,22 @@ class RunRecords(Listener):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The epochs of a metrics.jsonl."""
-    return [line for line in _read_lines(path) if "event" not in line]
+    return [line for line in read_records(path)[0] if "event" not in line]
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """All lines. One torn by a crash is left out."""
-    lines = []
+def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """All lines, epochs and decisions, and how many cannot be read, such as one torn by a crash, and are left out."""
+    lines, damaged = [], 0
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
-            continue
+            line = None
         if isinstance(line, dict) and isinstance(line.get("samples_seen"), int):
             lines.append(line)
-    return lines
+        else:
+            damaged += bool(text.strip())
+    return lines, damaged
 
 
 def read_summary(output_dir: Path) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""`python -m crossbow_py.report RUN [RUN ...]`: what runs did, as one HTML page and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossbow_py.command_line import run_with_text
+from crossbow_py.errors import UserError
+from crossbow_py.run_report.writing import write_report
+
+USAGE = """\
+usage: python -m crossbow_py.report RUN [RUN ...] [output_dir=PATH] [--help]
+
+Writes one page, report.html, that reads without a network: the figures of runs side by side, curves over samples seen
+and over time, throughput with the number of learners and the auto-tuner's decisions, three rounds of the timeline
+(where the run had trace=true), and in what configurations differ. Every chart is a PNG beside it, too.
+
+  python -m crossbow_py.report runs/digits/a
+  python -m crossbow_py.report runs/digits/a runs/digits/b output_dir=compared
+  python -m crossbow_py.report runs/digits          # all runs in it, twelve at most
+
+RUN is the folder of a run, also of one that goes on or was killed: what is there is shown. Nothing in it is changed.
+output_dir is by default report/ in the run's folder, and runs/report/<time> for several runs.
+
+Exit codes: 0 done, 2 a mistake in what was asked for, 130 after Ctrl-C, 1 anything else.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
+    return run_with_text(argv, USAGE, report)
+
+
+def report(arguments: list[str]) -> int:
+    """One report; returns its exit code."""
+    paths = [Path(each).expanduser() for each in arguments if "=" not in each or Path(each).exists()]
+    options = [each for each in arguments if Path(each).expanduser() not in paths]
+    if not paths:
+        raise UserError("a report is of a run at least, got none; give its folder, such as runs/digits/<time>.")
+    unknown = next((each for each in options if not each.startswith("output_dir=")), None)
+    if unknown:
+        raise UserError(f"unknown key {unknown}; a report has only output_dir=PATH.")
+    output_dir = Path(options[-1].removeprefix("output_dir=")).expanduser() if options else None
+    notes, page = write_report(paths, output_dir)
+    for note in notes:
+        print(note)
+    print(f"Written to {page}, with its charts as PNG beside it.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

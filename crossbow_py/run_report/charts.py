@@ -1,0 +1,206 @@
+"""The report's charts. A run has the same colour in all of them; a chart that no run has anything for is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from crossbow_py.run_report.reading import Point, RunRecord, number
+from crossbow_py.run_report.timeline_strip import Strip, typical_rounds
+
+_COLOURS = (
+    "#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#c2185b", "#8c564b", "#17a2b8", "#7f7f7f", "#bcbd22", "#0b3d91",
+    "#e6ab02", "#66a61e",
+)  # fmt: skip
+# Tasks and what is not one alike: what computes gradients, what updates rows, what all learners share.
+_TASK_COLOURS = {
+    "learning": "#4c78a8", "pass": "#4c78a8", "correction": "#f58518", "update": "#f58518", "averaging": "#54a24b",
+    "gradient mean": "#b279a2",
+}  # fmt: skip
+_OTHER_TASK = "#9d9da1"
+_WIDTH_IN, _HEIGHT_IN = 7.2, 3.4
+_SAMPLES = "samples seen"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture; `name` is that of its PNG, `caption` says how to read it."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Every chart that has something to show, in the order of the page; a timeline for each run that has one."""
+    for name, title, caption, draw in _CHARTS:
+        figure = draw(runs)
+        if figure is not None:
+            yield Chart(name, title, caption, figure)
+    for place, run in enumerate(runs):
+        strip = typical_rounds(run.spans)
+        if strip is not None:
+            several = len(runs) > 1
+            title = "Three rounds of the timeline" + (f": {run.name}" if several else "")
+            yield Chart(f"timeline_{place}" if several else "timeline", title, _TIMELINE, _timeline(strip))
+
+
+def colour(place: int) -> str:
+    """Of the run at that place."""
+    return _COLOURS[place % len(_COLOURS)]
+
+
+def _axes(height_in: float = _HEIGHT_IN, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+    panels = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+    for axes in panels:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, list(panels)
+
+
+def _draw(axes: Axes, points: Sequence[Point], place: int, label: str | None, style: str = "-", **more: Any) -> bool:
+    """A curve; whether there was anything to draw. Few points get markers."""
+    if not points:
+        return False
+    x, y = zip(*points, strict=True)
+    marker = "o" if len(points) <= 40 else ""
+    axes.plot(x, y, style, color=colour(place), label=label, marker=marker, markersize=3, linewidth=1.4, **more)
+    return True
+
+
+def _finished(figure: Figure, panels: Sequence[Axes], x_label: str, y_labels: Sequence[str]) -> Figure:
+    for axes, y_label in zip(panels, y_labels, strict=True):
+        axes.set_ylabel(y_label)
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            axes.legend(fontsize=8, frameon=False)
+    panels[-1].set_xlabel(x_label)
+    panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    return figure
+
+
+def _curve(run: RunRecord, tag: str, column: str) -> list[Point]:
+    """Inside epochs where the event file has it, else a point an epoch."""
+    found = [(x, y) for x, y in run.curves.get(tag, ()) if number(y) is not None]
+    return found or run.by_epoch(column)
+
+
+def _measured(run: RunRecord, what: str, x: str = "samples_seen") -> list[Point]:
+    """Of the validation data where a run has some, else of the test data."""
+    return run.by_epoch(f"validation_{what}", x) or run.by_epoch(f"test_{what}", x)
+
+
+def _accuracy(runs: Sequence[RunRecord]) -> Figure | None:
+    figure, (axes,) = _axes()
+    drawn = [_draw(axes, _measured(run, "accuracy"), place, run.name) for place, run in enumerate(runs)]
+    for place, run in enumerate(runs):
+        _draw(axes, run.by_epoch("train_accuracy"), place, None, ":", alpha=0.6)
+    return _finished(figure, [axes], _SAMPLES, ["accuracy"]) if any(drawn) else None
+
+
+def _accuracy_by_time(runs: Sequence[RunRecord]) -> Figure | None:
+    figure, (axes,) = _axes()
+    drawn = []
+    for place, run in enumerate(runs):
+        drawn.append(_draw(axes, _measured(run, "accuracy", "elapsed_s"), place, run.name))
+        reached = number(run.summary.get("time_to_accuracy_s"))
+        if reached is not None:
+            axes.axvline(reached, color=colour(place), linestyle="--", linewidth=0.9)
+    return _finished(figure, [axes], "seconds of training", ["accuracy"]) if any(drawn) else None
+
+
+def _loss(runs: Sequence[RunRecord]) -> Figure | None:
+    figure, (axes,) = _axes()
+    drawn = []
+    for place, run in enumerate(runs):
+        measured = _draw(axes, _measured(run, "loss"), place, run.name)
+        label = None if measured else run.name
+        drawn += [measured, _draw(axes, _curve(run, "loss/train", "train_loss"), place, label, ":", alpha=0.6)]
+    return _finished(figure, [axes], _SAMPLES, ["loss"]) if any(drawn) else None
+
+
+def _throughput(runs: Sequence[RunRecord]) -> Figure | None:
+    figure, (rate, count) = _axes(_HEIGHT_IN * 1.35, rows=2)
+    drawn = []
+    for place, run in enumerate(runs):
+        drawn.append(_draw(rate, _curve(run, "throughput/images_per_s", "images_per_s"), place, run.name))
+        _draw(count, _curve(run, "num_learners", "num_learners"), place, None, drawstyle="steps-post")
+    rate.set_ylim(bottom=0)
+    count.set_ylim(bottom=0)
+    return _finished(figure, [rate, count], _SAMPLES, ["images/s", "learners a device"]) if any(drawn) else None
+
+
+def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]], Figure | None]:
+    """A chart of one curve a run."""
+
+    def draw(runs: Sequence[RunRecord]) -> Figure | None:
+        figure, (axes,) = _axes()
+        drawn = [_draw(axes, _curve(run, tag, column), place, run.name) for place, run in enumerate(runs)]
+        return _finished(figure, [axes], _SAMPLES, [label]) if any(drawn) else None
+
+    return draw
+
+
+def _averaging(runs: Sequence[RunRecord]) -> Figure | None:
+    figure, (spread, correction) = _axes(_HEIGHT_IN * 1.35, rows=2)
+    drawn = [_draw(spread, run.by_epoch("spread"), place, run.name) for place, run in enumerate(runs)]
+    for place, run in enumerate(runs):
+        _draw(correction, run.by_epoch("correction_norm"), place, None)
+    labels = ["spread, share of |z|", "|Σ corrections|"]
+    return _finished(figure, [spread, correction], _SAMPLES, labels) if any(drawn) else None
+
+
+def _timeline(strip: Strip) -> Figure:
+    figure, (axes,) = _axes(0.9 + 0.45 * len(strip.streams))
+    axes.grid(visible=False)
+    rows = {stream: place for place, stream in enumerate(strip.streams)}
+    for task in dict.fromkeys(span.task for span in strip.spans):
+        own = [span for span in strip.spans if span.task == task]
+        starts = [(span.start_us - strip.start_us) / 1000 for span in own]
+        lengths = [(span.end_us - span.start_us) / 1000 for span in own]
+        axes.barh(
+            [rows[span.stream] for span in own], lengths, left=starts, height=0.7, label=task, linewidth=0.4,
+            color=_TASK_COLOURS.get(task, _OTHER_TASK), edgecolor="white",
+        )  # fmt: skip
+    whole = max((span.end_us - strip.start_us) / 1000 for span in strip.spans)
+    for span in strip.spans:
+        length = (span.end_us - span.start_us) / 1000
+        if length > whole / 25:
+            middle = (span.start_us - strip.start_us) / 1000 + length / 2
+            axes.text(
+                middle, rows[span.stream], str(span.round_index), ha="center", va="center", fontsize=7, color="white"
+            )
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlabel(f"milliseconds from the begin of round {strip.first_round}")
+    axes.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    return figure
+
+
+_TIMELINE = (
+    "A row is a stream, a bar a task while it ran, its number the round. Where averaging overlaps the next round's "
+    "learning, learners did not wait for it. The whole of it is in trace.json: open it in ui.perfetto.dev."
+)
+_CHARTS: tuple[tuple[str, str, str, Callable[[Sequence[RunRecord]], Figure | None]], ...] = (
+    ("accuracy", "Accuracy", "Of the test data, or the validation data where there is some; dotted: of training.",
+     _accuracy),
+    ("accuracy_by_time", "Accuracy over time", "Evaluation does not count as training; dashed: the target was reached.",
+     _accuracy_by_time),
+    ("loss", "Loss", "Of the test data, or the validation data where there is some; dotted: of training.", _loss),
+    ("throughput", "Throughput and learners", "Below, what the auto-tuner made of the number of learners, if asked to.",
+     _throughput),
+    ("averaging", "Averaging", "How far learners are from the average model z, and how far a round moves it.",
+     _averaging),
+    ("learning_rate", "Learning rate", "As the optimizer has it: the schedule's, times what the averaging rule makes "
+     "of it.", _single("learning_rate", "learning_rate", "learning rate")),
+    ("waiting", "Waiting for data", "The share of time in which nothing trained for want of data.",
+     _single("data/wait_share", "data_wait_share", "share of time")),
+    ("noise_scale", "Gradient noise scale", "What a step averages over may grow up to about as many samples.",
+     _single("learning/gradient_noise_scale_samples", "gradient_noise_scale_samples", "samples")),
+)  # fmt: skip

@@ -1,0 +1,71 @@
+"""The table of a report: the figures of its runs, side by side, as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from crossbow_py.run_report.reading import RunRecord, number
+from crossbow_py.telemetry.console import clock_time
+
+_SECONDS_SPELLED_OUT = 120  # from there on minutes
+
+
+def figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Each figure by its name, with what every run has; those that no run has are left out."""
+    rows = [(name, [text(run) for run in runs]) for name, text in _FIGURES]
+    return [(name, values) for name, values in rows if any(values)]
+
+
+def _newest(run: RunRecord, key: str, key_of_epochs: str | None) -> float | None:
+    """Of the summary; while there is none, of the newest epoch, if epochs have it."""
+    value = number(run.summary.get(key))
+    if value is None and key_of_epochs and run.epochs:
+        return number(run.epochs[-1].get(key_of_epochs))
+    return value
+
+
+def _number(key: str, form: str, key_of_epochs: str | None = None) -> Callable[[RunRecord], str]:
+    def text(run: RunRecord) -> str:
+        value = _newest(run, key, key_of_epochs)
+        return "" if value is None else format(value, form)
+
+    return text
+
+
+def _time(key: str, key_of_epochs: str | None = None) -> Callable[[RunRecord], str]:
+    def text(run: RunRecord) -> str:
+        value = _newest(run, key, key_of_epochs)
+        if value is None:
+            return ""
+        return f"{value:.1f} s" if value < _SECONDS_SPELLED_OUT else clock_time(value)
+
+    return text
+
+
+def _setting(key: str) -> Callable[[RunRecord], str]:
+    """What it became; as it was configured where there is no summary."""
+    return lambda run: str(run.summary.get(key, run.config.get(key, "")))
+
+
+_FIGURES: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
+    ("status", lambda run: run.status.replace("_", " ")),
+    ("test accuracy", _number("test_accuracy", ".4f", "test_accuracy")),
+    ("best test accuracy", _number("best_test_accuracy", ".4f")),
+    ("best validation accuracy", _number("best_validation_accuracy", ".4f")),
+    ("time to accuracy", _time("time_to_accuracy_s")),
+    ("time of training", _time("train_time_s", "elapsed_s")),
+    ("time in all", _time("wall_time_s")),
+    ("images/s", _number("images_per_s", ",.0f", "images_per_s")),
+    ("epochs", _number("epochs", ".4g", "epoch")),
+    ("samples seen", _number("samples_seen", ",.0f", "samples_seen")),
+    ("model", _setting("model")),
+    ("data", _setting("data")),
+    ("averaging", _setting("averaging")),
+    ("learners a device", _number("num_learners", ".0f", "num_learners")),
+    ("devices", _number("num_devices", ".0f")),
+    ("batch size", _setting("batch_size")),
+    ("executor", _setting("executor")),
+    ("precision", _setting("precision")),
+    ("device", _setting("device")),
+    ("seed", _setting("seed")),
+)

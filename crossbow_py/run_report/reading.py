@@ -1,0 +1,266 @@
+"""A run's folder as plain values. What is missing or damaged is left out and named: a report shows what there is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from crossbow_py.checkpoint import checkpoints
+from crossbow_py.config import read_yaml
+from crossbow_py.errors import UserError
+from crossbow_py.file_locks import is_locked
+from crossbow_py.packing.search_events import SEARCH_FILE
+from crossbow_py.run_folder import LOCK_FILE
+from crossbow_py.telemetry.records import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    read_json,
+    read_records,
+)
+from crossbow_py.telemetry.timeline import TRACE_FILE
+
+MOST_RUNS = 12  # more curves than that nobody tells apart
+_FOLDERS_DEEP = 3  # runs/<experiment>/<sweep>/<job>
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a stream did between two times, in microseconds of the run's own clock; `round_index` where it is known."""
+
+    task: str
+    stream: str
+    start_us: float
+    end_us: float
+    round_index: int | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a folder says of its run.
+
+    Attributes:
+        name: short, and different for each run of a report.
+        status: that of summary.json, or `running` or `unfinished` where there is none.
+        config: the configuration, by dotted keys.
+        epochs: lines of metrics.jsonl, in the order of samples seen.
+        decisions: those of the auto-tuner.
+        summary: summary.json; empty without one.
+        curves: scalars by tag, as (samples seen, value).
+        spans: of the timeline, in the order they began.
+        notes: what is missing or cannot be read.
+    """
+
+    name: str
+    folder: Path
+    status: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    epochs: Sequence[Mapping[str, Any]] = ()
+    decisions: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[Point]] = field(default_factory=dict)
+    spans: Sequence[Span] = ()
+    notes: Sequence[str] = ()
+
+    def by_epoch(self, key: str, x: str = "samples_seen") -> list[Point]:
+        """A column of metrics.jsonl over another, where both are numbers."""
+        points = ((number(line.get(x)), number(line.get(key))) for line in self.epochs)
+        return [(at, value) for at, value in points if at is not None and value is not None]
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else that a damaged file may have in its place."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The folders of runs that `paths` are or hold, in that order, each once. Raises UserError."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        for folder in _runs_in(path):
+            found.setdefault(folder.resolve(), folder)
+    if len(found) > MOST_RUNS:
+        raise UserError(
+            f"a report compares at most {MOST_RUNS} runs, got {len(found)}; name fewer, such as {paths[0]}/*."
+        )
+    return list(found.values())
+
+
+def _runs_in(path: Path) -> list[Path]:
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give the folder of a run, such as runs/digits/<time>.")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file; give the folder of a run, which holds {METRICS_FILE}.")
+    if _is_search(path):
+        raise UserError(
+            f"{path} is the folder of a search, not of a run; its results are in {SEARCH_FILE} and pictures."
+        )
+    if _is_run(path):
+        return [path]
+    beneath = [folder for folder in _beneath(path, _FOLDERS_DEEP) if _is_run(folder) and not _is_search(folder)]
+    if not beneath:
+        raise UserError(
+            f"{path} holds no run: there is neither {METRICS_FILE} nor {SUMMARY_FILE} nor a checkpoint; give a run's "
+            "folder, such as runs/digits/<time>."
+        )
+    return beneath
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (METRICS_FILE, SUMMARY_FILE)) or bool(checkpoints(folder))
+
+
+def _is_search(folder: Path) -> bool:
+    return (folder / SEARCH_FILE).is_file()
+
+
+def _beneath(path: Path, depth: int) -> Iterator[Path]:
+    """Folders below, by name."""
+    for folder in sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith(".")):
+        yield folder
+        if depth > 1:
+            yield from _beneath(folder, depth - 1)
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """Everything there is of each."""
+    return [_read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Paths without what all have in common; the name of the experiment and of the run where there is only one."""
+    resolved = [folder.resolve() for folder in folders]
+    if len(resolved) == 1:
+        return ["/".join(resolved[0].parts[-2:])]
+    common = os.path.commonpath([folder.parent for folder in resolved])
+    return [os.path.relpath(folder, common) for folder in resolved]
+
+
+def _read_run(folder: Path, name: str) -> RunRecord:
+    notes: list[str] = []
+    epochs, decisions = _read_metrics(folder, notes)
+    summary = _read_summary(folder, notes)
+    return RunRecord(
+        name=name,
+        folder=folder,
+        status=_status(folder, summary),
+        config=_flat(_read_config(folder, notes)),
+        epochs=epochs,
+        decisions=decisions,
+        summary=summary,
+        curves=_read_curves(folder / TENSORBOARD_FOLDER, notes),
+        spans=_read_spans(folder / TRACE_FILE, notes),
+        notes=notes,
+    )
+
+
+def _status(folder: Path, summary: Mapping[str, Any]) -> str:
+    if summary:
+        return str(summary.get("status", "unknown"))
+    return "running" if is_locked(folder / LOCK_FILE) else "unfinished"
+
+
+def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        notes.append(f"no {METRICS_FILE}: no epoch was evaluated yet")
+        return [], []
+    try:
+        lines, damaged = read_records(path)
+    except OSError as error:
+        notes.append(f"{METRICS_FILE} cannot be read ({error.strerror})")
+        return [], []
+    if damaged:
+        notes.append(f"{METRICS_FILE} has {damaged} line{'s' if damaged > 1 else ''} that cannot be read")
+    lines.sort(key=lambda line: int(line["samples_seen"]))
+    return [line for line in lines if "event" not in line], [
+        line for line in lines if line.get("event") == "auto_tuner"
+    ]
+
+
+def _read_summary(folder: Path, notes: list[str]) -> dict[str, Any]:
+    path = folder / SUMMARY_FILE
+    summary = read_json(path)
+    if not path.is_file():
+        notes.append(f"no {SUMMARY_FILE}: the run goes on, or was killed; resume=auto goes on with it")
+    elif not summary:
+        notes.append(f"{SUMMARY_FILE} cannot be read")
+    return summary
+
+
+def _read_config(folder: Path, notes: list[str]) -> dict[str, Any]:
+    if not (folder / CONFIG_FILE).is_file():
+        notes.append(f"no {CONFIG_FILE}: a run from Python has none")
+        return {}
+    try:
+        return read_yaml(folder / CONFIG_FILE)
+    except UserError:
+        notes.append(f"{CONFIG_FILE} cannot be read")
+        return {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By dotted keys; the `name` in a group is the group's own value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix.rstrip(".") if key == "name" and prefix else f"{prefix}{key}"] = value
+    return found
+
+
+def _read_curves(folder: Path, notes: list[str]) -> dict[str, list[Point]]:
+    """Every scalar of the event files, which have points inside epochs."""
+    if not folder.is_dir():
+        notes.append(f"no {TENSORBOARD_FOLDER}/: curves have a point an epoch")
+        return {}
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
+    try:
+        events.Reload()
+        tags = events.Tags()["scalars"]
+        return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags}
+    except Exception as error:  # whatever a reader of somebody else's format raises at damaged bytes
+        notes.append(f"{TENSORBOARD_FOLDER}/ cannot be read ({type(error).__name__}): curves have a point an epoch")
+        return {}
+
+
+def _read_spans(path: Path, notes: list[str]) -> list[Span]:
+    """Those of a trace; none without a file, which only trace=true writes."""
+    if not path.is_file():
+        return []
+    events = read_json(path).get("traceEvents")
+    try:
+        assert isinstance(events, list)
+        return _spans(events)
+    except (AssertionError, KeyError, TypeError, ValueError, json.JSONDecodeError):
+        notes.append(f"{TRACE_FILE} cannot be read")
+        return []
+
+
+def _spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
+    streams = {event["tid"]: str(event["args"]["name"]) for event in events if event["name"] == "thread_name"}
+    spans = []
+    for event in events:
+        if event["ph"] == "X":
+            start, length = float(event["ts"]), float(event["dur"])
+            index = event.get("args", {}).get("round")
+            stream = streams.get(event["tid"], str(event["tid"]))
+            spans.append(
+                Span(str(event["name"]), stream, start, start + length, index if isinstance(index, int) else None)
+            )
+    return sorted(spans, key=lambda span: span.start_us)

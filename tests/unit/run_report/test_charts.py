@@ -1,0 +1,60 @@
+"""The charts, looked at through matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crossbow_py.run_report.charts import all_charts, colour
+from crossbow_py.run_report.reading import RunRecord, read_runs
+from tests.run_folders import write_run, write_trace
+
+EPOCHS = [{"samples_seen": 1000 * n, "elapsed_s": n, "test_accuracy": n / 4, "validation_accuracy": None,
+           "images_per_s": 100.0, "num_learners": n, "train_loss": 1 / n, "data_wait_share": None}
+          for n in (1, 2, 3)]  # fmt: skip
+
+
+def charts(*runs: RunRecord) -> dict[str, list[list[tuple[float, float]]]]:
+    """By name, the curves of all panels."""
+    return {
+        chart.name: [list(map(tuple, line.get_xydata())) for axes in chart.figure.axes for line in axes.get_lines()]
+        for chart in all_charts(runs)
+    }
+
+
+def test_curves_are_those_of_the_epochs_where_there_is_no_event_file() -> None:
+    found = charts(RunRecord("a", Path("a"), "finished", epochs=EPOCHS))
+    assert list(found) == ["accuracy", "accuracy_by_time", "loss", "throughput"]
+    assert found["accuracy"] == [[(1000, 0.25), (2000, 0.5), (3000, 0.75)]]
+    assert found["accuracy_by_time"] == [[(1, 0.25), (2, 0.5), (3, 0.75)]]
+    assert found["throughput"][1] == [(1000, 1), (2000, 2), (3000, 3)]
+
+
+def test_validation_accuracy_stands_where_it_was_measured() -> None:
+    epochs = [{**line, "validation_accuracy": 0.125} for line in EPOCHS]
+    found = charts(RunRecord("a", Path("a"), "finished", epochs=epochs))
+    assert found["accuracy"] == [[(1000, 0.125), (2000, 0.125), (3000, 0.125)]]
+
+
+def test_a_run_has_one_colour_in_every_chart_and_a_name_where_there_are_several() -> None:
+    runs = [RunRecord(name, Path(name), "finished", epochs=EPOCHS) for name in "ab"]
+    for chart in all_charts(runs):
+        first = chart.figure.axes[0]
+        assert {line.get_color() for line in first.get_lines()} == {colour(0), colour(1)}
+        legend = first.get_legend()
+        assert legend is not None
+        assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+
+
+def test_timeline_shows_three_usual_rounds_with_a_row_a_stream(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", epochs=1)
+    write_trace(folder)
+    (chart,) = (each for each in all_charts(read_runs([folder])) if each.name == "timeline")
+    (axes,) = chart.figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["learner 0", "learner 1", "averaging"]
+    bars = [bar for container in axes.containers for bar in container]
+    assert len(bars) == 3 * 5
+    lengths = sorted({round(bar.get_width(), 3) for bar in bars})
+    assert lengths == pytest.approx([2.0, 8.0])
+    assert "round 1" in axes.get_xlabel()

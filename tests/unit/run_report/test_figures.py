@@ -1,0 +1,35 @@
+"""The table of figures, of runs that ended and of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from crossbow_py.run_report.figures import figures
+from crossbow_py.run_report.reading import RunRecord
+
+SUMMARY = {"test_accuracy": 0.98765, "time_to_accuracy_s": 12.34, "train_time_s": 725.0, "images_per_s": 12345.6,
+           "model": "mlp", "num_learners": 4}  # fmt: skip
+EPOCH = {"epoch": 2, "samples_seen": 2000, "test_accuracy": 0.5, "elapsed_s": 8.0, "images_per_s": 250.0,
+         "num_learners": 2}  # fmt: skip
+
+
+def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_those_of_its_newest_epoch() -> None:
+    ended = RunRecord("a", Path("a"), "target_reached", summary=SUMMARY, epochs=[EPOCH])
+    killed = RunRecord("b", Path("b"), "unfinished", config={"model": "lenet", "seed": 3}, epochs=[EPOCH])
+    assert dict(figures([ended, killed])) == {
+        "status": ["target reached", "unfinished"],
+        "test accuracy": ["0.9877", "0.5000"],
+        "time to accuracy": ["12.3 s", ""],
+        "time of training": ["12:05", "8.0 s"],
+        "images/s": ["12,346", "250"],
+        "epochs": ["2", "2"],
+        "samples seen": ["2,000", "2,000"],
+        "model": ["mlp", "lenet"],
+        "learners a device": ["4", "2"],
+        "seed": ["", "3"],
+    }
+
+
+def test_figures_of_a_damaged_summary_are_left_out() -> None:
+    run = RunRecord("a", Path("a"), "finished", summary={"test_accuracy": "high", "train_time_s": None})
+    assert dict(figures([run])) == {"status": ["finished"]}

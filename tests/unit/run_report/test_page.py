@@ -1,0 +1,95 @@
+"""The page: everything is in it, nothing is loaded, and what a folder says is text and not HTML."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from crossbow_py.run_report.charts import all_charts
+from crossbow_py.run_report.page import as_html
+from crossbow_py.run_report.reading import RunRecord, read_runs
+from tests.run_folders import write_run, write_trace, write_unfinished
+
+NOW = datetime(2026, 1, 2, 3, 4)
+VOID = {"meta", "img"}
+
+
+class Balance(HTMLParser):
+    """Every element that is opened is closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+
+def page(folders: list[Path]) -> str:
+    runs = read_runs(folders)
+    return as_html(runs, list(all_charts(runs)), NOW)
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"<h[12]>(.*?)</h[12]>", text)
+
+
+def test_page_of_one_run_has_its_charts_decisions_and_timeline_and_loads_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "digits" / "a")
+    write_trace(folder)
+    text = page([folder])
+    assert headings(text) == [
+        "digits/a", "Accuracy", "Accuracy over time", "Loss", "Throughput and learners", "Averaging", "Learning rate",
+        "Three rounds of the timeline", "Decisions of the auto-tuner",
+    ]  # fmt: skip
+    assert "1 → 2 learners: 250 images/s with 1." in text
+    assert set(re.findall(r'(?:src|href)="([^:"]+):', text)) == {"data"}
+    assert "<script" not in text
+    assert "<link" not in text
+    balance = Balance(text)
+    assert (balance.open, balance.wrong) == ([], [])
+
+
+def test_page_of_two_runs_shows_in_what_they_differ(tmp_path: Path) -> None:
+    text = page([write_run(tmp_path / "a", "seed=1"), write_unfinished(tmp_path / "b", "seed=2")])
+    assert "Differences in configuration" in headings(text)
+    assert re.search(r"<td>seed</td><td>1</td><td>2</td>", text)
+    assert "b: no summary.json" in text
+    assert "<td>batch_size</td>" not in text
+
+
+def test_page_of_runs_alike_says_so(tmp_path: Path) -> None:
+    assert "None." in page([write_run(tmp_path / "a", epochs=1), write_run(tmp_path / "b", epochs=1)])
+
+
+@pytest.mark.parametrize("where", ["name", "note", "config", "decision", "summary"])
+def test_what_a_folder_says_is_shown_as_text(where: str) -> None:
+    evil = "<script>alert(1)</script>"
+    run = RunRecord(
+        evil if where == "name" else "a", Path("a"), "finished",
+        config={"seed": evil if where == "config" else 1},
+        decisions=[{"reason": evil if where == "decision" else "", "samples_seen": 1, "elapsed_s": 1}],
+        summary={"model": evil if where == "summary" else "mlp"},
+        notes=[evil] if where == "note" else [],
+    )  # fmt: skip
+    text = as_html([run], [], NOW)
+    assert "&lt;script&gt;" in text
+    assert evil not in text
+
+
+def test_page_of_a_run_without_any_epoch_has_no_charts(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("")
+    assert headings(page([folder])) == [f"{tmp_path.name}/a"]
