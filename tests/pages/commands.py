@@ -70,7 +70,7 @@ class PageRun:
             for words in commands(snippet):
                 self.command(words, snippet.place)
         elif snippet.language == "python" and snippet.title is None:
-            exec(compile(snippet.text, snippet.place, "exec"), self.namespace)
+            exec(compile(snippet.text, snippet.place, "exec", dont_inherit=True), self.namespace)
             self.ran.append(snippet.place)
         elif snippet.language == "python" and "__main__" in snippet.text:
             runpy.run_path(str(self.folder / (snippet.title or "")), run_name="__main__")

@@ -40,7 +40,8 @@ def _executors(base: type[Executor]) -> list[type[Executor]]:
     return [base, *derived] if "NAME" in vars(base) else derived
 
 
-EXECUTORS: dict[str, type[Executor]] = {executor.NAME: executor for executor in (*_FIRST, *_executors(Executor))}
+_FOUND = _executors(Executor)  # type: ignore[type-abstract]
+EXECUTORS: dict[str, type[Executor]] = {executor.NAME: executor for executor in (*_FIRST, *_FOUND)}
 
 
 def check_name(name: str) -> None:
