@@ -88,9 +88,9 @@ def test_text_of_the_project_names_no_path_of_one_machine() -> None:
 def test_citation_and_changelog_are_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["cff-version"], str(citation["version"])) == ("1.2.0", __version__)
-    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0] == "[Unreleased]"
-    assert f"[{__version__}]" in "".join(headings) or f"What will be {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", changes, re.MULTILINE)[0] == "[Unreleased]"
+    assert f"## [{__version__}]" in changes or f"What will be {__version__}" in changes
 
 
 def test_constraints_pin_every_declared_dependency_within_its_range() -> None:
