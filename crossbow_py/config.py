@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from crossbow_py.averaging import RULES
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.optimizers import OPTIMIZERS
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
@@ -97,6 +98,7 @@ class TrainConfig(RunSettings, StopConditions):
 
     def __post_init__(self) -> None:
         StopConditions.__post_init__(self)  # checks every field, and that the run has an end
+        check_name(self.executor)
         for key in ("resume", "init_from", "output_dir"):
             check_path(key, getattr(self, key))
 

@@ -100,7 +100,7 @@ def _train(
 
 def with_learners(settings: RunSettings, num_learners: int, batch_size: int, executor: str) -> RunSettings:
     """The settings of a run with these."""
-    return replace(settings, num_learners=num_learners, batch_size=batch_size, executor=executor)  # type: ignore[arg-type]
+    return replace(settings, num_learners=num_learners, batch_size=batch_size, executor=executor)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

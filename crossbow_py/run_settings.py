@@ -8,17 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from crossbow_py.engine.executors import EXECUTORS, check_executor
+from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.device_streams import prepare_environment
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.memory import keep_freed_memory
 from crossbow_py.engine.precision import Precision, PrecisionName, choose_device, choose_precision
 from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting
-
-ExecutorName = Literal[
-    "auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"
-]
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class RunSettings:
         maximum=16_384,  # each has a module of its own: more take minutes to set up
     )
     max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
-    executor: ExecutorName = setting(
+    executor: str = setting(
         "auto",
         "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is a group of "
         "fused learners a thread; on CUDA and experimental streams, and "
@@ -70,6 +66,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check(self)
+        check_name(self.executor)
 
     @property
     def first_learners(self) -> int:

@@ -25,7 +25,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Metric
 from crossbow_py.resuming import choose_alike, saved_run
 from crossbow_py.run import Run
-from crossbow_py.run_settings import ExecutorName, RunSettings
+from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
 from crossbow_py.seeded_model import MakeModel
@@ -106,7 +106,7 @@ class Trainer:
         batch_size: int = 16,
         num_learners: int | Literal["auto"] = "auto",
         max_learners: int = 8,
-        executor: ExecutorName = "auto",
+        executor: str = "auto",
         device: Literal["auto", "cpu", "cuda"] = "auto",
         precision: PrecisionName = "auto",
         channels_last: bool = True,

@@ -1,4 +1,12 @@
-"""The exponential moving average (EMA) of the central average model z, in memory; its equations: averaging/ema.py."""
+"""The exponential moving average (EMA) of the central average model z, in memory; its equations: averaging/ema.py.
+
+Measured on two CPU cores that other programs used as well, a step takes 0.3 ms for the MLP of the digits and 0.6 ms
+for LeNet (medians). LeNet on MNIST with a horizon of one epoch (K = 2, `threads`), where a step comes every 94
+rounds, is as fast as without within the noise. The digits are the worst case, rounds of 2 ms and with a horizon of
+one epoch a step after every second or third: 7 % fewer images/s with K = 2 under `threads`, 4 % with K = 1 (the
+fastest of 5 to 7 runs with it and 10 to 14 without, taken in turns; in medians of pairs, between −10 % and +3 %).
+Longer horizons cost as much less as they are longer.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ The same layout serves the bank (rows = capacity) and flat vectors such as z (ro
              channels-last grouped-convolution weight without a copy. For devices that run learners in one operator.
     rows     learner by learner, `[P]` each: what one learner does to its row is a few operators over two vectors
              instead of a few for every parameter. For CPUs, where a call costs as much as 10,000 values, and where
-             threads hand the interpreter lock around with every call.
+             threads hand the interpreter lock around with every call. Cutting rows into pieces that fit a core's cache
+             lost by that: LeNet, K = 2, batch size 16, 1,195 images/s against 1,510 uncut.
 
 4-D weights are channels-last inside their block in both.
 """

@@ -70,7 +70,7 @@ class PageRun:
             for words in commands(snippet):
                 self.command(words, snippet.place)
         elif snippet.language == "python" and snippet.title is None:
-            exec(compile(snippet.text, snippet.place, "exec"), self.namespace)
+            exec(compile(snippet.text, snippet.place, "exec", dont_inherit=True), self.namespace)
             self.ran.append(snippet.place)
         elif snippet.language == "python" and "__main__" in snippet.text:
             runpy.run_path(str(self.folder / (snippet.title or "")), run_name="__main__")
@@ -137,8 +137,11 @@ def _checks_pip(words: Sequence[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = {Requirement(line).name for lines in [project["dependencies"], *extras.values()] for line in lines}
-    for word in words[2:]:
+    for before, word in itertools.pairwise(words[1:]):
         if word.startswith("-"):
+            continue
+        if before == "-c":
+            assert (ROOT / word).is_file(), f"no {word}"
             continue
         name, _, extra = word.rstrip("]").partition("[")
         assert name in declared | {".", project["name"]}, f"pip install {word}: not one of ours"
@@ -162,11 +165,18 @@ def _checks_script(words: Sequence[str]) -> None:
     assert (ROOT / words[0]).is_file(), f"no {words[0]}"
 
 
+def _checks_pytest(words: Sequence[str]) -> None:
+    """The tests that are named are there."""
+    missing = [word for word in words[1:] if word.startswith("tests") and not (ROOT / word).exists()]
+    assert missing == [], f"no {missing}"
+
+
 CHECKS: dict[str, Callable[[Sequence[str]], None]] = {
     "make": _checks_make,
     "torchrun": _checks_torchrun,
     "tensorboard": _checks_tensorboard,
     "pip": _checks_pip,
+    "pytest": _checks_pytest,
     "docker": _checks_docker,
     "docker/verify.sh": _checks_script,
     **dict.fromkeys((".", "cd", "export", "git", "kill", "sbatch", "kubectl", "source", "ssh"), _checks_nothing),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from crossbow_py.averaging import RULES
+from crossbow_py.engine.executors import EXECUTORS
 from tests.pages.commands import PageRun, forget_modules
 from tests.pages.snippets import ROOT, indented_blocks, pages, snippets
 from tests.pages.tiny_data import write_data_root
@@ -32,8 +35,9 @@ def test_page_does_what_it_says(
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(data_root))
     modules, run = set(sys.modules), PageRun(tmp_path)
     try:
-        for snippet in snippets(page):
-            run.do(snippet)
+        with patch.dict(RULES), patch.dict(EXECUTORS):  # pages add to them
+            for snippet in snippets(page):
+                run.do(snippet)
     finally:
         forget_modules(modules)
     record_property("snippets", [str(page.relative_to(ROOT)), len(run.ran), len(run.checked)])

@@ -23,6 +23,8 @@ from crossbow_py.config import (
     read_yaml,
     write_yaml,
 )
+from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
+from crossbow_py.engine.executors import _executors as executors_from
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import UserError
 from crossbow_py.models import MLP, LeNet
@@ -197,6 +199,17 @@ def test_expand_sweeps_without_one_is_a_single_job() -> None:
 def test_expand_sweeps_over_what_has_no_list_is_a_user_error(override: str) -> None:
     with pytest.raises(UserError, match="cannot sweep"):
         expand_sweeps([override])
+
+
+def test_executor_in_one_file_is_a_value_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backwards(SerialExecutor):
+        NAME = "backwards"
+
+    assert Backwards in executors_from(Executor)
+    monkeypatch.setitem(EXECUTORS, "backwards", Backwards)
+    assert compose(["+experiment=digits", "executor=backwards"]).executor == "backwards"
+    with pytest.raises(UserError, match="executor must be one of auto, serial, .*, backwards, got 'forwards'"):
+        compose(["+experiment=digits", "executor=forwards"])
 
 
 def test_rule_in_one_file_is_an_option_of_the_command_line_without_a_yaml_file(monkeypatch: pytest.MonkeyPatch) -> None:

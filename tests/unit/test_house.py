@@ -10,7 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+
+from crossbow_py.version import __version__
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "crossbow_py").rglob("*.py"))
@@ -80,6 +83,14 @@ def test_text_of_the_project_has_no_loose_ends() -> None:
 
 def test_text_of_the_project_names_no_path_of_one_machine() -> None:
     assert lines_matching(LOCAL_PATH) == []
+
+
+def test_citation_and_changelog_are_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["cff-version"], str(citation["version"])) == ("1.2.0", __version__)
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", changes, re.MULTILINE)[0] == "[Unreleased]"
+    assert f"## [{__version__}]" in changes or f"What will be {__version__}" in changes
 
 
 def test_constraints_pin_every_declared_dependency_within_its_range() -> None:

@@ -1,6 +1,12 @@
-"""Executors by name, and which of them run where."""
+"""Executors by name, and which of them run where.
+
+A new one is a file in this folder: a class derived from `Executor`, with a `NAME`.
+"""
 
 from __future__ import annotations
+
+import importlib
+import pkgutil
 
 import torch
 
@@ -13,7 +19,11 @@ from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.errors import UserError
 
-_ALL: tuple[type[Executor], ...] = (
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+# In this order they are named and tried; those that are not here come after them.
+_FIRST: tuple[type[Executor], ...] = (
     SerialExecutor,
     ThreadsExecutor,
     FusedExecutor,
@@ -22,7 +32,22 @@ _ALL: tuple[type[Executor], ...] = (
     FourSubArrays,
     StreamsExecutor,
 )
-EXECUTORS: dict[str, type[Executor]] = {executor.NAME: executor for executor in _ALL}
+
+
+def _executors(base: type[Executor]) -> list[type[Executor]]:
+    """Those derived from a class that have a name of their own."""
+    derived = [executor for each in base.__subclasses__() for executor in _executors(each)]
+    return [base, *derived] if "NAME" in vars(base) else derived
+
+
+_FOUND = _executors(Executor)  # type: ignore[type-abstract]
+EXECUTORS: dict[str, type[Executor]] = {executor.NAME: executor for executor in (*_FIRST, *_FOUND)}
+
+
+def check_name(name: str) -> None:
+    """Raise UserError for what is neither `auto` nor an executor."""
+    if name != "auto" and name not in EXECUTORS:
+        raise UserError(f"executor must be one of auto, {', '.join(EXECUTORS)}, got {name!r}.")
 
 
 def check_executor(name: str, device: torch.device) -> None:
@@ -38,4 +63,4 @@ def candidates(device: torch.device) -> list[str]:
     return [name for name in fitting if not EXECUTORS[name].EXPERIMENTAL]
 
 
-__all__ = ["EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "candidates", "check_executor"]
+__all__ = ["EXECUTORS", "Executor", "SerialExecutor", "ThreadsExecutor", "candidates", "check_executor", "check_name"]
