@@ -24,7 +24,8 @@ p.note, .caption, footer { opacity: .75; font-size: .88rem; } .caption { margin:
 table { border-collapse: collapse; font-size: .9rem; } .wide { overflow-x: auto; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .7rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } td.text { text-align: left; white-space: normal; }
-.charts { margin-top: 2rem; display: grid; gap: 1.6rem 1.2rem; grid-template-columns: repeat(auto-fit, minmax(470px, 1fr)); }
+.charts { display: grid; gap: 1.6rem 1.2rem; margin-top: 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(470px, 1fr)); }
 figure { margin: 0; } figure img { background: #fff; border-radius: 6px; width: 100%; }
 figure h2 { margin: 0 0 .3rem; } .dot { border-radius: 50%; display: inline-block; height: .7em; width: .7em; }
 pre { background: var(--soft); overflow-x: auto; padding: .8rem; } ul { padding-left: 1.2rem; }
