@@ -55,6 +55,7 @@ def build_trainer(
         experiment=config.experiment,
         names={"model": config.model.NAME, "data": source.name},
         trace=config.trace,
+        profile=config.profile,
         max_evaluation_batches=config.max_evaluation_batches,
         batch_size=config.batch_size,
         num_learners=config.num_learners,

@@ -34,7 +34,7 @@ _OF_THE_SEARCH = (
 # What a trial does not do, and the value that says so.
 MEANINGLESS: dict[str, Any] = {
     "max_samples": None, "max_rounds": None, "target_loss": None, "init_from": None, "max_evaluation_batches": None,
-    "trace": False, "compile_model": False, "on_nonfinite": "stop", "learning_statistics": False,
+    "trace": False, "profile": False, "compile_model": False, "on_nonfinite": "stop", "learning_statistics": False,
     "checkpoint_every_epochs": None, "keep_checkpoints": TrainConfig.keep_checkpoints,
 }  # fmt: skip
 # Text that is nothing else without quotes.

@@ -33,6 +33,7 @@ from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import worker_supply
 from crossbow_py.telemetry.events import Listener
+from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.training_loop import Result, TrainingLoop
@@ -61,6 +62,7 @@ class Trainer:
         max_evaluation_batches: look at no more than that many batches in an evaluation.
         notes: sentences the listeners are told when training starts.
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
+        profile: write the operators of half a second of training, by time, to profile.txt and profile.json there.
         distributed: what a run over several ranks can be told.
         ranks: of `joined()`, with which one script under torchrun trains on all devices; every rank calls the same. The
             first one writes to disk. Data sets and settings must be alike; samples are shared out.
@@ -101,6 +103,7 @@ class Trainer:
         max_evaluation_batches: int | None = None,
         notes: Sequence[str] = (),
         trace: bool = False,
+        profile: bool = False,
         distributed: DistributedSettings = DistributedSettings(),
         ranks: Ranks = ALONE,
         batch_size: int = 16,
@@ -119,6 +122,7 @@ class Trainer:
         learning_statistics: bool = False,
     ) -> None:
         begun, self.callbacks, self._continues = time.monotonic(), callbacks, resume == "auto"
+        self._profile = _checked(profile, output_dir)
         settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
                                compile_model, seed, on_nonfinite, num_workers, order_seed, label_smoothing,
                                learning_statistics)  # fmt: skip
@@ -218,7 +222,8 @@ class Trainer:
         except OSError as error:
             raise UserError(f"output_dir {folder} cannot be written ({error}); choose another folder.") from error
         timeline = self.run.parts.timeline
-        return listeners if timeline is None else [*listeners, TimelineFile(timeline, folder)]
+        listeners += [TimelineFile(timeline, folder)] if timeline is not None else []
+        return [*listeners, *([OperatorProfile(folder)] if self._profile else [])]
 
 
 def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
@@ -243,6 +248,12 @@ def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str
 
 def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
+
+
+def _checked(profile: bool, output_dir: str | Path | None) -> bool:
+    if profile and output_dir is None:
+        raise UserError("profile writes into the run's folder, got no output_dir; set one, or profile=false.")
+    return profile
 
 
 def _timeline(trace: bool, output_dir: str | Path | None) -> Timeline | None:

@@ -1,0 +1,102 @@
+"""Which operators take the time: some rounds of a run under torch's profiler, all threads and CUDA among them.
+
+It begins once training is under way and ends by itself, as what it records grows by megabytes a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from crossbow_py.file_writing import replacing
+from crossbow_py.telemetry.events import Listener, Progress, RunInfo, Summary
+from crossbow_py.telemetry.records import write_atomically
+
+PROFILE_FILE, TABLE_FILE = "profile.json", "profile.txt"
+_BEGIN_AFTER_S = 1.0  # of training: first rounds are slower
+_LEAST_S = 0.5  # between the first and the last round, or one round where that takes longer
+_ROWS, _NAMED = 40, 4  # operators in the table, and in the sentence
+
+
+class OperatorProfile(Listener):
+    """Writes `profile.json`, a timeline of operators, and `profile.txt`, the operators by their own time.
+
+    Args:
+        folder: the run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._profile: Any = None
+        self._first_s: float | None = None  # of training, at the first sign of this process's
+        self._begun_s: float | None = None
+        self._on_cuda = False
+        self._notes: list[str] = []
+
+    def on_start(self, info: RunInfo) -> None:
+        """Whether there are kernels to look at."""
+        self._on_cuda = info.device.startswith("cuda")
+
+    def on_progress(self, progress: Progress) -> None:
+        """Begin when the first rounds are over, and end after the next ones."""
+        if self._first_s is None:
+            self._first_s = progress.elapsed_s
+        if self._begun_s is None and progress.elapsed_s >= self._first_s + _BEGIN_AFTER_S:
+            self._begin(progress.elapsed_s)
+        elif self._profile is not None and self._begun_s is not None:
+            length_s = progress.elapsed_s - self._begun_s
+            if length_s >= _LEAST_S:
+                self._write(length_s)
+
+    def on_end(self, summary: Summary) -> None:
+        """A run may be over before."""
+        if self._begun_s is None:
+            self._notes.append(
+                f"No profile: training ended before {_BEGIN_AFTER_S:g} s were over; let it train longer, by max_epochs."
+            )
+        elif self._profile is not None:
+            self._write(summary.train_time_s - self._begun_s)
+
+    def take_notes(self) -> list[str]:
+        """See Listener."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def close(self) -> None:
+        """End the profiler, whatever happened."""
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self._profile = None
+
+    def _begin(self, elapsed_s: float) -> None:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
+        # Learners' threads run before the profiler is there, which by itself looks at its own thread alone.
+        threads = _ExperimentalConfig(profile_all_threads=True)
+        self._profile, self._begun_s = profile(activities=activities, experimental_config=threads), elapsed_s
+        self._profile.__enter__()
+
+    def _write(self, length_s: float) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize()  # host–device synchronisation: kernels under way belong to the profile
+        found = self._profile
+        self.close()
+        operators = found.key_averages()
+        with replacing(self._folder / PROFILE_FILE) as partial:
+            found.export_chrome_trace(str(partial))
+        order = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
+        write_atomically(self._folder / TABLE_FILE, operators.table(sort_by=order, row_limit=_ROWS))
+        self._notes.append(
+            f"Profiled {length_s:.1f} s of training: {_leading(operators, order)}. {TABLE_FILE} has the operators by "
+            f"time, {PROFILE_FILE} when they ran (open it in ui.perfetto.dev)."
+        )
+
+
+def _leading(operators: Any, order: str) -> str:
+    """The operators that took most, each with its share of the time of all."""
+    times = sorted(((float(getattr(each, order)), str(each.key)) for each in operators), reverse=True)
+    whole = sum(time for time, _ in times) or 1.0
+    return ", ".join(f"{name} {time / whole:.0%}" for time, name in times[:_NAMED])
