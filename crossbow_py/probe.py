@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
+from crossbow_py.evaluation import Metric
+from crossbow_py.losses import misfit
 from crossbow_py.targets import one_line
 
 _DRAWS_OUTSIDE = (
@@ -68,16 +71,31 @@ def probe(
 
 
 @torch.no_grad()
-def probe_evaluation(template: nn.Module, precision: Precision, batch: Batch, loss: Loss, what: str) -> None:
+def probe_evaluation(
+    template: nn.Module, precision: Precision, batch: Batch, loss: Loss, metrics: Mapping[str, Metric], what: str
+) -> None:
     """Run one small batch of the `what` ("test", "validation") data; training data is known to fit.
 
-    Raises UserError when it does not fit the model.
+    Raises UserError when it does not fit the model, or a metric cannot be measured on it.
     """
     try:
-        output = _runnable(template, precision).eval()(batch.inputs)
-        loss(output.to(precision.master), batch.targets)
+        output = _runnable(template, precision).eval()(batch.inputs).to(precision.master)
+        wrong = misfit(loss, output, batch.targets)
+        if wrong is None:
+            loss(output, batch.targets)
     except Exception as error:
         raise _unfit(what, batch.inputs, error) from error
+    if wrong is not None:
+        raise UserError(f"of the {what} data, {wrong}")
+    for name, metric in metrics.items():
+        try:
+            float(metric(output, batch.targets))
+        except Exception as error:
+            raise UserError(
+                f"metrics[{name!r}] cannot take the model's output {list(output.shape)} with targets "
+                f"{list(batch.targets.shape)} ({one_line(error)}); it must return one number, the mean over a batch of "
+                "any size."
+            ) from error
 
 
 def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
@@ -115,6 +133,8 @@ def _check_output(output: Any, num_classes: int | None, exact: bool) -> None:
 
 
 def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> None:
+    if wrong := misfit(loss, output, targets):
+        raise UserError(wrong)
     try:
         value: Any = loss(output.to(precision.master), targets)
     except Exception as error:

@@ -81,6 +81,8 @@ def test_seeded_model_follows_from_the_seed_and_leaves_torchs_generator_alone():
         ("lenet", "model must be a function that returns an nn.Module, got str"),
         (lambda: 3, "model must be a function that returns an nn.Module, got int"),
         (nn.Flatten, "the model has no parameter to train"),
+        (lambda: nn.LazyLinear(3), r"the model's weight has no shape yet, .*: model\(torch.zeros\(2, \.\.\.\)\)"),
+        (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 3)), "0.running_mean has no shape yet"),
     ],
 )
 def test_model_that_is_no_function_of_a_trainable_module_is_refused(model, message):
