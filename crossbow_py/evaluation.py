@@ -105,6 +105,13 @@ class Evaluator:
         )
 
     @torch.no_grad()
+    def counts_correct(self, feed: Feed) -> bool:
+        """Whether there is an accuracy on that data: the model gives scores of classes, and the targets are such."""
+        batch, own = feed.first_samples(2), self.template
+        model = self._runnable({**dict(own.named_parameters()), **dict(own.named_buffers())})
+        return count_correct(model(batch.inputs), batch.targets) is not None
+
+    @torch.no_grad()
     def _sums(self, state: State, feed: Feed, ranks: Ranks) -> tuple[float, dict[str, float]]:
         """How many samples the rank measured, and their sums."""
         module = self._runnable(state)

@@ -53,7 +53,7 @@ def probe(
             draws = not torch.equal(before, _generator_state(batch.inputs.device))
     except Exception as error:
         raise _unfit("training", batch.inputs, error) from error
-    _check_output(output, num_classes, exact)
+    _check_output(output, batch.targets, num_classes, exact)
     _check_loss(output, batch.targets, precision, loss)
     if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
         raise UserError(
@@ -119,16 +119,18 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
 
-def _check_output(output: Any, num_classes: int | None, exact: bool) -> None:
+def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: bool) -> None:
     if not isinstance(output, Tensor):
         raise UserError(f"the model must return one tensor, got {type(output).__name__}; wrap it so that it does.")
     if num_classes is None:
         return
-    width = output.shape[1] if output.ndim == 2 else 0
+    # One score a class for each target; of those that a sample has several of, as a pixel each, in the second place.
+    width = output.shape[1] if output.ndim == max(2, targets.ndim + 1) else 0
     if width < num_classes or (exact and width > num_classes):
         raise UserError(
             f"the model's output has shape [batch, {', '.join(map(str, output.shape[1:]))}] and the data has "
-            f"{num_classes} classes; its last layer must return [batch, {num_classes}]."
+            f"{num_classes} classes; its last layer must return "
+            f"[{', '.join(map(str, ['batch', num_classes, *targets.shape[1:]]))}]."
         )
 
 

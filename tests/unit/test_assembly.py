@@ -110,6 +110,13 @@ def test_probe_refuses_what_cannot_train_in_one_sentence(model, loss, message):
     assert "\n" not in str(caught.value)
 
 
+def test_probe_of_a_class_for_each_place_wants_scores_in_the_second_dimension():
+    batch = Batch(torch.ones(2, 4, 5), torch.tensor([[0, 1, 2, 0, 1], [2, 0, 1, 2, 0]]))
+    assert probe(nn.Conv1d(4, 3, 1), FP32, batch, nn.functional.cross_entropy, num_classes=3) == []
+    with pytest.raises(UserError, match=r"output has shape \[batch, 4, 5\] .* 3 classes; .* return \[batch, 3, 5\]"):
+        probe(nn.Conv1d(4, 4, 1), FP32, batch, nn.functional.cross_entropy, num_classes=3)
+
+
 def test_probe_changes_neither_the_model_nor_torchs_generator():
     model, batch = image_model(), Batch(images(2)[0].float(), images(2)[1])
     before, state = torch.random.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
