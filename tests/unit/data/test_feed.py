@@ -390,7 +390,9 @@ def test_map_style_batch_of_ragged_items_is_a_user_error() -> None:
     feed = make_feed(Ragged(torch.zeros(4, 2)), 3)
     with pytest.raises(UserError, match="cannot be stacked"):
         feed.batch(0)
-    with pytest.raises(UserError, match=r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"):
+    with pytest.raises(
+        UserError, match=r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"
+    ):
         feed.first_samples(2)
 
 
