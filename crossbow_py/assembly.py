@@ -27,7 +27,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound
-from crossbow_py.losses import settled_loss
+from crossbow_py.losses import loss_on
 from crossbow_py.parts import Parts
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
@@ -71,9 +71,7 @@ def build_parts(
     `announce` is given a sentence before what takes long. All ranks call it together, and what `auto` becomes on the
     first is taken by all.
     """
-    loss = settled_loss(loss)
-    if isinstance(loss, nn.Module):
-        loss.to(choices.device)  # weights of classes, say
+    loss = loss_on(choices.device, loss)
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     check_settles(rule, settings.num_learners, collective.num_devices)
     with ranks.together():
@@ -179,7 +177,7 @@ def _evaluation_feed(
     if source is None:
         return None
     feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
-    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, metrics, what)
+    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics)
     return feed
 
 

@@ -25,6 +25,14 @@ def settled_loss(loss: Loss) -> Loss:
     return _F.cross_entropy if plain and (loss.ignore_index, loss.reduction) == (IGNORED, "mean") else loss
 
 
+def loss_on(device: torch.device, loss: Loss) -> Loss:
+    """The settled loss; where it is a module its tensors, weights of classes for one, are moved to the device."""
+    settled = settled_loss(loss)
+    if isinstance(settled, nn.Module):
+        settled.to(device)
+    return settled
+
+
 def untrained(loss: Loss) -> str | None:
     """The name of a parameter of the loss itself, which nothing would train; None where it has none."""
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()

@@ -72,7 +72,12 @@ def probe(
 
 @torch.no_grad()
 def probe_evaluation(
-    template: nn.Module, precision: Precision, batch: Batch, loss: Loss, metrics: Mapping[str, Metric], what: str
+    template: nn.Module,
+    precision: Precision,
+    batch: Batch,
+    loss: Loss,
+    what: str,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> None:
     """Run one small batch of the `what` ("test", "validation") data; training data is known to fit.
 
@@ -87,7 +92,7 @@ def probe_evaluation(
         raise _unfit(what, batch.inputs, error) from error
     if wrong is not None:
         raise UserError(f"of the {what} data, {wrong}")
-    for name, metric in metrics.items():
+    for name, metric in (metrics or {}).items():
         try:
             float(metric(output, batch.targets))
         except Exception as error:
