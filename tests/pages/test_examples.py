@@ -41,7 +41,8 @@ def test_every_example_is_tested_and_shown_on_a_page() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
     assert {name for name in names if f'--8<-- "docs/examples/{name}.py"' in pages} == names
-    assert {name for name in names if f'example("{name}")' in Path(__file__).read_text(encoding="utf-8")} == names
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert {name for name in names if f'"{name}"' in tests} == names
 
 
 @pytest.mark.timeout(300)
