@@ -28,6 +28,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound
+from crossbow_py.losses import loss_on
 from crossbow_py.parts import Parts
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
@@ -82,13 +83,14 @@ def build_parts(
     `announce` is given a sentence before what takes long. All ranks call it together, and what `auto` becomes on the
     first is taken by all.
     """
+    loss = loss_on(choices.device, loss)
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     check_settles(rule, settings.num_learners, collective.num_devices)
     with ranks.together():
         template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
         choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, ranks)
         validation_feed, test_feed = (
-            _evaluation_feed(what, template, source, data, settings, choices, loss, ranks)
+            _evaluation_feed(what, template, source, data, settings, choices, loss, metrics, ranks)
             for what, source in (("validation", data.validation), ("test", data.test))
         )
     # Hosts' libraries, or a model that draws from other generators than torch's, may have made another of it.
@@ -181,12 +183,13 @@ def _evaluation_feed(
     settings: RunSettings,
     choices: Choices,
     loss: Loss,
+    metrics: Mapping[str, Metric],
     ranks: Ranks,
 ) -> Feed | None:
     if source is None:
         return None
     feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
-    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what)
+    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics)
     return feed
 
 

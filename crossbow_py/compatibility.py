@@ -13,8 +13,11 @@ from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
+from crossbow_py.losses import settled_loss, untrained
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import Schedule
+
+_LONGEST_SHOWN = 60
 
 
 def check_compatible(
@@ -47,9 +50,18 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
         ("averaging", averaging, AveragingRule, "SMA()"),
     ):
         if not isinstance(value, base):
-            raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {value!r}.")
+            given = " ".join(repr(value).split())
+            given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."
+            raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {given}.")
     if not callable(loss):
         raise UserError(f"loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got {loss!r}.")
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise UserError(f"loss must be an object, got the class {loss.__name__}; give loss={loss.__name__}().")
+    if parameter := untrained(loss):
+        raise UserError(
+            f"the loss has a parameter of its own, {parameter}, which nothing would train, as learners train the model "
+            "alone; put it into the model, or set its requires_grad to False."
+        )
 
 
 def _check_policies(
@@ -68,7 +80,7 @@ def _check_policies(
                 f"optimizer.{name} has a value for each learner, and averaging={rule.NAME} has learners step alike by "
                 "one gradient; give one value for all."
             )
-    if settings.label_smoothing and loss is not nn.functional.cross_entropy:
+    if settings.label_smoothing and settled_loss(loss) is not nn.functional.cross_entropy:
         raise UserError(
             f"label_smoothing={settings.label_smoothing} is for cross-entropy, and another loss was given; "
             "set label_smoothing=0, and smooth inside the loss."

@@ -127,6 +127,13 @@ class Evaluator:
         )
 
     @torch.no_grad()
+    def counts_correct(self, feed: Feed) -> bool:
+        """Whether there is an accuracy on that data: the model gives scores of classes, and the targets are such."""
+        batch, own = feed.first_samples(2), self.template
+        model = self._runnable({**dict(own.named_parameters()), **dict(own.named_buffers())})
+        return count_correct(model(batch.inputs), batch.targets) is not None
+
+    @torch.no_grad()
     def _sums(self, state: State, feed: Feed, ranks: Ranks) -> tuple[float, dict[str, float], Examples | None]:
         """How many samples the rank measured, their sums, and of the first rank what there is to show."""
         module = self._runnable(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
+from crossbow_py.evaluation import Metric
+from crossbow_py.losses import misfit
 from crossbow_py.targets import one_line
 
 _DRAWS_OUTSIDE = (
@@ -50,7 +53,7 @@ def probe(
             draws = not torch.equal(before, _generator_state(batch.inputs.device))
     except Exception as error:
         raise _unfit("training", batch.inputs, error) from error
-    _check_output(output, num_classes, exact)
+    _check_output(output, batch.targets, num_classes, exact)
     _check_loss(output, batch.targets, precision, loss)
     if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
         raise UserError(
@@ -68,16 +71,36 @@ def probe(
 
 
 @torch.no_grad()
-def probe_evaluation(template: nn.Module, precision: Precision, batch: Batch, loss: Loss, what: str) -> None:
+def probe_evaluation(
+    template: nn.Module,
+    precision: Precision,
+    batch: Batch,
+    loss: Loss,
+    what: str,
+    metrics: Mapping[str, Metric] | None = None,
+) -> None:
     """Run one small batch of the `what` ("test", "validation") data; training data is known to fit.
 
-    Raises UserError when it does not fit the model.
+    Raises UserError when it does not fit the model, or a metric cannot be measured on it.
     """
     try:
-        output = _runnable(template, precision).eval()(batch.inputs)
-        loss(output.to(precision.master), batch.targets)
+        output = _runnable(template, precision).eval()(batch.inputs).to(precision.master)
+        wrong = misfit(loss, output, batch.targets)
+        if wrong is None:
+            loss(output, batch.targets)
     except Exception as error:
         raise _unfit(what, batch.inputs, error) from error
+    if wrong is not None:
+        raise UserError(f"of the {what} data, {wrong}")
+    for name, metric in (metrics or {}).items():
+        try:
+            float(metric(output, batch.targets))
+        except Exception as error:
+            raise UserError(
+                f"metrics[{name!r}] cannot take the model's output {list(output.shape)} with targets "
+                f"{list(batch.targets.shape)} ({one_line(error)}); it must return one number, the mean over a batch of "
+                "any size."
+            ) from error
 
 
 def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
@@ -101,20 +124,24 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.random.get_rng_state()
 
 
-def _check_output(output: Any, num_classes: int | None, exact: bool) -> None:
+def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: bool) -> None:
     if not isinstance(output, Tensor):
         raise UserError(f"the model must return one tensor, got {type(output).__name__}; wrap it so that it does.")
     if num_classes is None:
         return
-    width = output.shape[1] if output.ndim == 2 else 0
+    # One score a class for each target; of those that a sample has several of, as a pixel each, in the second place.
+    width = output.shape[1] if output.ndim == max(2, targets.ndim + 1) else 0
     if width < num_classes or (exact and width > num_classes):
         raise UserError(
             f"the model's output has shape [batch, {', '.join(map(str, output.shape[1:]))}] and the data has "
-            f"{num_classes} classes; its last layer must return [batch, {num_classes}]."
+            f"{num_classes} classes; its last layer must return "
+            f"[{', '.join(map(str, ['batch', num_classes, *targets.shape[1:]]))}]."
         )
 
 
 def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> None:
+    if wrong := misfit(loss, output, targets):
+        raise UserError(wrong)
     try:
         value: Any = loss(output.to(precision.master), targets)
     except Exception as error:

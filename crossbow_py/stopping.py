@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from crossbow_py.errors import UserError
@@ -32,6 +33,19 @@ class StopConditions:
     def needs_evaluation(self) -> bool:
         """Whether there is a target."""
         return self.target_accuracy is not None or self.target_loss is not None
+
+    def check_measured(self, has_data: bool, has_accuracy: Callable[[], bool]) -> None:
+        """Raise UserError when a target could never be reached, as nothing measures it."""
+        if self.needs_evaluation and not has_data:
+            raise UserError(
+                "target_accuracy and target_loss are measured on data, got neither test_data nor validation_data; "
+                "give one of them."
+            )
+        if self.target_accuracy is not None and not has_accuracy():
+            raise UserError(
+                f"target_accuracy={self.target_accuracy:g} is for outputs [batch, classes] with a class for each "
+                "sample, and this task has no such accuracy; set target_loss, and measure what you like by metrics."
+            )
 
     def after_round(
         self, samples_seen: int, samples_per_epoch: int, train_time_s: float, num_rounds: int = 0

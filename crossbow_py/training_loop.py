@@ -19,7 +19,7 @@ from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
-from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
+from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, is_of_data
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.learning_measurement import LearningMeasurement
 from crossbow_py.reporter import Reporter, epoch_record, run_info
@@ -58,11 +58,10 @@ class TrainingLoop:
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
         run.schedule.factor(0, self.num_samples, self.total_samples)  # refuses what it cannot do, before training
         self._measured = "validation" if self.parts.validation_feed else "test"
-        if stops.needs_evaluation and not (self.parts.validation_feed or self.parts.test_feed):
-            raise UserError(
-                "target_accuracy and target_loss are measured on data, got neither test_data nor validation_data; "
-                "give one of them."
-            )
+        measured = self.parts.validation_feed or self.parts.test_feed
+        stops.check_measured(
+            measured is not None, lambda: measured is not None and self.parts.evaluator.counts_correct(measured)
+        )
         # Clocks of ranks differ, and what time decides is decided alike: all go on from the slowest one's.
         self.state.elapsed_s = max(elapsed_s for (elapsed_s,) in self.ranks.gather([self.state.elapsed_s]))
         self.meter = ThroughputMeter()

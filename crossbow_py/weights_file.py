@@ -37,7 +37,7 @@ def load_weights(
     path: str | Path,
     key: str = "init_from",
     model: str = "this model",
-    remedy: str = "choose the model it was saved from",
+    remedy: str = "choose the model it was saved from, or fill in what fits where the model is made",
 ) -> None:
     """Fill a module from safetensors, which `key` named.
 

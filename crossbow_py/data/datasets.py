@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.streamed import StreamedData
@@ -48,6 +49,8 @@ def check_data(data: Any, what: str) -> None:
     if isinstance(data, tuple):
         kinds = ", ".join(type(entry).__name__ for entry in data)
         raise UserError(f"{needs}, got a tuple of ({kinds}); NumPy arrays become tensors by torch.from_numpy.")
+    if isinstance(data, DataLoader):
+        raise UserError(f"{needs}, got a DataLoader; give the data set in it, loader.dataset.")
     if isinstance(data, IterableDataset) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{needs}, got {type(data).__name__}; it needs __len__ and __getitem__.")
     if len(data) == 0:
@@ -128,5 +131,15 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{what} must give an item for index 0, but raised {reason}.") from error
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise UserError(f"the items of {what} must be (input, target), but item 0 is of type {type(item).__name__}.")
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return
+    needs = f"the items of {what} must be (input, target), but item 0 is"
+    if isinstance(item, Mapping):
+        keys = list(item)
+        entries = ", ".join(f"item[{key!r}]" for key in (keys[:1] + keys[-1:] if len(keys) > 1 else keys))
+        raise UserError(
+            f"{needs} a mapping with the keys {', '.join(map(str, keys[:8]))}; wrap the data set in one that returns a "
+            f"pair, as in: return {entries or '...'}."
+        )
+    size = f" with {len(item)} entries; return one input and one target" if isinstance(item, tuple | list) else ""
+    raise UserError(f"{needs} of type {type(item).__name__}{size}.")

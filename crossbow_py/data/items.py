@@ -79,10 +79,14 @@ def _collate(items: list[Any]) -> tuple[Tensor, Tensor]:
     try:
         batch = default_collate(items)
     except (TypeError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"the samples of the data set cannot be stacked into a batch ({reason}); return tensors of equal shape."
-        ) from error
+        reason, remedy = str(error).splitlines()[0], "return tensors of equal shape"
+        if isinstance(error, TypeError):  # of what is no array at all
+            remedy = "return tensors and numbers: of an image, torch.from_numpy(numpy.array(image))"
+        raise UserError(f"the samples of the data set cannot be stacked into a batch ({reason}); {remedy}.") from error
     if len(batch) != 2 or not all(isinstance(entry, Tensor) for entry in batch):
-        raise UserError("the items of the data set must be (input tensor, target), one of each; return just these two.")
+        kinds = ", ".join(type(entry).__name__ for entry in items[0])
+        raise UserError(
+            f"the items of the data set must be (input tensor, target), one of each, got ({kinds}); return just these "
+            "two."
+        )
     return batch[0], batch[1]

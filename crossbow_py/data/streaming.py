@@ -28,7 +28,7 @@ from crossbow_py.data.preparation import Preparation
 from crossbow_py.data.producer import Ahead, Producer, Shelf
 from crossbow_py.data.sampler import cut_up, epoch_order, segments
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
-from crossbow_py.errors import BadSampleError, DataError
+from crossbow_py.errors import BadDataError, BadSampleError, DataError
 
 _EVALUATION_CHUNK = 16  # samples a worker makes at a time, so that a small test set keeps all of them busy
 
@@ -350,6 +350,12 @@ class StreamingFeed(Feed):
         parts = [one for one in held if len(one.targets)]
         if not parts:
             return
+        shapes = {(tuple(one.inputs.shape[1:]), tuple(one.targets.shape[1:])) for one in parts}
+        if len(shapes) > 1:
+            shown = " and ".join(f"input {list(each)}, target {list(target)}" for each, target in sorted(shapes)[:2])
+            raise BadDataError(
+                f"the samples of the data set cannot be stacked into a batch ({shown}); return tensors of equal shape."
+            )
         inputs, targets = (torch.cat(each) for each in zip(*(one[:2] for one in parts), strict=True))
         if self._copies is not None:
             inputs, targets = (each.to(self._device, non_blocking=True) for each in (inputs, targets))

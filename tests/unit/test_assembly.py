@@ -81,6 +81,8 @@ def test_seeded_model_follows_from_the_seed_and_leaves_torchs_generator_alone():
         ("lenet", "model must be a function that returns an nn.Module, got str"),
         (lambda: 3, "model must be a function that returns an nn.Module, got int"),
         (nn.Flatten, "the model has no parameter to train"),
+        (lambda: nn.LazyLinear(3), r"the model's weight has no shape yet, .*: model\(torch.zeros\(2, \.\.\.\)\)"),
+        (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 3)), "0.running_mean has no shape yet"),
     ],
 )
 def test_model_that_is_no_function_of_a_trainable_module_is_refused(model, message):
@@ -106,6 +108,13 @@ def test_probe_refuses_what_cannot_train_in_one_sentence(model, loss, message):
     with pytest.raises(UserError, match=message) as caught:
         probe(model, FP32, BATCH, loss, num_classes=3)
     assert "\n" not in str(caught.value)
+
+
+def test_probe_of_a_class_for_each_place_wants_scores_in_the_second_dimension():
+    batch = Batch(torch.ones(2, 4, 5), torch.tensor([[0, 1, 2, 0, 1], [2, 0, 1, 2, 0]]))
+    assert probe(nn.Conv1d(4, 3, 1), FP32, batch, nn.functional.cross_entropy, num_classes=3) == []
+    with pytest.raises(UserError, match=r"output has shape \[batch, 4, 5\] .* 3 classes; .* return \[batch, 3, 5\]"):
+        probe(nn.Conv1d(4, 4, 1), FP32, batch, nn.functional.cross_entropy, num_classes=3)
 
 
 def test_probe_changes_neither_the_model_nor_torchs_generator():

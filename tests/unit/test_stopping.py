@@ -74,3 +74,15 @@ def test_planned_samples_is_the_nearer_limit_and_none_without_one() -> None:
     assert StopConditions(max_epochs=3, max_samples=1000).planned_samples(100) == 300
     assert StopConditions(max_epochs=30, max_samples=1000).planned_samples(100) == 1000
     assert StopConditions(target_accuracy=0.9, max_time_s=5).planned_samples(100) is None
+
+
+def test_targets_that_nothing_measures_are_refused() -> None:
+    accuracy, loss = StopConditions(target_accuracy=0.9), StopConditions(target_loss=0.3)
+    for stop in (accuracy, loss):
+        with pytest.raises(UserError, match="got neither test_data nor validation_data"):
+            stop.check_measured(False, lambda: True)
+    with pytest.raises(UserError, match=r"target_accuracy=0\.9 is for outputs .*; set target_loss"):
+        accuracy.check_measured(True, lambda: False)
+    accuracy.check_measured(True, lambda: True)
+    loss.check_measured(True, lambda: False)
+    StopConditions(max_epochs=1).check_measured(False, lambda: False)

@@ -352,6 +352,17 @@ def test_label_smoothing_of_targets_that_are_not_classes_is_refused():
 
 
 @pytest.mark.parametrize("what", ["test", "validation"])
+def test_target_accuracy_of_a_task_without_one_is_refused_before_training(what):
+    numbers = torch.zeros(8, 4), torch.zeros(8, 1)
+    trainer = make_trainer(
+        model=lambda: nn.Linear(4, 1), train_data=numbers, loss=nn.MSELoss(), **{f"{what}_data": numbers}
+    )
+    with pytest.raises(UserError, match=r"target_accuracy=0\.9 is for outputs \[batch, classes\]"):
+        trainer.fit(max_epochs=1, target_accuracy=0.9)
+    assert trainer.fit(max_epochs=1, target_loss=0.1).stop_reason in {"max_epochs", "target_loss"}
+
+
+@pytest.mark.parametrize("what", ["test", "validation"])
 def test_data_of_another_shape_than_the_training_data_is_refused_before_training(what):
     with pytest.raises(UserError, match=f"the model cannot take the {what} data, inputs of shape"):
         make_trainer(**{f"{what}_data": (torch.zeros(8, 5), torch.zeros(8, dtype=torch.int64))})

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.epoch_cache import EpochCache
@@ -352,6 +353,10 @@ BAD_DATA = [
     ("three tensors", TensorDataset(*(torch.zeros(4, 2),) * 3), "TensorDataset of 3 tensors"),
     ("iterable", Endless(), "map-style data set.*got Endless"),
     ("items not pairs", ["a", "b"], r"must be \(input, target\), but item 0 is of type str"),
+    ("items of three", [(1, 2, 3)], "item 0 is of type tuple with 3 entries; return one input and one target"),
+    ("items mappings", [{"image": 1, "label": 2}], r"keys image, label; .*: return item\['image'\], item\['label'\]\."),
+    ("items empty mappings", [{}], r"wrap the data set in one that returns a pair"),
+    ("loader", DataLoader(Counted(torch.zeros(4, 2))), r"got a DataLoader; give the data set in it, loader\.dataset"),
     ("items failing", Failing(torch.zeros(4, 2)), "raised OSError: disk gone"),
     ("empty", [], "at least one sample"),
 ]
@@ -382,8 +387,26 @@ def test_make_feed_erasing_no_images_is_a_user_error(make: Any) -> None:
 
 
 def test_map_style_batch_of_ragged_items_is_a_user_error() -> None:
+    feed = make_feed(Ragged(torch.zeros(4, 2)), 3)
     with pytest.raises(UserError, match="cannot be stacked"):
-        make_feed(Ragged(torch.zeros(4, 2)), 3).batch(0)
+        feed.batch(0)
+    with pytest.raises(
+        UserError, match=r"\(input \[1\], target \[\] and input \[2\], target \[\]\); return tensors of"
+    ):
+        feed.first_samples(2)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ((Image.new("L", (2, 2)), 1), r"Image'>\); return tensors and numbers: of an image, torch\.from_numpy"),
+        ((torch.zeros(2), "cat"), r"one of each, got \(Tensor, str\); return just these two"),
+        (((torch.zeros(2), torch.zeros(2)), 1), r"one of each, got \(tuple, int\)"),
+    ],
+)
+def test_map_style_items_that_are_no_tensors_are_a_user_error(item: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_feed([item] * 4, 3).batch(0)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,98 @@
+"""The examples of the guides: each runs, learns, and does what its first lines say."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.pages.snippets import ROOT
+
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: an empty one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    return module
+
+
+def test_every_example_is_tested_and_shown_on_a_page() -> None:
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    assert {name for name in names if f'--8<-- "docs/examples/{name}.py"' in pages} == names
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert {name for name in names if f'"{name}"' in tests} == names
+
+
+@pytest.mark.timeout(300)
+def test_plain_loop_and_trainer_reach_about_the_same_accuracy() -> None:
+    plain, with_trainer = example("plain_script").main()
+    assert plain > 0.93
+    assert with_trainer == pytest.approx(plain, abs=0.04)
+
+
+@pytest.mark.timeout(300)
+def test_items_that_were_mappings_learn_streamed_and_in_memory() -> None:
+    module = example("huggingface_dataset")
+    streamed, resident = module.main()
+    assert min(streamed, resident) > 0.9
+    pairs = module.load()[0]
+    images, labels = module.in_memory(pairs)
+    assert (images.dtype, tuple(images.shape), len(labels)) == (torch.uint8, (len(pairs), 1, 8, 8), len(pairs))
+    assert int(images.max()) == 240  # 16 shades of grey, as bytes
+
+
+@pytest.mark.timeout(300)
+def test_model_of_a_factory_learns() -> None:
+    assert example("timm_model").main() > 0.9
+
+
+@pytest.mark.timeout(300)
+def test_text_classifier_learns_negation_and_gets_its_tokens_as_they_are() -> None:
+    module = example("text_classifier")
+    accuracy, predicted = module.main()
+    assert accuracy > 0.95
+    assert predicted == [1, 0, 1]
+    tokens, classes = module.make_data(1000, seed=3)
+    assert tokens.dtype == torch.int64
+    assert 0.4 < classes.float().mean() < 0.6  # so that 0.95 is far from guessing
+    opinions = [torch.isin(tokens, torch.tensor([module.IDS[word] for word in words])) for words in
+                (module.GOOD, module.BAD, ["not"])]  # fmt: skip
+    good, bad, negated = (opinion.any(1) for opinion in opinions)
+    assert torch.equal(good, ~bad)
+    assert torch.equal(classes.bool(), good ^ negated)
+
+
+@pytest.mark.timeout(300)
+def test_weights_of_a_run_are_the_same_model_without_the_trainer(folder: Path) -> None:
+    module = example("load_weights")
+    accuracy, loaded, exported = module.main()
+    assert accuracy > 0.9
+    assert loaded == exported == pytest.approx(accuracy, abs=1e-6)
+    assert (folder / "runs" / "load_weights" / "model.pt2").is_file()
+    weights = load_file(folder / "runs" / "load_weights" / "model.safetensors")
+    assert weights.keys() == module.make_model().state_dict().keys()
+    known = {"nn": nn, "load_file": load_file, "RUN": module.RUN}  # all that it takes
+    exec(f"{inspect.getsource(module.make_model)}\n{inspect.getsource(module.load)}", known)
+    assert torch.equal(known["load"]().state_dict()["5.weight"], weights["5.weight"])

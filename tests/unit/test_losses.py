@@ -1,0 +1,123 @@
+"""Losses: the default in other clothes, parameters nobody would train, and what does not fit without torch's saying."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD
+from crossbow_py.errors import UserError
+from crossbow_py.losses import misfit, settled_loss, untrained
+from tests.trainers import blobs, make_trainer
+
+F = nn.functional
+
+
+def own_loss(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+def test_cross_entropy_as_a_module_is_the_function_unless_something_is_set():
+    assert settled_loss(nn.CrossEntropyLoss()) is F.cross_entropy
+    for loss in (
+        nn.CrossEntropyLoss(weight=torch.ones(3)),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(ignore_index=0),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.MSELoss(),
+        own_loss,
+    ):
+        assert settled_loss(loss) is loss
+
+
+def test_parameter_of_a_loss_is_found_where_there_is_one_to_train():
+    assert untrained(nn.Linear(2, 2)) == "weight"
+    assert untrained(nn.Linear(2, 2).requires_grad_(False)) is None
+    assert untrained(nn.CrossEntropyLoss(weight=torch.ones(3))) is None
+    assert untrained(own_loss) is None
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), F.huber_loss])
+def test_elementwise_loss_of_unequal_shapes_is_said_to_repeat_values(loss):
+    assert "would repeat them; give targets of the output's shape" in str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
+    assert misfit(loss, torch.ones(2, 1), torch.ones(2, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("output", "targets", "said"),
+    [
+        (torch.ones(2, 3), torch.tensor([0, 2]), None),
+        (torch.ones(2, 3), torch.tensor([0, 2], dtype=torch.uint8), None),
+        (torch.ones(2, 3, 5), torch.zeros(2, 5, dtype=torch.int64), None),
+        (torch.ones(2, 3), torch.ones(2, 3).softmax(1), None),  # probabilities
+        (torch.ones(2, 3), torch.tensor([0, 2], dtype=torch.int32), "classes are int64, got int32"),
+        (torch.ones(2, 3), torch.tensor([True, False]), "classes are int64, got bool"),
+        (torch.ones(2, 3), torch.ones(2), "targets of float32 are no classes"),
+        # What torch would take: probabilities of the only class, and one sample with a class for each of the batch.
+        (torch.ones(2, 1), torch.ones(2, 1), "targets of float32 are no classes"),
+        (torch.ones(2), torch.ones(2), "such as loss=nn.MSELoss()"),
+    ],
+)
+def test_cross_entropy_takes_classes_and_probabilities_alone(output, targets, said):
+    found = misfit(F.cross_entropy, output, targets)
+    assert (found is None) == (said is None)
+    assert said is None or said in str(found)
+
+
+def test_losses_of_the_users_are_taken_as_they_are():
+    assert misfit(own_loss, torch.ones(2, 1), torch.ones(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss": nn.MSELoss()}, r"output \[2, 3\] with targets \[2\]: it compares value by value"),
+        ({"train_data": (blobs(40)[0], torch.randn(40, 1)), "model": lambda: nn.Linear(4, 1)}, "are no classes"),
+        ({"loss": nn.MSELoss}, r"loss must be an object, got the class MSELoss; give loss=MSELoss\(\)"),
+        ({"loss": nn.Linear(3, 3)}, "the loss has a parameter of its own, weight, which nothing would train"),
+        (
+            {
+                "train_data": (blobs(40)[0], torch.randn(40, 1)),
+                "test_data": (blobs(40)[0], torch.randn(40)),
+                "model": lambda: nn.Linear(4, 1),
+                "loss": nn.MSELoss(),
+            },
+            r"of the test data, the loss cannot take .* targets \[2\]",
+        ),
+    ],
+)
+def test_loss_that_would_train_on_nonsense_is_refused_before_training(options, said):
+    with pytest.raises(UserError, match=said) as caught:
+        make_trainer(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_cross_entropy_as_a_module_trains_like_the_default_and_is_checked_like_it():
+    one = make_trainer(loss=nn.CrossEntropyLoss()).fit(max_rounds=3)
+    other = make_trainer().fit(max_rounds=3)
+    assert torch.equal(next(one.model.parameters()), next(other.model.parameters()))
+    with pytest.raises(UserError, match="the data has 5 classes"):
+        make_trainer(train_data=(blobs(40)[0], torch.arange(40) % 5), loss=nn.CrossEntropyLoss())
+    make_trainer(loss=nn.CrossEntropyLoss(), label_smoothing=0.1)
+
+
+def test_weights_of_classes_are_taken_to_the_device_and_count():
+    class Weighted(nn.CrossEntropyLoss):
+        def to(self, *args, **kwargs):
+            asked.append(args)
+            return super().to(*args, **kwargs)
+
+    asked: list[tuple[object, ...]] = []
+    weighted = Weighted(weight=torch.tensor([0.01, 0.01, 1.0]))
+    alike = torch.ones(40, 4), blobs(40)[1]  # nothing but the weights tells the classes apart
+    trainer = make_trainer(loss=weighted, train_data=alike, optimizer=SGD(learning_rate=0.1))
+    assert asked == [(torch.device("cpu"),)]
+    assert trainer.fit(max_epochs=2).model(alike[0][:1]).argmax() == 2
+
+
+def test_metric_that_cannot_be_measured_is_refused_before_training():
+    with pytest.raises(
+        UserError, match=r"metrics\['each'\] cannot take the model's output \[2, 3\] with targets \[2\]"
+    ):
+        make_trainer(test_data=blobs(8), metrics={"each": lambda outputs, targets: outputs})
