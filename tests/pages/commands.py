@@ -26,6 +26,7 @@ from torch.distributed.run import get_args_parser
 
 from crossbow_py.config import EstimateConfig, TrainConfig, compose
 from crossbow_py.predict_config import PredictConfig
+from crossbow_py.recorded_config import composed
 from crossbow_py.search_config import SearchConfig
 from tests.pages.snippets import LANGUAGES, ROOT, Snippet, commands
 
@@ -123,7 +124,7 @@ def _checks_torchrun(words: Sequence[str]) -> None:
     """By torchrun's own parser; what it is to run is composed."""
     parsed = get_args_parser().parse_args(words[1:])
     if parsed.module:
-        compose(parsed.training_script_args, KINDS[parsed.training_script.partition(".")[2]])
+        composed(parsed.training_script_args, KINDS[parsed.training_script.partition(".")[2]])
 
 
 def _checks_tensorboard(words: Sequence[str]) -> None:

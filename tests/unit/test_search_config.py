@@ -15,7 +15,8 @@ from crossbow_py.config import TrainConfig, compose
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
 from crossbow_py.packing.space import Space
-from crossbow_py.search_config import SearchConfig, train_command, trial_config
+from crossbow_py.recorded_config import train_command
+from crossbow_py.search_config import SearchConfig, trial_config
 
 DIGITS = ["+experiment=search_digits"]
 TWO_OPTIMIZERS = [
