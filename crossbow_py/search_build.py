@@ -41,6 +41,7 @@ from crossbow_py.packing.search_events import (
     TrialRecord,
 )
 from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.storage import shown_address
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.recorded_config import train_command
@@ -339,7 +340,7 @@ class SearchRun:
             precision=self.choices.precision.name,
             policy=config.packing,
             seed=config.seed,
-            storage=self._address,
+            storage=shown_address(self._address),
             worker=self._worker,
             num_train_samples=self.roster.data.num_samples,
             brackets=rules.brackets,
