@@ -147,12 +147,17 @@ def _checks_pip(words: Sequence[str]) -> None:
 
 
 def _checks_docker(words: Sequence[str]) -> None:
-    """Files are there; what the image is to train is composed."""
+    """Files are there; what the image is to train, or another entry point of it is to do, is checked as by itself."""
     for flag, value in itertools.pairwise(words):
         if flag == "-f":
             assert (ROOT / value).is_file(), f"no {value}"
     if "crossbow_py" in words and words[1] == "run":
-        compose(words[words.index("crossbow_py") + 1 :], TrainConfig)
+        own = words[words.index("crossbow_py") + 1 :]
+        if "--entrypoint" in words:
+            entry = words[words.index("--entrypoint") + 1]
+            CHECKS[entry]([entry, *own])
+        else:
+            compose(own, TrainConfig)
 
 
 def _checks_nothing(words: Sequence[str]) -> None:
