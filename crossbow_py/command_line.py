@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from crossbow_py.config import C, compose, expand_sweeps
+from crossbow_py.config import C, expand_sweeps
 from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.errors import (
     CentralModelError,
@@ -27,6 +27,7 @@ from crossbow_py.errors import (
     UserError,
 )
 from crossbow_py.help_text import help_text, list_text
+from crossbow_py.recorded_config import composed
 from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.settings import suggestion
 
@@ -78,14 +79,14 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> i
             raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}")
     overrides = [argument for argument in arguments if argument not in _MULTIRUN]
     if len(overrides) == len(arguments):
-        return job(compose(overrides, kind))
+        return job(composed(overrides, kind))
     return _multirun(overrides, kind, job)
 
 
 def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> int:
     """All configurations are composed before the first job starts, so that a mistake in the last one shows at once."""
     now = time_name()
-    configs = [_in_own_folder(compose(texts, kind), swept, now) for texts, swept in expand_sweeps(overrides)]
+    configs = [_in_own_folder(composed(texts, kind), swept, now) for texts, swept in expand_sweeps(overrides)]
     worst = 0
     for number, config in enumerate(configs, start=1):
         if os.environ.get("RANK", "0") == "0":  # of ranks, one speaks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crossbow_py.command_line import run
+from crossbow_py.command_line import run, say
 from crossbow_py.config import EstimateConfig
 from crossbow_py.estimation import estimate
 from crossbow_py.estimation_report import as_text, write
@@ -19,9 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def answer(config: EstimateConfig) -> int:
     """One estimate, shown and, where `output_dir` is set, written; returns its exit code."""
     found = estimate(config)
-    print(as_text(found), flush=True)
+    say(as_text(found))
     if config.output_dir is not None:
-        print("\n".join(write(found, Path(config.output_dir).expanduser())))
+        say("\n".join(write(found, Path(config.output_dir).expanduser())))
     return 0
 
 

@@ -32,6 +32,7 @@ Trains several learners at once and keeps them together by synchronous model ave
 
   +experiment=NAME   a complete run; --list shows them
   +debug=fast        two rounds of everything, to see whether a configuration works
+  config=RUN         what the config.yaml in that run's folder says, in a new folder; other keys are laid over it
   -m, --multirun     run every combination of comma-separated values, each in its own folder
   --list             the experiments and the options of every group
   --help             this text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crossbow_py.command_line import run
+from crossbow_py.command_line import run, say
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.prediction import predict
 from crossbow_py.prediction_report import as_text, write
@@ -20,10 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def answer(config: PredictConfig) -> int:
     """One prediction, shown and written; returns its exit code."""
     found = predict(config)
-    print(as_text(found), flush=True)
+    say(as_text(found))
     asked = config.output_dir
     folder = new_folder(config.experiment) if asked is None else make_folder(Path(asked).expanduser())
-    print(write(found, folder))
+    say(write(found, folder))
     return 0
 
 

@@ -41,11 +41,13 @@ from crossbow_py.packing.search_events import (
     TrialRecord,
 )
 from crossbow_py.packing.states import TrialStates
+from crossbow_py.packing.storage import shown_address
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
+from crossbow_py.recorded_config import train_command
 from crossbow_py.reporter import versions
 from crossbow_py.run_settings import Choices, RunSettings, choose
-from crossbow_py.search_config import SearchConfig, train_command, trial_config
+from crossbow_py.search_config import SearchConfig, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
 from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
@@ -338,7 +340,7 @@ class SearchRun:
             precision=self.choices.precision.name,
             policy=config.packing,
             seed=config.seed,
-            storage=self._address,
+            storage=shown_address(self._address),
             worker=self._worker,
             num_train_samples=self.roster.data.num_samples,
             brackets=rules.brackets,

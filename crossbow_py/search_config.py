@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from crossbow_py.config import (
     REGISTRIES,
     TrainConfig,
-    compose,
     config_from_mapping,
     config_to_mapping,
     group_options,
@@ -23,6 +20,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.packing.hyperband import Bracket, Method, make_brackets
 from crossbow_py.packing.policies import Policy
 from crossbow_py.packing.space import Space
+from crossbow_py.recorded_config import as_override
 from crossbow_py.settings import setting, suggestion
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
@@ -37,8 +35,6 @@ MEANINGLESS: dict[str, Any] = {
     "trace": False, "profile": False, "compile_model": False, "on_nonfinite": "stop", "learning_statistics": False,
     "checkpoint_every_epochs": None, "keep_checkpoints": TrainConfig.keep_checkpoints,
 }  # fmt: skip
-# Text that is nothing else without quotes.
-_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +75,8 @@ class SearchConfig(TrainConfig):
             raise UserError("max_epochs must be set in a search, got null: it is how long a trial trains to the end.")
         for key, neutral in MEANINGLESS.items():
             if getattr(self, key) != neutral:
-                raise UserError(f"{key} means nothing in a search, got {_written(getattr(self, key))}; leave it out.")
+                got = as_override(getattr(self, key))
+                raise UserError(f"{key} means nothing in a search, got {got}; leave it out.")
         if self.averaging.average_ema is not None:
             raise UserError(
                 f"averaging.average_ema means nothing in a search, got {self.averaging.average_ema:g}; leave it out."
@@ -137,7 +134,7 @@ def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
         choices = next(each for each in config.parsed_space.parameters if each.key == group).ends()
         having = [choice for choice in choices if name.split(".")[0] in _option_fields(group, choice)]
         if having and params[group] not in having:
-            wanted = _written(having[0] if len(having) == 1 else having)
+            wanted = as_override(having[0] if len(having) == 1 else having)
             raise UserError(
                 f"space: {key} is searched with {group}={params[group]} too, which has no such key; "
                 f"give it when: {{{group}: {wanted}}}."
@@ -211,45 +208,3 @@ def _nothing_beneath(key: str, known: str) -> str:
         f"space has {key!r}, and a run has nothing beneath {known!r}; a range is written "
         f"{known}: {{low: ..., high: ...}}, and --help shows the keys."
     )
-
-
-def train_command(config: TrainConfig) -> str:
-    """The command line that trains this very run: everything that is not the default."""
-    names = {group: getattr(config, group).NAME for group in REGISTRIES}
-    options = {group: name if name in group_options(group) else None for group, name in names.items()}
-    chosen = [f"{group}={name}" for group, name in options.items() if name]
-    default = config_to_mapping(compose(chosen))
-    words = [*chosen, *_differing(default, config_to_mapping(config))]
-    return " ".join(["python -m crossbow_py.train", *words])
-
-
-def _differing(default: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> list[str]:
-    words: list[str] = []
-    for key, value in own.items():
-        if isinstance(value, Mapping) and isinstance(default.get(key), Mapping) and value and default[key]:
-            words += _differing(default[key], value, f"{prefix}{key}.")
-        elif default.get(key) != value:
-            words.append(_word(f"{prefix}{key}", value))
-    return words
-
-
-def _word(key: str, value: Any) -> str:
-    return shlex.quote(f"{key}={_written(value)}")
-
-
-def _written(value: Any) -> str:
-    """A plain value as Hydra's command line has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_written(own)}" for key, own in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_written, value)) + "]"
-    return value if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) else _quoted(value)
-
-
-def _quoted(value: Any) -> str:
-    """Text in quotes, in which backslashes count only before a quote; a number as it is."""
-    if not isinstance(value, str):
-        return str(value)
-    return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'

@@ -274,8 +274,8 @@ class HeldBack:
     why: str
 
     def limit(self, memory_bytes: float) -> float:
-        """What is left of it."""
-        return memory_bytes - self.fixed_bytes - self.fraction * memory_bytes
+        """What is left of it; 0 where all is to be left alone."""
+        return max(0.0, memory_bytes - self.fixed_bytes - self.fraction * memory_bytes)
 
 
 # Where every tensor is counted, what is left to chance is what no operator shows as a tensor.

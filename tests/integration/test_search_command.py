@@ -21,10 +21,11 @@ from crossbow_py.data.digits import Digits
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.errors import UserError
-from crossbow_py.packing import roster
+from crossbow_py.packing import roster, study
 from crossbow_py.packing.report import listeners
 from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.search_events import TrialRecord
+from crossbow_py.packing.storage import open_storage
 from crossbow_py.packing.width import Width
 from crossbow_py.search_build import SearchRun
 from crossbow_py.telemetry.records import read_summary
@@ -249,6 +250,19 @@ def test_target_accuracy_ends_the_search_and_the_best_so_far_is_kept() -> None:
     assert search_digits("target_accuracy=0.3", "num_trials=5") == 0
     assert len(segments()) == 4
     assert report()["samples"] == found["samples"] > 0
+
+
+@pytest.mark.usefixtures("packs_of_three")
+def test_password_of_a_storage_is_in_no_file_that_says_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(study, "open_storage", lambda *_: open_storage("journal:kept.log"))
+    assert search_digits("storage=postgresql://me:secret@host/name", "output_dir=one") == 0
+    shown = "postgresql://me:***@host/name"
+    assert shown in capsys.readouterr().out
+    assert report(Path("one"))["info"]["storage"] == shown
+    files = [path for path in Path("one").rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"secret" in path.read_bytes()] == ["config.yaml"]
 
 
 @pytest.mark.usefixtures("no_pictures")

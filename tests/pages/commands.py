@@ -26,6 +26,7 @@ from torch.distributed.run import get_args_parser
 
 from crossbow_py.config import EstimateConfig, TrainConfig, compose
 from crossbow_py.predict_config import PredictConfig
+from crossbow_py.recorded_config import composed
 from crossbow_py.search_config import SearchConfig
 from tests.pages.snippets import LANGUAGES, ROOT, Snippet, commands
 
@@ -123,7 +124,7 @@ def _checks_torchrun(words: Sequence[str]) -> None:
     """By torchrun's own parser; what it is to run is composed."""
     parsed = get_args_parser().parse_args(words[1:])
     if parsed.module:
-        compose(parsed.training_script_args, KINDS[parsed.training_script.partition(".")[2]])
+        composed(parsed.training_script_args, KINDS[parsed.training_script.partition(".")[2]])
 
 
 def _checks_tensorboard(words: Sequence[str]) -> None:
@@ -149,12 +150,17 @@ def _checks_pip(words: Sequence[str]) -> None:
 
 
 def _checks_docker(words: Sequence[str]) -> None:
-    """Files are there; what the image is to train is composed."""
+    """Files are there; what the image is to train, or another entry point of it is to do, is checked as by itself."""
     for flag, value in itertools.pairwise(words):
         if flag == "-f":
             assert (ROOT / value).is_file(), f"no {value}"
     if "crossbow_py" in words and words[1] == "run":
-        compose(words[words.index("crossbow_py") + 1 :], TrainConfig)
+        own = words[words.index("crossbow_py") + 1 :]
+        if "--entrypoint" in words:
+            entry = words[words.index("--entrypoint") + 1]
+            CHECKS[entry]([entry, *own])
+        else:
+            compose(own, TrainConfig)
 
 
 def _checks_nothing(words: Sequence[str]) -> None:

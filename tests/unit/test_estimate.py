@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -266,3 +268,10 @@ def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[
     assert "python -m crossbow_py.estimate +experiment=resnet50 memory=16GiB" in said
     assert "estimate.json and estimate.png" in said
     assert "held_back=null" in said
+
+
+def test_estimate_into_a_closed_pipe_ends_quietly() -> None:
+    code = "import sys; from crossbow_py.estimate import main; sys.exit(main(sys.argv[1:]))"
+    shell = f"'{sys.executable}' -c '{code}' +experiment=digits memory=1GiB | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("0", "")

@@ -14,8 +14,10 @@ import yaml
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
+from crossbow_py.packing.hyperband import make_brackets
 from crossbow_py.packing.space import Space
-from crossbow_py.search_config import SearchConfig, train_command, trial_config
+from crossbow_py.recorded_config import train_command
+from crossbow_py.search_config import SearchConfig, trial_config
 
 DIGITS = ["+experiment=search_digits"]
 TWO_OPTIMIZERS = [
@@ -296,23 +298,32 @@ def test_brackets_of_a_grid_have_as_many_trials_as_points() -> None:
     assert sum(bracket.num_trials for bracket in search(*DIGITS).brackets()) == 27
 
 
-def test_spaces_and_commands_of_the_readme_are_taken() -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    section = page.split("\n## Search\n")[1].split("\n## ")[0]
-    (space,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+def test_spaces_and_commands_of_the_guide_are_taken() -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/search.md").read_text(encoding="utf-8")
+    (space,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     parsed = dataclasses.replace(search("data=digits", "model=mlp", "space.seed=[1]"), **yaml.safe_load(space))
     assert [each.key for each in parsed.parsed_space.parameters] == [
         "optimizer", "optimizer.learning_rate", "optimizer.momentum", "model.hidden", "model.dropout", "batch_size",
     ]  # fmt: skip
-    lines = [line.strip() for line in section.replace("\\\n", "").splitlines() if "m crossbow_py.search" in line]
-    assert len(lines) == 3
+    lines = [line.strip() for line in page.replace("\\\n", "").splitlines() if "m crossbow_py.search" in line]
     configs = [search(*shlex.split(line, comments=True)[3:]) for line in lines]
-    assert configs[1].sampler == "tpe"
-    assert [each.key for each in configs[2].parsed_space.parameters] == [
-        "model", "model.args.width", "optimizer.learning_rate",
-    ]  # fmt: skip
-    overrides = re.findall(r"space\.optimizer\.[a-z_.]+=[0-9.]+", section)
+    assert {"random", "tpe", "grid"} == {config.sampler for config in configs}
+    keys = [[each.key for each in config.parsed_space.parameters] for config in configs]
+    assert ["model", "model.args.width", "optimizer.learning_rate"] in keys
+    overrides = re.findall(r"space\.optimizer\.[a-z_.]+=[0-9.]+", page)
     assert len(overrides) == 3
     narrowed = search("+experiment=search_digits", *overrides).parsed_space.to_plain()
     assert narrowed[0] == {"key": "optimizer.learning_rate", "low": 0.01, "high": 0.1, "log": True}
     assert narrowed[1] == {"key": "optimizer.momentum", "choices": [0.9]}
+
+
+def test_plan_of_the_guide_is_that_of_the_brackets() -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/search.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| s = \d (.*)\|$", page)
+    told = [[int(cell.strip() or 0) for cell in row.split("|")[1:]] for row in rows]
+    brackets = make_brackets("hyperband", num_trials=None, min_epochs=1, max_epochs=27, eta=3)
+    rungs = (1, 3, 9, 27)
+    for row, bracket in zip(told, brackets, strict=True):
+        sizes = dict(zip(bracket.epochs, bracket.sizes, strict=True))
+        spent = [size * (end - begin) for (end, size), begin in zip(sizes.items(), (0, *bracket.epochs), strict=False)]
+        assert row == [bracket.num_trials, *(sizes.get(rung, 0) for rung in rungs), sum(spent)]

@@ -131,6 +131,7 @@ def test_breakdown_has_what_an_averaging_rule_keeps_and_the_copies_of_an_evaluat
 
 def test_held_back_leaves_the_rest() -> None:
     assert HeldBack(100, 0.05, "why").limit(1000) == 850
+    assert HeldBack(100, 0.05, "why").limit(90) == 0
 
 
 @pytest.mark.parametrize("order", ["blocks", "rows"])

@@ -1,0 +1,117 @@
+"""`config=RUN`: a run's recorded configuration as the beginning of another command; and the command of a configuration.
+
+A configuration is turned into the overrides that say what of it is not the default, and these stand before the user's
+own: so everything that can be said of a run can be said on top of a recorded one.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.checkpoint import filled, formerly
+from crossbow_py.config import (
+    REGISTRIES,
+    C,
+    TrainConfig,
+    compose,
+    config_from_mapping,
+    config_to_mapping,
+    group_options,
+    read_yaml,
+)
+from crossbow_py.errors import UserError
+from crossbow_py.telemetry.records import CONFIG_FILE
+
+_KEY = "config="
+_OF_THE_RUN = {"output_dir": None, "resume": None}  # where that run wrote, and what it went on from
+# Text that is nothing else without quotes.
+_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
+
+
+def composed(overrides: Sequence[str], kind: type[C]) -> C:
+    """As `compose`; with `config=RUN` among the overrides they are laid over what that run was told.
+
+    Raises UserError also for a run that has no configuration, and where the command takes none.
+    """
+    given = [text.removeprefix(_KEY) for text in overrides if text.startswith(_KEY)]
+    if not given:
+        return compose(overrides, kind)
+    own = [text for text in overrides if not text.startswith(_KEY)]
+    if kind.CONF != TrainConfig.CONF:
+        raise UserError(f"config={given[0]} is for the commands train and estimate; leave it out.")
+    if len(given) > 1:
+        raise UserError(f"config is given {len(given)} times; give it once.")
+    keys = [text.lstrip("+~").split("=")[0] for text in own]
+    if "experiment" in keys:
+        raise UserError(f"config={given[0]} is a whole run, as +experiment is; leave one of them out.")
+    chosen = [key for key in keys if key in REGISTRIES]
+    words = [text for text in overrides_of(recorded(given[0])) if text.split("=")[0].split(".")[0] not in chosen]
+    return compose([*words, *own], kind)
+
+
+def recorded(path: str) -> TrainConfig:
+    """What a run was told, given its folder or its config.yaml, but for where it wrote and what it went on from.
+
+    Raises UserError.
+    """
+    asked = Path(path).expanduser()
+    file = asked / CONFIG_FILE if asked.is_dir() else asked
+    if not file.is_file():
+        raise UserError(f"config={path} is neither the folder of a run nor a {CONFIG_FILE}; give one of them.")
+    plain = read_yaml(file)
+    if "space" in plain:
+        raise UserError(f"config={path} is of a search, which holds many runs; give the folder best in it.")
+    plain.update(_OF_THE_RUN)
+    kept = config_to_mapping(config_from_mapping(plain))
+    return config_from_mapping(filled(filled(plain, formerly(kept)), kept))
+
+
+def overrides_of(config: TrainConfig) -> list[str]:
+    """The overrides that compose to this very run: its recipe, where it has one, and everything that differs.
+
+    Of a recipe that is not here, such as one of a later version, the name alone is lost.
+    """
+    has_recipe = config.experiment in group_options("experiment")
+    chosen = [f"+experiment={config.experiment}"] if has_recipe else []
+    for group in REGISTRIES:
+        name = getattr(config, group).NAME
+        chosen += [f"{group}={name}"] if name in group_options(group) else []
+    default = config_to_mapping(compose(chosen))
+    return [*chosen, *_differing(default, {**config_to_mapping(config), "experiment": default["experiment"]})]
+
+
+def train_command(config: TrainConfig) -> str:
+    """The command line that trains this very run: everything that is not the default."""
+    return " ".join(["python -m crossbow_py.train", *map(shlex.quote, overrides_of(config))])
+
+
+def _differing(default: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> list[str]:
+    words: list[str] = []
+    for key, value in own.items():
+        if isinstance(value, Mapping) and isinstance(default.get(key), Mapping) and value and default[key]:
+            words += _differing(default[key], value, f"{prefix}{key}.")
+        elif default.get(key) != value:
+            words.append(f"{prefix}{key}={as_override(value)}")
+    return words
+
+
+def as_override(value: Any) -> str:
+    """A plain value as Hydra's command line has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{as_override(own)}" for key, own in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(as_override, value)) + "]"
+    return value if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) else _quoted(value)
+
+
+def _quoted(value: Any) -> str:
+    """Text in quotes, in which backslashes count only before a quote; a number as it is."""
+    if not isinstance(value, str):
+        return str(value)
+    return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'

@@ -1,0 +1,106 @@
+"""`config=RUN`: what a run was told is what another begins with, whatever is laid over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossbow_py.averaging import LocalSGD
+from crossbow_py.config import EstimateConfig, TrainConfig, compose, config_to_mapping, group_options, write_yaml
+from crossbow_py.errors import UserError
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.recorded_config import composed, overrides_of, recorded
+from crossbow_py.search_config import SearchConfig
+
+RECIPES = [name for name in group_options("experiment") if not name.startswith("search_")]
+TOLD = [
+    "+experiment=lenet", "data=fashion_mnist", "data.root=/some where/else", "optimizer=adamw",
+    "optimizer.learning_rate=[0.001,1e-5]", "averaging=grouped_sma", "averaging.group_size=1", "num_learners=2",
+    "schedule=multistep", "schedule.milestones=[3,5.5]", "max_epochs=null", "max_time_s=60",
+    "init_from='a=b.safetensors'",
+]  # fmt: skip
+
+
+def run(folder: Path, *overrides: str, without: tuple[str, str] | None = None) -> Path:
+    """The folder of a run that was told this; a key of a group may be left out, as earlier versions did."""
+    plain: dict[str, Any] = config_to_mapping(compose([*overrides, f"output_dir={folder}", "resume=auto"]))
+    if without is not None:
+        del plain[without[0]][without[1]]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(write_yaml(plain))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        TOLD,
+        ["model=custom", "model.target=mine.net", "model.args={width:[1,2],name:'a b',inner:{x:null}}", "data=digits"],
+        ["+experiment=digits", "averaging=independent", "num_learners=3", "+debug=fast"],
+        *[[f"+experiment={name}"] for name in RECIPES],
+    ],
+)
+@pytest.mark.parametrize("names_the_file", [False, True])
+def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(
+    tmp_path: Path, overrides: list[str], names_the_file: bool
+) -> None:
+    folder = run(tmp_path, *overrides)
+    asked = folder / "config.yaml" if names_the_file else folder
+    assert composed([f"config={asked}"], TrainConfig) == compose(overrides)
+
+
+def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
+    folder = run(tmp_path, *TOLD)
+    own = ["averaging=local_sgd", "optimizer.beta1=0.5", "seed=7", f"config={folder}", "+debug=fast", "resume=auto"]
+    found = composed(own, TrainConfig)
+    assert isinstance(found.averaging, LocalSGD)
+    assert found == dataclasses.replace(
+        compose(TOLD), averaging=compose(["averaging=local_sgd"]).averaging, seed=7, max_rounds=2, resume="auto",
+        max_evaluation_batches=2, optimizer=dataclasses.replace(compose(TOLD).optimizer, beta1=0.5),
+    )  # fmt: skip
+
+
+def test_estimate_takes_a_recorded_run(tmp_path: Path) -> None:
+    found = composed([f"config={run(tmp_path, *TOLD)}", "memory=8GiB"], EstimateConfig)
+    assert (found.memory, found.data, found.init_from) == ("8GiB", compose(TOLD).data, "a=b.safetensors")
+
+
+def test_recipe_keeps_its_name_and_another_name_none() -> None:
+    assert overrides_of(compose(["+experiment=digits", "seed=4"]))[0] == "+experiment=digits"
+    own = dataclasses.replace(compose(["+experiment=digits"]), experiment="of_a_later_version")
+    assert compose(overrides_of(own)).experiment == "custom"
+
+
+def test_key_that_an_earlier_version_did_not_have_is_what_it_stood_for_then(tmp_path: Path) -> None:
+    folder = run(tmp_path, "+experiment=digits", without=("averaging", "rate_scaling"))
+    assert compose(["+experiment=digits"]).averaging.rate_scaling == "sqrt"
+    assert recorded(str(folder)).averaging.rate_scaling == "none"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "message"),
+    [
+        (["config=nowhere"], TrainConfig, "config=nowhere is neither the folder of a run nor a config.yaml"),
+        (["config=a", "config=b"], TrainConfig, "config is given 2 times"),
+        (["config=a", "+experiment=digits"], TrainConfig, "config=a is a whole run, as .experiment is"),
+        (["config=a"], SearchConfig, "config=a is for the commands train and estimate"),
+        (["config=a"], PredictConfig, "config=a is for the commands train and estimate"),
+    ],
+)
+def test_config_that_cannot_be_taken_is_refused(overrides: list[str], kind: type[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        composed(overrides, kind)
+
+
+def test_config_of_a_search_is_refused_with_where_its_best_trial_is(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("space: {seed: [1]}\n")
+    with pytest.raises(UserError, match="give the folder best in it"):
+        composed([f"config={tmp_path}"], TrainConfig)
+
+
+def test_overrides_without_config_are_composed_as_ever() -> None:
+    assert composed(["+experiment=digits", "seed=3"], TrainConfig) == compose(["+experiment=digits", "seed=3"])
