@@ -84,7 +84,7 @@ class TrainConfig(RunSettings, StopConditions):
     trace: bool = setting(
         False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
     )
-    profile: bool = setting(False, "write which operators take the time to profile.txt and profile.json there")
+    profile: bool = setting(False, "write which operators take the time to profile.txt and profile.json.gz")
     checkpoint_every_epochs: int | None = setting(1, "checkpoint every that many epochs; null never", minimum=1)
     checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
     keep_checkpoints: int = setting(2, "newest checkpoints kept", minimum=1)

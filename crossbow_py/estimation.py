@@ -268,7 +268,7 @@ def _measured(
 
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
-            settings: RunSettings = with_learners(_run_settings(config), num_learners, batch_size, executor)
+            settings: RunSettings = with_learners(RunSettings.of(vars(config)), num_learners, batch_size, executor)
             stored = dataclasses.replace(facts.sample, input_dtype=facts.stored)
             return reserved_bytes(make_model, stored, facts.num_classes, settings, config.optimizer, config.averaging)
 
@@ -281,7 +281,3 @@ def _measured(
         return search(FusedExecutor.NAME), FusedExecutor.NAME
     except UserError:
         return search(SerialExecutor.NAME), SerialExecutor.NAME
-
-
-def _run_settings(config: EstimateConfig) -> RunSettings:
-    return RunSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunSettings)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -67,6 +68,11 @@ class RunSettings:
     def __post_init__(self) -> None:
         check(self)
         check_name(self.executor)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RunSettings:
+        """Those among `values` that are settings of a run; all have to be there."""
+        return RunSettings(**{field.name: values[field.name] for field in dataclasses.fields(RunSettings)})
 
     @property
     def first_learners(self) -> int:

@@ -80,7 +80,7 @@ class SearchRun:
 
     def _build(self) -> None:
         config, folder = self.config, self.folder
-        self.settings = dataclasses.replace(_run_settings(config), num_learners=1)
+        self.settings = dataclasses.replace(RunSettings.of(vars(config)), num_learners=1)
         self.choices = _choices(self.settings)
         brackets = config.brackets()
         num_trials = sum(bracket.num_trials for bracket in brackets)
@@ -356,10 +356,6 @@ def _name(model: Any, params: Mapping[str, Any]) -> str:
     own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
     given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
     return f"{name}({given})" if given else name
-
-
-def _run_settings(config: SearchConfig) -> RunSettings:
-    return RunSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunSettings)})
 
 
 def _choices(settings: RunSettings) -> Choices:

@@ -62,7 +62,7 @@ class Trainer:
         max_evaluation_batches: look at no more than that many batches in an evaluation.
         notes: sentences the listeners are told when training starts.
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
-        profile: write the operators of half a second of training, by time, to profile.txt and profile.json there.
+        profile: write the operators of half a second of training, by time, to profile.txt and profile.json.gz.
         distributed: what a run over several ranks can be told.
         ranks: of `joined()`, with which one script under torchrun trains on all devices; every rank calls the same. The
             first one writes to disk. Data sets and settings must be alike; samples are shared out.
@@ -121,24 +121,21 @@ class Trainer:
         label_smoothing: float = 0.0,
         learning_statistics: bool = False,
     ) -> None:
-        begun, self.callbacks, self._continues = time.monotonic(), callbacks, resume == "auto"
-        self._profile = _checked(profile, output_dir)
-        settings = RunSettings(batch_size, num_learners, max_learners, executor, device, precision, channels_last,
-                               compile_model, seed, on_nonfinite, num_workers, order_seed, label_smoothing,
-                               learning_statistics)  # fmt: skip
+        given, begun = dict(locals()), time.monotonic()
+        self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
+        settings = RunSettings.of(given)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = saved_run(resume, output_dir, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names)
         parts = build_parts(
             model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
             loss=loss, metrics=metrics or {}, init_from=_initial(init_from, found), announce=self._announce,
-            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, output_dir), ranks=ranks,
+            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, profile, output_dir), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, _named(model, names),
                        str(found.folder) if found else None, distributed)  # fmt: skip
-        _make_ready(self.run, found)
-        self.run.state.wall_s += time.monotonic() - begun
+        _make_ready(self.run, found, begun)
 
     @property
     def state(self) -> RunState:
@@ -231,14 +228,18 @@ def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
     return {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
 
 
-def _make_ready(run: Run, found: SavedCheckpoint | None) -> None:
-    """Tuning as far as it is asked for, and where the checkpoint stood. All ranks together."""
+def _make_ready(run: Run, found: SavedCheckpoint | None, begun_s: float) -> None:
+    """Tuning as far as it is asked for, and where the checkpoint stood. All ranks together.
+
+    What all of it took since `begun_s`, on the monotonic clock, belongs to the run.
+    """
     ranks = run.parts.ranks
     run.tuning = learner_tuning(run.settings.num_learners, run.parts.most_learners)
     run.supply = worker_supply(run.settings.num_workers, run.parts.train_feed, ranks.num_local)
     with ranks.together():
         if found:
             run.restore(found)
+    run.state.wall_s += time.monotonic() - begun_s
 
 
 def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str | None:
@@ -250,13 +251,8 @@ def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-def _checked(profile: bool, output_dir: str | Path | None) -> bool:
-    if profile and output_dir is None:
-        raise UserError("profile writes into the run's folder, got no output_dir; set one, or profile=false.")
-    return profile
-
-
-def _timeline(trace: bool, output_dir: str | Path | None) -> Timeline | None:
-    if trace and output_dir is None:
-        raise UserError("trace writes trace.json into the run's folder, got no output_dir; set one, or trace=false.")
+def _timeline(trace: bool, profile: bool, output_dir: str | Path | None) -> Timeline | None:
+    for name, asked in (("trace", trace), ("profile", profile)):
+        if asked and output_dir is None:
+            raise UserError(f"{name} writes into the run's folder, got no output_dir; set one, or {name}=false.")
     return Timeline() if trace else None

@@ -5,6 +5,10 @@ It begins once training is under way and ends by itself, as what it records grow
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,15 @@ from crossbow_py.file_writing import replacing
 from crossbow_py.telemetry.events import Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.records import write_atomically
 
-PROFILE_FILE, TABLE_FILE = "profile.json", "profile.txt"
+PROFILE_FILE, TABLE_FILE = "profile.json.gz", "profile.txt"
 _BEGIN_AFTER_S = 1.0  # of training: first rounds are slower
 _LEAST_S = 0.5  # between the first and the last round, or one round where that takes longer
 _ROWS, _NAMED = 40, 4  # operators in the table, and in the sentence
+_LOG_LEVEL, _NOTHING = "KINETO_LOG_LEVEL", "99"
 
 
 class OperatorProfile(Listener):
-    """Writes `profile.json`, a timeline of operators, and `profile.txt`, the operators by their own time.
+    """Writes `profile.json.gz`, a timeline of operators, and `profile.txt`, the operators by their own time.
 
     Args:
         folder: the run's.
@@ -33,8 +38,8 @@ class OperatorProfile(Listener):
         self._folder = folder
         self._profile: Any = None
         self._first_s: float | None = None  # of training, at the first sign of this process's
-        self._begun_s: float | None = None
-        self._on_cuda = False
+        self._begun_s: float | None = None  # at the first sign under the profiler, whose own start takes seconds
+        self._on_cuda = self._is_over = False
         self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
@@ -43,22 +48,21 @@ class OperatorProfile(Listener):
 
     def on_progress(self, progress: Progress) -> None:
         """Begin when the first rounds are over, and end after the next ones."""
+        now_s = progress.elapsed_s
         if self._first_s is None:
-            self._first_s = progress.elapsed_s
-        if self._begun_s is None and progress.elapsed_s >= self._first_s + _BEGIN_AFTER_S:
-            self._begin(progress.elapsed_s)
-        elif self._profile is not None and self._begun_s is not None:
-            length_s = progress.elapsed_s - self._begun_s
-            if length_s >= _LEAST_S:
-                self._write(length_s)
+            self._first_s = now_s
+        elif not self._is_over and self._profile is None and now_s >= self._first_s + _BEGIN_AFTER_S:
+            self._begin()
+        elif self._profile is not None and self._begun_s is None:
+            self._begun_s = now_s
+        elif self._begun_s is not None and not self._is_over and now_s - self._begun_s >= _LEAST_S:
+            self._write(now_s - self._begun_s)
 
     def on_end(self, summary: Summary) -> None:
         """A run may be over before."""
         if self._begun_s is None:
-            self._notes.append(
-                f"No profile: training ended before {_BEGIN_AFTER_S:g} s were over; let it train longer, by max_epochs."
-            )
-        elif self._profile is not None:
+            self._notes.append("No profile: training was over within seconds; let it train longer, by max_epochs.")
+        elif not self._is_over:
             self._write(summary.train_time_s - self._begun_s)
 
     def take_notes(self) -> list[str]:
@@ -72,27 +76,41 @@ class OperatorProfile(Listener):
             self._profile.__exit__(None, None, None)
             self._profile = None
 
-    def _begin(self, elapsed_s: float) -> None:
+    def _begin(self) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
         # Learners' threads run before the profiler is there, which by itself looks at its own thread alone.
         threads = _ExperimentalConfig(profile_all_threads=True)
-        self._profile, self._begun_s = profile(activities=activities, experimental_config=threads), elapsed_s
-        self._profile.__enter__()
+        self._profile = profile(activities=activities, experimental_config=threads)
+        with _quiet():
+            self._profile.__enter__()
 
     def _write(self, length_s: float) -> None:
         if self._on_cuda:
             torch.cuda.synchronize()  # host–device synchronisation: kernels under way belong to the profile
-        found = self._profile
+        found, self._is_over = self._profile, True
         self.close()
         operators = found.key_averages()
-        with replacing(self._folder / PROFILE_FILE) as partial:
-            found.export_chrome_trace(str(partial))
+        with tempfile.TemporaryDirectory(dir=self._folder) as aside, replacing(self._folder / PROFILE_FILE) as partial:
+            found.export_chrome_trace(f"{aside}/{PROFILE_FILE}")  # compressed, by the ending of its name
+            Path(aside, PROFILE_FILE).rename(partial)
         order = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
         write_atomically(self._folder / TABLE_FILE, operators.table(sort_by=order, row_limit=_ROWS))
         self._notes.append(
             f"Profiled {length_s:.1f} s of training: {_leading(operators, order)}. {TABLE_FILE} has the operators by "
             f"time, {PROFILE_FILE} when they ran (open it in ui.perfetto.dev)."
         )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the profiler's library from telling on stderr that it begins and ends; it asks once for how much to tell."""
+    said = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = said or _NOTHING
+    try:
+        yield
+    finally:
+        if said is None:
+            del os.environ[_LOG_LEVEL]
 
 
 def _leading(operators: Any, order: str) -> str:

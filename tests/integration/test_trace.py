@@ -128,7 +128,7 @@ def test_run_without_trace_writes_none(tmp_path: Path) -> None:
 
 
 def test_trace_without_output_dir_is_refused_with_the_remedy() -> None:
-    with pytest.raises(UserError, match=r"trace writes trace.json .* got no output_dir; set one, or trace=false"):
+    with pytest.raises(UserError, match=r"trace writes into .* got no output_dir; set one, or trace=false"):
         make_trainer(trace=True)
 
 
