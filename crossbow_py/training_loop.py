@@ -34,7 +34,17 @@ from crossbow_py.telemetry.throughput import ThroughputMeter
 
 @dataclass(frozen=True)
 class Result:
-    """What `fit` returns. `model`: the average model or its EMA, in float32; `models`: of independent learners."""
+    """What `fit` returns.
+
+    Attributes:
+        status: `finished`, `target_reached`, or with `handle_signals` `interrupted` or `terminated`.
+        stop_reason: the argument of `fit` that ended the run, such as `max_epochs`, or the signal.
+        test_accuracy: of the model at the end, between 0 and 1; None without test data, classes, or after a signal.
+        images_per_s: samples a second of training time.
+        model: the average model or its EMA, in float32; of independent learners the first one's.
+        models: of independent learners, each one's; otherwise empty.
+        summary: all there is to say of the run.
+    """
 
     status: str
     stop_reason: str
