@@ -23,6 +23,7 @@ from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Metric
+from crossbow_py.reporter import Result
 from crossbow_py.resuming import choose_alike, saved_run
 from crossbow_py.run import Run
 from crossbow_py.run_settings import ExecutorName, RunSettings
@@ -35,7 +36,7 @@ from crossbow_py.supply import worker_supply
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
-from crossbow_py.training_loop import Result, TrainingLoop
+from crossbow_py.training_loop import TrainingLoop
 from crossbow_py.tuning import learner_tuning
 
 

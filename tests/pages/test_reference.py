@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import crossbow_py
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, LearningStatistics, Summary
@@ -55,6 +56,9 @@ def test_page_of_a_runs_folder_has_every_file(averaging: str, tmp_path: Path) ->
         if averaging == "sma"
         else {"model.safetensors", ".launch"}
     )
+    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    page = (REFERENCE / "run_folder.md").read_text(encoding="utf-8")
+    assert [tag for tag in tags if f"`{re.sub('_[1-9]$', '_0', tag)}`" not in page] == []
 
 
 def test_page_of_python_has_everything_that_the_package_offers_once() -> None:
