@@ -81,7 +81,7 @@ imports: setup  ## import rules
 	$(BIN)/lint-imports --no-cache
 
 docs: setup  ## the documentation as a site of its own, in site/
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:  ## remove caches and build products; runs/ and .venv stay
 	rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

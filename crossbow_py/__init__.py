@@ -23,10 +23,10 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
 from crossbow_py.packing.ensemble import Ensemble
+from crossbow_py.reporter import Result
 from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.trainer import Trainer
-from crossbow_py.training_loop import Result
 from crossbow_py.version import __version__
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What every entry point does around its work: flags, one job or a multirun, and errors turned into exit codes.
 
 0 done · 2 the user's mistake · 143 after SIGTERM · 130 after Ctrl-C · 1 a non-finite loss, data that
-cannot be loaded, a search that cannot go on, or our fault
+cannot be loaded, memory that is too small, a search that cannot go on, or our fault
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from crossbow_py.config import C, expand_sweeps
 from crossbow_py.engine.denormals import flushed_denormals
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.errors import (
     CentralModelError,
     CrossbowError,
@@ -30,11 +31,13 @@ from crossbow_py.help_text import help_text, list_text
 from crossbow_py.recorded_config import composed
 from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.settings import suggestion
+from crossbow_py.targets import one_line
 
 EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
 _STOPPED_FROM_OUTSIDE = (EXIT_TERMINATED, EXIT_INTERRUPTED)
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
+_LONGEST_SHOWN = 200
 _FLAGS = ("--help", "-h", "--list", *_MULTIRUN)
 
 
@@ -117,9 +120,21 @@ def _guarded(action: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         print("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
         return EXIT_INTERRUPTED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if is_out_of_memory(error):
+            print(f"error: {_too_large(error)}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1
+
+
+def _too_large(error: BaseException) -> str:
+    """A sentence for what memory did not hold, which says nothing about our code."""
+    cause = one_line(error.__cause__ or error)[:_LONGEST_SHOWN].rstrip(".")
+    return (
+        f"memory does not hold this ({cause}); lower batch_size or num_learners, or end what else uses the device. "
+        "python -m crossbow_py.estimate with the same keys says what fits."
+    )
 
 
 def _is_to_say(error: CrossbowError) -> bool:

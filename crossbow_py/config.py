@@ -36,7 +36,7 @@ from crossbow_py.models import MODELS
 from crossbow_py.packing.space import laid_over
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES
-from crossbow_py.settings import from_mapping, setting, suggestion, to_mapping
+from crossbow_py.settings import check_no_group_left_out, from_mapping, setting, suggestion, to_mapping
 from crossbow_py.sizing.units import parse_bytes
 from crossbow_py.stopping import StopConditions
 
@@ -206,6 +206,7 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     for override in of_space:
         key = override.key_or_group.removeprefix("space.")
         plain["space"] = laid_over(plain.get("space", {}), key, override.value())
+    check_no_group_left_out(plain, known, {group: REGISTRIES[group].values() for group in REGISTRIES if group in known})
     return from_mapping(kind, _with_groups(plain, kind))
 
 

@@ -43,7 +43,8 @@ class NonFiniteError(CrossbowError):
     """A learner's loss or gradient norm stopped being finite, and the run stops for it.
 
     Args:
-        learner, round_index: where it was first seen.
+        learner: where it was first seen, counted over all devices.
+        round_index: in which round.
         last_checkpoint: the newest one, from before.
         everyone: every learner is lost, so that there is none to reseed from.
     """
@@ -80,7 +81,14 @@ class DeviceLostError(SearchError):
 
 
 class LearnerError(CrossbowError):
-    """A task failed with an exception: carries the task, its round and its stream; the cause is chained."""
+    """A task failed with an exception, which is chained as the cause.
+
+    Args:
+        task: which, such as learning(1).
+        round_index: in which round.
+        stream: where it ran, such as learner 1.
+        cause: the exception.
+    """
 
     def __init__(self, task: str, round_index: int, stream: str, cause: BaseException) -> None:
         self.task, self.round_index, self.stream = task, round_index, stream

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.config import (
@@ -18,7 +19,7 @@ from crossbow_py.config import (
 )
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.search_config import MEANINGLESS, SearchConfig
-from crossbow_py.settings import written
+from crossbow_py.settings import allowed, written
 
 _TRAIN = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
@@ -133,21 +134,34 @@ _MEANINGS: dict[tuple[type[CommandConfig], str], str] = {
 }
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key of the command line, in words.
+
+    Attributes:
+        name: as it is written, dotted.
+        default: its value when nothing is said, as it is written.
+        meaning: a line.
+        values: what it may be.
+        options: those of its group that have it; none where all do, and for a key of no group.
+    """
+
+    name: str
+    default: str
+    meaning: str
+    values: str
+    options: tuple[str, ...] = ()
+
+
 def help_text(kind: type[CommandConfig] = TrainConfig) -> str:
     """Usage, then every key with its meaning and default, group by group; `kind` is the command's configuration."""
     lines = [_USAGES[kind], "Keys (with the value they have when nothing is said):"]
-    top_level = [field for field in dataclasses.fields(kind) if field.name not in REGISTRIES]
-    said = read_yaml(config_dir() / f"{kind.CONF}.yaml")
-    for field in top_level:
-        if dataclasses.is_dataclass(field.default):
-            lines += [_key_line(f"{field.name}.", each) for each in dataclasses.fields(field.default)]
-        else:
-            meaning = _MEANINGS.get((kind, field.name))
-            lines.append(_key_line("", field, meaning, said.get(field.name, _default(field))))
+    lines += map(_key_line, command_keys(kind))
     for field in dataclasses.fields(kind):
         if field.name in REGISTRIES:
             lines += ["", f"{field.name}=OPTION: {field.metadata['help']}"]
-            lines += [f" OPTION is one of {', '.join(group_options(field.name))}", *_group_lines(field.name)]
+            lines += [f" OPTION is one of {', '.join(group_options(field.name))}"]
+            lines += map(_key_line, group_keys(field.name))
     return "\n".join(lines)
 
 
@@ -156,36 +170,54 @@ def list_text() -> str:
     blocks = []
     for group in (*APPENDED_GROUPS, *REGISTRIES):
         plus = "+" if group in APPENDED_GROUPS else ""
-        lines = [f"  {name:<15} {comment or _meaning(group, name)}" for name, comment in group_options(group).items()]
+        lines = [f"  {name:<15} {meaning}" for name, meaning in option_meanings(group).items()]
         blocks.append("\n".join([f"{plus}{group}=", *lines]))
     return "\n\n".join(blocks)
 
 
-def _group_lines(group: str) -> list[str]:
-    """Every key once for each of its meanings and defaults, with the options that have it unless all do."""
-    owners: dict[str, dict[str, list[str]]] = {}
+def option_meanings(group: str) -> dict[str, str]:
+    """The options of a group, each with a line on what it is."""
+    return {name: comment or _meaning(group, name) for name, comment in group_options(group).items()}
+
+
+def command_keys(kind: type[CommandConfig]) -> list[Key]:
+    """The keys of a command that are in no group."""
+    said = read_yaml(config_dir() / f"{kind.CONF}.yaml")
+    keys = []
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.default):
+            owner: type[Any] = type(field.default)
+            keys += [_key(owner, each, f"{field.name}.") for each in dataclasses.fields(owner)]
+        elif field.name not in REGISTRIES:
+            key, meaning = _key(kind, field), _MEANINGS.get((kind, field.name))
+            default = written(said[field.name]) if field.name in said else key.default
+            keys.append(dataclasses.replace(key, default=default, meaning=meaning or key.meaning))
+    return keys
+
+
+def group_keys(group: str) -> list[Key]:
+    """Every key of a group once for each of its meanings and defaults, with the options that have it."""
+    owners: dict[str, dict[Key, list[str]]] = {}
     for option, settings in REGISTRIES[group].items():
         for field in dataclasses.fields(settings):
-            lines = owners.setdefault(field.name, {})
-            lines.setdefault(_key_line(f"{group}.", field), []).append(option)
+            key = _key(settings, field, f"{group}.")
+            owners.setdefault(field.name, {}).setdefault(key, []).append(option)
     everyone = len(REGISTRIES[group])
     return [
-        line if len(options) == everyone else f"{line} ({', '.join(options)})"
-        for lines in owners.values()
-        for line, options in lines.items()
+        key if len(options) == everyone else dataclasses.replace(key, options=tuple(options))
+        for keys in owners.values()
+        for key, options in keys.items()
     ]
 
 
-_OWN = object()  # the default of the field
+def _key(owner: type[Any], field: dataclasses.Field[Any], prefix: str = "") -> Key:
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return Key(prefix + field.name, written(default), field.metadata.get("help", ""), allowed(owner, field.name))
 
 
-def _key_line(prefix: str, field: dataclasses.Field[Any], meaning: str | None = None, default: Any = _OWN) -> str:
-    text = written(_default(field) if default is _OWN else default)
-    return f"  {prefix + field.name + '=' + text:<35} {meaning or field.metadata.get('help', '')}"
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _key_line(key: Key) -> str:
+    options = f" ({', '.join(key.options)})" if key.options else ""
+    return f"  {key.name + '=' + key.default:<35} {key.meaning}{options}"
 
 
 def _meaning(group: str, option: str) -> str:

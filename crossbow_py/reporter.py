@@ -1,4 +1,4 @@
-"""From the run's state to what listeners see: run facts, progress, epoch records and the summary."""
+"""From the run's state to what listeners and callers see: run facts, progress, epoch records, summary and result."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 import crossbow_py.version
 from crossbow_py.averaging import AveragingRule
@@ -38,6 +39,29 @@ _SCALED = {"sqrt": "rate × √K", "linear": "rate × K"}
 
 # What a data set came to: the evaluation stops look at, and each learner's when they are independent.
 Measured = tuple[Evaluation, tuple[Evaluation, ...]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `fit` returns.
+
+    Attributes:
+        status: `finished`, `target_reached`, or with `handle_signals` `interrupted` or `terminated`.
+        stop_reason: the argument of `fit` that ended the run, such as `max_epochs`, or the signal.
+        test_accuracy: of the model at the end, between 0 and 1; None without test data, classes, or after a signal.
+        images_per_s: samples a second of training time.
+        model: the average model or its EMA, in float32; of independent learners the first one's.
+        models: of independent learners, each one's; otherwise empty.
+        summary: all there is to say of the run.
+    """
+
+    status: str
+    stop_reason: str
+    test_accuracy: float | None
+    images_per_s: float
+    model: nn.Module
+    models: list[nn.Module]
+    summary: Summary
 
 
 class Reporter:

@@ -91,6 +91,19 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers:
     return cls(**values)
 
 
+def check_no_group_left_out(
+    words: typing.Iterable[str], known: Collection[str], groups: Mapping[str, Collection[type]]
+) -> None:
+    """Refuse an unknown key that some settings class of a group has, as in learning_rate=0.1 or lr=0.1."""
+    for word in words:
+        if word in known or any(key.endswith(f"_{word}") for key in known):  # epochs are max_epochs first
+            continue
+        names = {group: sorted(set().union(*map(_names, classes))) for group, classes in groups.items()}
+        meant = [f"{group}.{name}" for group in names for name in names[group] if _is_short_for(word, name)]
+        if meant:
+            raise UserError(f"unknown key {word}; did you mean {' or '.join(map(repr, meant))}?")
+
+
 def _owners(path: str, key: str, peers: Collection[type]) -> str:
     """The peers that have a key, as they are chosen."""
     return " or ".join(f"{path}={getattr(peer, 'NAME', '')}" for peer in peers if key in _names(peer))
@@ -129,15 +142,16 @@ def suggestion(word: str, known: typing.Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(word.lower(), names, n=1)
     if not near:
-        abbreviated = [name for name in names if "_" in name and _initials(name) == word]
+        abbreviated = [name for name in names if _is_short_for(word, name)]
         near = abbreviated if len(abbreviated) == 1 else []
     if near:
         return f"; did you mean {near[0]!r}?"
     return f"; known: {', '.join(names)}." if names else "; there is none here, leave it out."
 
 
-def _initials(name: str) -> str:
-    return "".join(part[:1] for part in name.split("_"))
+def _is_short_for(word: str, name: str) -> bool:
+    """Whether a word is the name, or the initials of its words: lr for learning_rate."""
+    return word == name or ("_" in name and word == "".join(part[:1] for part in name.split("_")))
 
 
 def _join(path: str, key: str) -> str:
@@ -196,6 +210,17 @@ def _fit_items(values: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
     of_any_length = len(hints) == 2 and hints[1] is ...
     expected = hints[:1] * len(values) if of_any_length else hints
     return len(values) == len(expected) and all(map(fits, values, expected))
+
+
+def allowed(cls: type, name: str) -> str:
+    """What a field of a settings class may be, in words: its types and its limits."""
+    field = next(each for each in dataclasses.fields(cls) if each.name == name)
+    limits = [
+        f"{words} {field.metadata[limit]:,}"
+        for limit, (words, _) in _LIMITS.items()
+        if field.metadata.get(limit) is not None
+    ]
+    return ", ".join([_describe(typing.get_type_hints(cls)[name]), *limits])
 
 
 def known_fields(of: type, values: Mapping[str, Any], least: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Metric
+from crossbow_py.reporter import Result
 from crossbow_py.resuming import choose_alike, saved_run
 from crossbow_py.run import Run
 from crossbow_py.run_settings import RunSettings
@@ -36,7 +37,7 @@ from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
-from crossbow_py.training_loop import Result, TrainingLoop
+from crossbow_py.training_loop import TrainingLoop
 from crossbow_py.tuning import learner_tuning
 
 
@@ -44,20 +45,27 @@ class Trainer:
     """Trains `num_learners` replicas of a model on one device, kept together by an averaging rule.
 
     Args:
-        model: `() -> nn.Module`.
-        train_data, test_data, validation_data: a map-style data set, or tensors (inputs [N, ...], targets [N]).
-            With validation data, it feeds stops and the best accuracy, and test is measured once, at the end.
+        model: a function without arguments that returns an `nn.Module`, such as a class; called once.
+        train_data: a map-style data set of (input, target), or two tensors: inputs [N, ...] and targets [N].
+        test_data: the same; without it nothing is evaluated, unless there is validation data.
+        validation_data: the same; it then feeds stops and the best accuracy, and test is measured once, at the end.
         num_classes: checked against the model's output when the loss is cross-entropy.
-        optimizer, schedule, averaging: what a learner does, how its rate moves, what keeps learners together.
-        loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean; default cross-entropy.
-        metrics: further means to evaluate, by name.
-        augmentation, mean, std: for uint8 image tensors.
+        optimizer: what a learner does with its gradient.
+        schedule: how its learning rate moves.
+        averaging: what keeps learners together.
+        loss: `f(outputs [B, ...], targets [B, ...])`, a batch mean.
+        metrics: further functions like `loss` to evaluate, by name; they are in `result.summary.metrics`.
+        augmentation: of training images, for uint8 tensors [N, C, H, W].
+        mean: what inputs are normalised by, one number a channel or one for all; pixels count as 0 to 1. With `std`.
+        std: standard deviation, likewise.
         output_dir: where the run is recorded; nothing is written to disk without it.
         resume: a run folder, its checkpoints folder, or one checkpoint to go on from; `auto` is the newest in
             `output_dir`, and a fresh start where there is none.
         init_from: safetensors to start from (fine-tuning).
+        checkpoint: when checkpoints are written, with an `output_dir`.
         callbacks: listeners, called from the training loop's thread.
-        names: how the model and the data are called in records.
+        experiment: name of the run in records.
+        names: how the model and the data are called in records: `{"model": ..., "data": ...}`.
         class_names: what classes are called in pictures of predictions; None takes `test_data.classes`, where it is.
         max_evaluation_batches: look at no more than that many batches in an evaluation.
         notes: sentences the listeners are told when training starts.
@@ -67,10 +75,22 @@ class Trainer:
         ranks: of `joined()`, with which one script under torchrun trains on all devices; every rank calls the same. The
             first one writes to disk. Data sets and settings must be alike; samples are shared out.
         batch_size: samples a learner takes per round.
-        num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
-        executor, device, precision, channels_last, compile_model, seed, on_nonfinite, num_workers, order_seed,
-            label_smoothing, learning_statistics: see `RunSettings`. On CPU with several learners the process is told to
-            keep freed memory, in huge pages (`engine.memory.keep_freed_memory`).
+        num_learners: K, replicas trained side by side; `auto` finds the fastest number.
+        max_learners: the most that `auto` may take.
+        executor: how learners run: `serial`, `threads`, `fused`, `fused_threads`, on CUDA `streams`, `subarrays2` and
+            `subarrays4`; `auto` measures which is the fastest.
+        device: where they run.
+        precision: compute format; weights are float32 in any case. `auto` is bf16 where that is fast.
+        channels_last: channels-last memory format for images and 4-D weights.
+        compile_model: run learners' models through `torch.compile` first (`serial`, `threads`, `streams`).
+        seed: of initialisation, sample order, augmentation and dropout.
+        on_nonfinite: a learner whose loss is not finite stops the run, or is cloned anew from the average model.
+        num_workers: processes that load data which does not live on the device; `auto` keeps learners fed.
+        order_seed: of the sample order alone; None is `seed`.
+        label_smoothing: share of the target spread over all classes, in the cross-entropy that is trained on.
+        learning_statistics: measure gradient noise scale, sharpness and agreement at the end of every epoch.
+
+    On CPU with several learners the process is told to keep freed memory, in huge pages.
 
     Raises:
         UserError: settings, data and model do not fit each other.
@@ -156,8 +176,12 @@ class Trainer:
         """Train until the first stop condition is met; a second call goes on where the first ended.
 
         Args:
-            max_epochs, max_samples, max_time_s, target_accuracy, target_loss: see `StopConditions`.
-            max_rounds: a stop counted in rounds of this call.
+            max_epochs: passes over the training data, counted since the run began.
+            max_samples: samples seen, likewise.
+            max_time_s: seconds of training, likewise, without evaluation.
+            target_accuracy: of the validation data where there is some, else of the test data; between 0 and 1.
+            target_loss: likewise.
+            max_rounds: rounds of this call.
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
 
         Raises:

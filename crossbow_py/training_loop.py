@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
-
-from torch import nn
 
 from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
@@ -22,27 +19,14 @@ from crossbow_py.engine.rounds import Round
 from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, is_of_data
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.learning_measurement import LearningMeasurement
-from crossbow_py.reporter import Reporter, epoch_record, run_info
+from crossbow_py.reporter import Reporter, Result, epoch_record, run_info
 from crossbow_py.round_runner import RoundRunner
 from crossbow_py.run import Run
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import WorkerSupply
-from crossbow_py.telemetry.events import LearningStatistics, Listener, Summary
+from crossbow_py.telemetry.events import LearningStatistics, Listener
 from crossbow_py.telemetry.throughput import ThroughputMeter
-
-
-@dataclass(frozen=True)
-class Result:
-    """What `fit` returns. `model`: the average model or its EMA, in float32; `models`: of independent learners."""
-
-    status: str
-    stop_reason: str
-    test_accuracy: float | None
-    images_per_s: float
-    model: nn.Module
-    models: list[nn.Module]
-    summary: Summary
 
 
 class TrainingLoop:

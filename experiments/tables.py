@@ -5,7 +5,7 @@
 
 A page says where a table goes by `<!-- table:NAME -->` and, on a later line, `<!-- end -->`; what is between them is
 replaced. NAME is EXPERIMENT for all of its results (nothing while there are none), EXPERIMENT/TABLE for a table over
-all of them, or EXPERIMENT/RESULT/TABLE.
+all of them, or EXPERIMENT/RESULT/TABLE. Those of keys/... are made of the settings classes (common/keys.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from experiments.averaging_rules.report import differences_table
 from experiments.batch_norm import report as batch_norm_report
 from experiments.batch_size import report as batch_size_report
 from experiments.checkpoint import report as checkpoint_report
+from experiments.common import keys
 from experiments.common.cells import report as cells_report
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
@@ -183,6 +184,8 @@ def rebuilt(page: str) -> str:
 def build(name: str, results: Results) -> str:
     """What belongs into the block NAME, given its experiment's results. Raises ValueError for an unknown name."""
     experiment, *rest = name.split("/")
+    if experiment == keys.NAME:
+        return keys.table("/".join(rest))
     if experiment not in TABLES:
         raise ValueError(f"table:{name} is of no known experiment; known: {', '.join(TABLES)}.")
     if not rest:

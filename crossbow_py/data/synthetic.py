@@ -23,7 +23,7 @@ _MEAN, _STD = 0.5, 0.2041
 
 @dataclass(frozen=True)
 class Synthetic(SourceSettings):
-    """Deterministic by its own seed, whatever the seed of the run."""
+    """Made-up images or clips: a pattern for each class, and noise; alike for any seed of the run."""
 
     NAME: ClassVar[str] = "synthetic"
 

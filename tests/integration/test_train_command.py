@@ -16,6 +16,7 @@ from torch import nn
 
 import crossbow_py.train
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.errors import LearnerError
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train import main
@@ -259,6 +260,18 @@ def test_fault_of_ours_is_exit_code_1_with_its_traceback(
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert "RuntimeError: a bug" in said
+
+
+def test_memory_that_does_not_hold_a_run_is_one_error_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = LearnerError("learning(0)", 0, "learner 0", torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB."))
+    failure.__cause__ = torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB.")
+    monkeypatch.setattr(crossbow_py.train, "build_trainer", _failing(failure))
+    assert train() == 1
+    said = error_line(capsys)
+    assert said.startswith("error: memory does not hold this (OutOfMemoryError: CUDA out of memory. Tried 2 GiB); ")
+    assert "python -m crossbow_py.estimate" in said
 
 
 def test_list_into_a_closed_pipe_ends_quietly() -> None:

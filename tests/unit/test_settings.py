@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from crossbow_py.errors import UserError
-from crossbow_py.settings import check, from_mapping, setting, suggestion, to_mapping
+from crossbow_py.settings import allowed, check, from_mapping, setting, suggestion, to_mapping
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,17 @@ def test_suggestion_knows_the_initials_of_one_name_and_lists_all_names_where_two
     assert suggestion("lr", [*names, "loss_ratio"]) == "; known: learning_rate, loss_ratio, momentum, weight_decay."
     assert suggestion("q", ["momentum"]) == "; known: momentum."
     assert suggestion("m", ["momentum"]) == "; known: momentum."
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("degrees", "a number, at least 0, less than 300"),
+        ("share", "a number or null, greater than 0, at most 1"),
+        ("fan", "true or false"),
+        ("mode", "one of bake, grill"),
+        ("rate", "a number or a list, each a number, at least 0"),
+    ],
+)
+def test_allowed_says_types_and_limits(name, words):
+    assert allowed(Oven, name) == words

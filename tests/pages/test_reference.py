@@ -1,0 +1,77 @@
+"""The reference is complete: fields of records, files of a run, and all that the package offers to Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import crossbow_py
+from crossbow_py.telemetry.events import EpochRecord, LearnerCount, LearningStatistics, Summary
+from crossbow_py.train import main
+from tests.pages.snippets import ROOT
+
+REFERENCE = ROOT / "docs" / "reference"
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def first_cells(page: str, heading: str) -> list[str]:
+    """What is in backticks in the first column of the first table under a heading."""
+    text = (REFERENCE / page).read_text(encoding="utf-8").split(f"# {heading}\n", 1)[1]
+    rows = re.split(r"\n#", text)[0].split("\n|---")[1].splitlines()[1:]
+    cells = [row.split("|")[1] for row in rows if row.startswith("|")]
+    return [name for cell in cells for name in _CODE.findall(cell)]
+
+
+def names(record: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(record)]
+
+
+@pytest.mark.parametrize(
+    ("heading", "fields"),
+    [
+        ("summary.json", names(Summary)),
+        ("metrics.jsonl", names(EpochRecord)),
+        ("Lines of the auto-tuner", ["event", *names(LearnerCount)]),
+        ("Statistics of learning", names(LearningStatistics)),
+    ],
+)
+def test_page_of_a_runs_folder_has_every_field_once(heading: str, fields: list[str]) -> None:
+    assert sorted(first_cells("run_folder.md", heading)) == sorted(fields)
+
+
+@pytest.mark.parametrize("averaging", ["sma", "independent"])
+def test_page_of_a_runs_folder_has_every_file(averaging: str, tmp_path: Path) -> None:
+    options = [f"averaging={averaging}", "num_learners=2", "executor=serial", "trace=true", f"output_dir={tmp_path}"]
+    assert main(["+experiment=digits", "+debug=fast", *options]) == 0
+    found = {f"{path.name}/" if path.is_dir() else path.name for path in tmp_path.iterdir()}
+    named = set(first_cells("run_folder.md", "Files"))
+    assert found <= named
+    assert named - found == (
+        {"model_0.safetensors", "model_1.safetensors", ".launch"}
+        if averaging == "sma"
+        else {"model.safetensors", ".launch"}
+    )
+    tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    page = (REFERENCE / "run_folder.md").read_text(encoding="utf-8")
+    assert [tag for tag in tags if f"`{re.sub('_[1-9]$', '_0', tag)}`" not in page] == []
+
+
+def test_page_of_python_has_everything_that_the_package_offers_once() -> None:
+    page = (REFERENCE / "python.md").read_text(encoding="utf-8")
+    shown = [name for name in re.findall(r"^::: crossbow_py\.(\S+)$", page, re.MULTILINE) if "." not in name]
+    assert sorted(shown) == sorted(crossbow_py.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in crossbow_py.__all__ if name != "__version__"])
+def test_what_the_package_offers_says_what_it_is(name: str) -> None:
+    offered = getattr(crossbow_py, name)
+    assert offered.__doc__
+    assert not offered.__doc__.startswith(f"{name}("), "the signature that dataclasses make up"
+    for member, value in vars(offered).items() if inspect.isclass(offered) else ():
+        if inspect.isfunction(value) and not member.startswith("_"):
+            assert inspect.getdoc(value), f"{name}.{member}"

@@ -1,0 +1,68 @@
+"""The tables of keys: every command's and group's, as --help has them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from crossbow_py.config import REGISTRIES, TrainConfig
+from experiments.common.keys import table
+from experiments.common.machine import ROOT
+from experiments.tables import build
+
+
+def rows(part: str) -> dict[str, list[list[str]]]:
+    """By key, the other cells of its rows."""
+    found: dict[str, list[list[str]]] = {}
+    for line in table(part).splitlines()[2:]:
+        key, *cells = line.strip("| ").split(" | ")
+        found.setdefault(key.strip("`"), []).append(cells)
+    return found
+
+
+def test_table_of_training_has_every_key_with_default_values_and_meaning() -> None:
+    found = rows("train")
+    assert set(found) == {
+        *(field.name for field in dataclasses.fields(TrainConfig) if field.name not in {*REGISTRIES, "distributed"}),
+        "distributed.timeout_s", "distributed.check_every_rounds",
+    }  # fmt: skip
+    assert found["batch_size"] == [["`16`", "a whole number, at least 1", "samples a learner takes per round"]]
+
+
+@pytest.mark.parametrize("group", list(REGISTRIES))
+def test_table_of_a_group_has_the_keys_of_all_of_its_options(group: str) -> None:
+    fields = {field.name for settings in REGISTRIES[group].values() for field in dataclasses.fields(settings)}
+    assert set(rows(group)) == {f"{group}.{field}" for field in fields}
+
+
+def test_table_of_a_group_says_which_options_have_a_key_and_which_default() -> None:
+    found = rows("averaging")
+    assert [(cells[0], cells[-1]) for cells in found["averaging.rate_scaling"]] == [
+        ("`none`", "diloco, local_sgd, slowmo, elastic, papa, synchronous_sgd"),
+        ("`sqrt`", "sma, grouped_sma"),
+    ]
+    assert found["averaging.average_ema"][0][-1] == "all but independent"
+
+
+def test_table_of_search_has_what_training_has_not_or_otherwise() -> None:
+    found = rows("search")
+    assert {"space", "sampler", "resume", "max_epochs"} <= set(found)
+    assert not {"batch_size", "trace"} & set(found)
+    assert set(rows("estimate")) == {"memory", "held_back", "images_per_s", "output_dir"}
+
+
+def test_table_of_options_escapes_what_would_be_markup() -> None:
+    images = next(line for line in table("options/data").splitlines() if line.startswith("| `image_folder`"))
+    assert "train/&lt;class>/\\*" in images
+
+
+def test_table_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="table:keys/other is none of keys/train"):
+        build("keys/other", {})
+
+
+def test_page_of_commands_has_the_table_of_every_command_and_group() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    for part in ("train", "search", "estimate", "predict", *REGISTRIES, *(f"options/{group}" for group in REGISTRIES)):
+        assert f"<!-- table:keys/{part} -->" in page
