@@ -23,7 +23,7 @@ from experiments.averaging_rules.report import differences_table
 from experiments.batch_norm import report as batch_norm_report
 from experiments.batch_size import report as batch_size_report
 from experiments.checkpoint import report as checkpoint_report
-from experiments.common import keys
+from experiments.common import headline, keys
 from experiments.common.cells import report as cells_report
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
@@ -186,6 +186,8 @@ def build(name: str, results: Results) -> str:
     experiment, *rest = name.split("/")
     if experiment == keys.NAME:
         return keys.table("/".join(rest))
+    if name == headline.NAME:
+        return headline.table()
     if experiment not in TABLES:
         raise ValueError(f"table:{name} is of no known experiment; known: {', '.join(TABLES)}.")
     if not rest:

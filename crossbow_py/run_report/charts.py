@@ -43,12 +43,14 @@ def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
         figure = draw(runs)
         if figure is not None:
             yield Chart(name, title, caption, figure)
+    caption = _TIMELINE
     for place, run in enumerate(runs):
         strip = typical_rounds(run.spans)
         if strip is not None:
             several = len(runs) > 1
             title = "Three rounds of the timeline" + (f": {run.name}" if several else "")
-            yield Chart(f"timeline_{place}" if several else "timeline", title, _TIMELINE, _timeline(strip))
+            yield Chart(f"timeline_{place}" if several else "timeline", title, caption, _timeline(strip))
+            caption = ""
 
 
 def colour(place: int) -> str:

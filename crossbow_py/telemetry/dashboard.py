@@ -31,9 +31,9 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
             "training time and time to accuracy (s)": [r"time/(training|to_accuracy)_s"],
         },
         "Averaging": _averaging(info),
+        "The machine": _machine(info),
         "Waiting for data": _data(info),
         "How learning goes": _learning(info),
-        "The machine": _machine(info),
     }
     return {
         title: {chart: ["Multiline", _anchored(tags)] for chart, tags in charts.items()}
@@ -43,12 +43,10 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
 
 
 def _averaging(info: RunInfo) -> _Charts:
-    if not info.replicas_differ:
+    spread = {"spread of the learners (share of the norm of z)": ["averaging/spread"]}
+    if not info.shares_samples:
         return {}
-    return {
-        "spread of the learners (share of the norm of z)": ["averaging/spread"],
-        "norm of the sum of corrections": ["averaging/correction_norm"],
-    }
+    return spread | ({"norm of the sum of corrections": ["averaging/correction_norm"]} if info.replicas_differ else {})
 
 
 def _data(info: RunInfo) -> _Charts:

@@ -29,15 +29,20 @@ class Monitor(SystemMonitor):
     ("changes", "sections"),
     [
         ({}, ["Averaging", "The machine"]),
-        ({"replicas_differ": False}, ["The machine"]),
-        ({"num_workers": 2}, ["Averaging", "Waiting for data", "The machine"]),
-        ({"learning_statistics": True}, ["Averaging", "How learning goes", "The machine"]),
+        ({"shares_samples": False, "replicas_differ": False}, ["The machine"]),
+        ({"num_workers": 2}, ["Averaging", "The machine", "Waiting for data"]),
+        ({"learning_statistics": True}, ["Averaging", "The machine", "How learning goes"]),
     ],
 )
 def test_dashboard_has_the_sections_of_what_the_run_does(
     events: Any, changes: dict[str, Any], sections: list[str]
 ) -> None:
     assert list(dashboard(events.run_info(**changes))) == [*ALWAYS, *sections]
+
+
+def test_replicas_that_are_alike_have_a_spread_and_no_corrections(events: Any) -> None:
+    assert len(dashboard(events.run_info())["Averaging"]) == 2
+    assert len(dashboard(events.run_info(replicas_differ=False))["Averaging"]) == 1
 
 
 def test_dashboard_on_cuda_shows_the_gpus_and_elsewhere_not(events: Any) -> None:
