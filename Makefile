@@ -35,7 +35,8 @@ train: setup  ## train on the built-in digits and say where the results are
 	$(BIN)/python -m crossbow_py.train +experiment=digits
 	@echo "look at the curves of all runs with: make tensorboard"
 
-tensorboard: setup  ## the curves of all runs, on http://localhost:6006
+tensorboard: setup  ## the curves of all runs, on http://localhost:6006/\#custom_scalars
+	@echo "open http://localhost:6006/#custom_scalars"
 	$(BIN)/tensorboard --logdir runs --host localhost
 
 test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
