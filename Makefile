@@ -12,7 +12,7 @@ PACK_TESTS := tests/gpu/test_packs.py tests/gpu/test_ensemble.py
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create .venv and install the package with its development tools
 
@@ -35,7 +35,7 @@ train: setup  ## train on the built-in digits and say where the results are
 	$(BIN)/python -m crossbow_py.train +experiment=digits
 	@echo "look at the curves of all runs with: make tensorboard"
 
-tensorboard: setup  ## the curves of all runs, on http://localhost:6006/\#custom_scalars
+tensorboard: setup  ## the curves of all runs, on http://localhost:6006
 	@echo "open http://localhost:6006/#custom_scalars"
 	$(BIN)/tensorboard --logdir runs --host localhost
 

@@ -9,7 +9,6 @@ spells out, because the settings dataclasses know every key and answer a misspel
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import math
 import os
@@ -19,14 +18,22 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import hydra
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from crossbow_py.averaging import RULES
+from crossbow_py.config_files import (
+    FILE_ERRORS,
+    check_own_option,
+    config_dir,
+    first_comment,
+    one_line_of,
+    option_files,
+    own_config_dir,
+    read_yaml,
+)
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.executors import check_name
@@ -50,16 +57,8 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
 APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
 # Numbers of thousands of digits and brackets nested a thousand deep end in the last two.
 _PARSING_ERRORS = (HydraException, ValueError, RecursionError)
-_COMPOSITION_ERRORS = (*_PARSING_ERRORS, OmegaConfBaseException, yaml.YAMLError, OSError)
+_COMPOSITION_ERRORS = (*_PARSING_ERRORS, *FILE_ERRORS)
 _MOST_JOBS = 10_000
-_DEEPEST = 50
-_OPENING = (
-    yaml.FlowSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.BlockMappingStartToken,
-)
-_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as Linux and its file systems have it
 
 
@@ -156,28 +155,19 @@ class CommandConfig(Protocol):
 C = TypeVar("C", bound=CommandConfig)
 
 
-def config_dir() -> Path:
-    """The folder with the YAML files: inside the package (wheel), else beside it (checkout, editable install)."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if folder.is_dir():
-            return folder
-    raise UserError(f"no configuration folder at {package / 'conf'} or beside it; reinstall the package.")
-
-
 def group_options(group: str) -> dict[str, str]:
     """Option names of a config group, each with the first comment line of its file.
 
     What is registered without a file of its own is an option too, with its default settings.
     """
-    files = {path.stem: _first_comment(path) for path in (config_dir() / group).glob("*.yaml")}
+    files = {name: first_comment(path) for name, path in option_files(group).items()}
     return dict(sorted({**dict.fromkeys(REGISTRIES.get(group, {}), ""), **files}.items()))
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
     """The plain values in an option's file, or those of an option without one."""
-    path = config_dir() / group / f"{option}.yaml"
-    return read_yaml(path) if path.exists() else {"name": option}
+    path = option_files(group).get(option)
+    return {"name": option} if path is None else read_yaml(path)
 
 
 def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]
@@ -233,36 +223,6 @@ def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
     for group in REGISTRIES:
         plain[group] = {"name": type(getattr(config, group)).NAME, **plain[group]}
     return plain
-
-
-def write_yaml(plain: Mapping[str, Any]) -> str:
-    """Plain values as YAML, keys in their order. Raises UserError for a text with half an interpolation."""
-    try:
-        return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
-    except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be written ({_one_line(error)}); leave '${{' out.") from error
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        _check_growth(path, text)
-        plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-    except _COMPOSITION_ERRORS as error:
-        raise UserError(f"cannot read {path}: {_one_line(error)}; restore or delete that file.") from error
-    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
-
-
-def _check_growth(path: Path, text: str) -> None:
-    """Refuse what takes far more memory or time to read than its length: aliases, and deep nesting."""
-    depth = 0
-    for token in yaml.scan(text):
-        if isinstance(token, yaml.AliasToken):
-            raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
-        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
-        if depth > _DEEPEST:
-            raise UserError(f"{path} must be nested at most {_DEEPEST} deep, got more; restore or delete that file.")
 
 
 def check_path(key: str, path: str | None) -> None:
@@ -352,6 +312,7 @@ def _check_override(override: Override) -> None:
     value, options = override.value(), group_options(key)
     if not isinstance(value, str) or value not in options:
         raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)} --list shows them all.")
+    check_own_option(key, value)
     if key in APPENDED_GROUPS and not override.is_add():
         raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
 
@@ -375,25 +336,25 @@ def _settled(override: Override) -> list[str]:
         return [text]
     if not _is_group(key):
         return ["++" + text.lstrip("+")]
-    if (config_dir() / key / f"{override.value()}.yaml").exists():
+    if str(override.value()) in option_files(key):
         return [text]
     return [f"~{key}", f"++{key}.name={override.value()}"]
 
 
 def _compose_plain(overrides: list[str], conf: str) -> dict[str, Any]:
+    own = own_config_dir()
+    if own is not None:
+        overrides = [*overrides, f"hydra.searchpath=[{_quoted(f'file://{own}')}]"]
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
             composed = hydra.compose(conf, overrides=overrides)
         plain = OmegaConf.to_container(composed, resolve=True)
     except _COMPOSITION_ERRORS as error:
-        raise UserError(f"{_one_line(error).rstrip('.')}; --help explains the keys.") from error
+        raise UserError(f"{one_line_of(error).rstrip('.')}; --help explains the keys.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split("\nSee ")[0].split())
-
-
-def _first_comment(path: Path) -> str:
-    comments = (line.lstrip("# ").rstrip() for line in path.read_text().splitlines() if line.startswith("#"))
-    return next((comment for comment in comments if not comment.startswith("@")), "")
+def _quoted(text: str) -> str:
+    """As a value in the grammar of overrides."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

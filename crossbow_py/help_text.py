@@ -12,11 +12,10 @@ from crossbow_py.config import (
     CommandConfig,
     EstimateConfig,
     TrainConfig,
-    config_dir,
     group_options,
     read_option,
-    read_yaml,
 )
+from crossbow_py.config_files import config_dir, read_yaml
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.search_config import MEANINGLESS, SearchConfig
 from crossbow_py.settings import allowed, written

@@ -21,8 +21,8 @@ from crossbow_py.config import (
     config_from_mapping,
     config_to_mapping,
     group_options,
-    read_yaml,
 )
+from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.telemetry.records import CONFIG_FILE
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.checkpoint import checkpoints, differences, filled, formerly, holds_run
-from crossbow_py.config import TrainConfig, config_to_mapping, read_yaml, write_yaml
+from crossbow_py.config import TrainConfig, config_to_mapping
+from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.distributed.launch import Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.errors import RankError, UserError

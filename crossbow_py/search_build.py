@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.assembly import DataSets, count_classes, new_feed
-from crossbow_py.config import TrainConfig, config_to_mapping, write_yaml
+from crossbow_py.config import TrainConfig, config_to_mapping
+from crossbow_py.config_files import write_yaml
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident import ResidentFeed

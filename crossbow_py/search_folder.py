@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import differences
-from crossbow_py.config import REGISTRIES, config_to_mapping, read_yaml, write_yaml
+from crossbow_py.config import REGISTRIES, config_to_mapping
+from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.file_locks import locked
 from crossbow_py.packing.search_events import SEARCH_FILE, brought_up

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from crossbow_py.config import TrainConfig, config_from_mapping, read_yaml
+from crossbow_py.config import TrainConfig, config_from_mapping
+from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.settings import to_mapping

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 )
 
 from crossbow_py.checkpoint import checkpoints
-from crossbow_py.config import read_yaml
+from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.file_locks import is_locked
 from crossbow_py.packing.search_events import SEARCH_FILE

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from crossbow_py import search as search_module
 from crossbow_py import search_build
 from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
-from crossbow_py.config import read_yaml
+from crossbow_py.config_files import read_yaml
 from crossbow_py.data.digits import Digits
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource

@@ -14,15 +14,13 @@ from crossbow_py.config import (
     REGISTRIES,
     TrainConfig,
     compose,
-    config_dir,
     config_from_mapping,
     config_to_mapping,
     expand_sweeps,
     group_options,
     read_option,
-    read_yaml,
-    write_yaml,
 )
+from crossbow_py.config_files import config_dir, read_yaml, write_yaml
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
 from crossbow_py.engine.executors import _executors as executors_from
 from crossbow_py.engine.optimizers import SGD, AdamW
@@ -229,3 +227,40 @@ def test_rule_in_one_file_is_an_option_of_the_command_line_without_a_yaml_file(m
     assert "halfway" in group_options("averaging")
     with pytest.raises(UserError, match="unknown averaging 'halfwy'; did you mean 'halfway'"):
         compose(["averaging=halfwy"])
+
+
+@pytest.fixture
+def own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe and an optimizer of the user's, in `conf` of the current folder, whose name is awkward."""
+    folder = tmp_path / "it's, [mine] = x"
+    for group, name, text in [
+        ("experiment", "mine", """# @package _global_
+# A recipe of mine.
+defaults:
+  - override /model: mlp
+  - override /data: digits
+  - override /optimizer: fast
+experiment: mine
+max_epochs: 3
+"""),
+        ("optimizer", "fast", "name: sgd\nlearning_rate: 0.25\n"),
+    ]:
+        (folder / "conf" / group).mkdir(parents=True)
+        (folder / "conf" / group / f"{name}.yaml").write_text(text)
+    monkeypatch.chdir(folder)
+    return folder / "conf"
+
+
+def test_options_in_conf_of_the_current_folder_are_options(own_options: Path) -> None:
+    config = compose(["+experiment=mine"])
+    assert (config.experiment, config.max_epochs, config.optimizer.learning_rate) == ("mine", 3, 0.25)
+    assert compose(["+experiment=digits", "optimizer=fast"]).optimizer.learning_rate == 0.25
+    assert group_options("experiment")["mine"] == "A recipe of mine."
+    assert "digits" in group_options("experiment")
+
+
+def test_option_with_the_name_of_the_packages_is_refused_when_it_is_chosen(own_options: Path) -> None:
+    (own_options / "optimizer" / "sgd.yaml").write_text("name: sgd\n")
+    assert compose(["+experiment=mine"]).optimizer.learning_rate == 0.25
+    with pytest.raises(UserError, match=r"optimizer sgd is both .* conf/optimizer/sgd.yaml; rename it"):
+        compose(["optimizer=sgd"])

@@ -20,9 +20,8 @@ from crossbow_py.config import (
     config_from_mapping,
     config_to_mapping,
     expand_sweeps,
-    read_yaml,
-    write_yaml,
 )
+from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.data.synthetic import Synthetic
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError

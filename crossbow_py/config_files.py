@@ -1,0 +1,104 @@
+"""The YAML files of the configuration: where they are, and reading and writing such files."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from crossbow_py.errors import UserError
+
+OWN_FOLDER = "conf"  # in the current folder: options that the user adds
+FILE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
+
+_DEEPEST = 50
+_OPENING = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+
+
+def config_dir() -> Path:
+    """The folder with the YAML files: inside the package (wheel), else beside it (checkout, editable install)."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if folder.is_dir():
+            return folder
+    raise UserError(f"no configuration folder at {package / 'conf'} or beside it; reinstall the package.")
+
+
+def own_config_dir() -> Path | None:
+    """The folder `conf` where the command runs, if it is there and is not the package's own."""
+    own = Path.cwd() / OWN_FOLDER
+    return own if own.is_dir() and own.resolve() != config_dir().resolve() else None
+
+
+def option_files(group: str) -> dict[str, Path]:
+    """The options of a group that have a file, by name: the package's, and those the user adds in `conf/GROUP/`."""
+    return {**_added(group), **_in(config_dir(), group)}
+
+
+def check_own_option(group: str, option: str) -> None:
+    """Raise UserError where the user has a file of that name, and the package too: nobody could tell which is meant."""
+    if option in _added(group) and option in _in(config_dir(), group):
+        raise UserError(
+            f"{group} {option} is both an option of the package and {OWN_FOLDER}/{group}/{option}.yaml; rename it."
+        )
+
+
+def _added(group: str) -> dict[str, Path]:
+    own = own_config_dir()
+    return {} if own is None else _in(own, group)
+
+
+def _in(folder: Path, group: str) -> dict[str, Path]:
+    return {path.stem: path for path in sorted((folder / group).glob("*.yaml"))}
+
+
+def write_yaml(plain: Mapping[str, Any]) -> str:
+    """Plain values as YAML, keys in their order. Raises UserError for a text with half an interpolation."""
+    try:
+        return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+    except OmegaConfBaseException as error:
+        raise UserError(f"the configuration cannot be written ({one_line_of(error)}); leave '${{' out.") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        _check_growth(path, text)
+        plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except FILE_ERRORS as error:
+        raise UserError(f"cannot read {path}: {one_line_of(error)}; restore or delete that file.") from error
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
+
+
+def _check_growth(path: Path, text: str) -> None:
+    """Refuse what takes far more memory or time to read than its length: aliases, and deep nesting."""
+    depth = 0
+    for token in yaml.scan(text):
+        if isinstance(token, yaml.AliasToken):
+            raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
+        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+        if depth > _DEEPEST:
+            raise UserError(f"{path} must be nested at most {_DEEPEST} deep, got more; restore or delete that file.")
+
+
+def one_line_of(error: BaseException) -> str:
+    """What Hydra, OmegaConf or YAML say, without line breaks and where to read more."""
+    return " ".join(str(error).split("\nSee ")[0].split())
+
+
+def first_comment(path: Path) -> str:
+    """What a file says of itself; empty where it says nothing."""
+    comments = (line.lstrip("# ").rstrip() for line in path.read_text().splitlines() if line.startswith("#"))
+    return next((comment for comment in comments if not comment.startswith("@")), "")
