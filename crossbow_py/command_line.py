@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from crossbow_py.completion import FLAG as COMPLETION
+from crossbow_py.completion import asked_shell, completion_script
 from crossbow_py.config import C, expand_sweeps
 from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.memory import is_out_of_memory
@@ -38,7 +40,7 @@ _STOPPED_FROM_OUTSIDE = (EXIT_TERMINATED, EXIT_INTERRUPTED)
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
 _LONGEST_SHOWN = 200
-_FLAGS = ("--help", "-h", "--list", *_MULTIRUN)
+_FLAGS = ("--help", "-h", "--list", COMPLETION, *_MULTIRUN)
 
 
 def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int]) -> int:
@@ -77,6 +79,8 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> i
         return say(help_text(kind))
     if "--list" in arguments:
         return say(list_text())
+    if COMPLETION in arguments:
+        return say(completion_script(asked_shell(arguments)))
     for argument in arguments:
         if argument.startswith("-") and argument not in _FLAGS:
             raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}")

@@ -83,6 +83,10 @@ class PageRun:
         words = list(words)
         while words and _ASSIGNMENT.match(words[0]):
             words.pop(0)
+        if words[0] == "eval":  # of what a command prints
+            words = words[1].removeprefix("$(").removesuffix(")").split()
+        if ">" in words:
+            words = words[: words.index(">")]
         name = words[0] if words else ""
         if name == "python" and words[1] == "-m" and words[2].startswith("crossbow_py."):
             self._main(words[2].partition(".")[2], words[3:], place)

@@ -1,0 +1,142 @@
+"""Completion of the console scripts' words in bash, zsh and fish: a script for the shell, with all words in it.
+
+So a press of Tab starts nothing: importing torch alone would take a second or two.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from crossbow_py.config import APPENDED_GROUPS, REGISTRIES, CommandConfig, EstimateConfig, TrainConfig, compose
+from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.errors import UserError
+from crossbow_py.help_text import Key, command_keys, group_keys, option_meanings
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.search_config import SearchConfig
+from crossbow_py.settings import suggestion
+
+FLAG = "--completion"
+
+_COMMANDS: Mapping[str, type[CommandConfig]] = {
+    "crossbow-train": TrainConfig,
+    "crossbow-search": SearchConfig,
+    "crossbow-estimate": EstimateConfig,
+    "crossbow-predict": PredictConfig,
+}
+_REPORT = "crossbow-report"
+_FLAGS = {"--help": "every key, with its meaning", "--list": "the experiments and the options of every group"}
+_PATHS = ("output_dir", "resume", "init_from", "config", "data.root", "data.folder", "data.cache_dir")
+
+_BASH = """\
+# Completion of crossbow_py's commands in bash and zsh.
+_crossbow_words() {
+    case "$1" in
+%(cases)s
+    esac
+}
+_crossbow_own() {  # recipes and options in conf/ of the current folder
+    [ -d conf ] || return 0
+    find conf -mindepth 2 -maxdepth 2 -name '*.yaml' | sed -E \\
+        -e 's#^conf/(%(appended)s)/(.*)\\.yaml$#+\\1=\\2#' -e 's#^conf/([^/]*)/(.*)\\.yaml$#\\1=\\2#'
+}
+_crossbow_complete() {
+    local line="${COMP_LINE:0:$COMP_POINT}"
+    local word="${line##*[[:space:]]}" name="${COMP_WORDS[@]:0:1}" before="" each
+    local IFS=$'\\n'
+    COMPREPLY=()
+    # bash has taken the word apart at its last =, and replaces what is behind it alone.
+    if [ -z "${ZSH_VERSION-}" ] && [[ $word == *=* ]]; then before="${word%%=*}="; fi
+    case "$word" in
+        %(paths)s)
+            for each in $(compgen -f -- "${word#*=}"); do
+                each="${word%%%%=*}=$each"
+                COMPREPLY+=("${each#"$before"}")
+            done ;;
+        *)
+            for each in $(_crossbow_words "${name##*/}" | tr ' ' '\\n'; _crossbow_own); do
+                [[ $each == "$word"* ]] && COMPREPLY+=("${each#"$before"}")
+            done
+            if [ "${name##*/}" = %(report)s ]; then COMPREPLY+=($(compgen -d -- "$word")); fi ;;
+    esac
+    if [ ${#COMPREPLY[@]} -eq 1 ] && [[ ${COMPREPLY[@]:0:1} == *= ]] && type compopt >/dev/null 2>&1; then
+        compopt -o nospace  # a key waits for its value
+    fi
+    return 0
+}
+complete %(options)s-F _crossbow_complete %(names)s
+"""
+_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+
+
+def completion_script(shell: str) -> str:
+    """What the shell is to evaluate, for all commands at once. Raises UserError for another shell."""
+    scripts = {"bash": _for_bash, "zsh": lambda: _ZSH + _for_bash("-o nospace "), "fish": _for_fish}
+    if shell not in scripts:
+        raise UserError(f"{FLAG} takes a shell, got {shell!r}{suggestion(shell, scripts)}")
+    return scripts[shell]()
+
+
+def asked_shell(arguments: Sequence[str]) -> str:
+    """The word behind --completion; empty without one."""
+    place = arguments.index(FLAG) + 1
+    return arguments[place] if place < len(arguments) else ""
+
+
+def words(kind: type[CommandConfig]) -> dict[str, str]:
+    """Everything that may be written behind a command, with its meaning; a key that takes any value ends in `=`."""
+    groups = [group for group in REGISTRIES if group in kind.__dataclass_fields__]
+    found = dict(_FLAGS)
+    if kind is not PredictConfig:
+        options = ((group, *option) for group in APPENDED_GROUPS for option in option_meanings(group).items())
+        appended = {f"+{group}={name}": text for group, name, text in options}
+        found |= {word: text for word, text in appended.items() if _is_taken(word, kind)}
+        found |= {"--multirun": "run every combination of values that are separated by commas"}
+    for group in groups:
+        found |= {f"{group}={name}": text for name, text in option_meanings(group).items()}
+    for key in [*command_keys(kind), *(key for group in groups for key in group_keys(group))]:
+        found |= {f"{key.name}={value}": key.meaning for value in _values(key)}
+    return found
+
+
+def _is_taken(word: str, kind: type[CommandConfig]) -> bool:
+    """Whether the recipe is one for this command."""
+    try:
+        compose([word], kind)
+    except UserError:
+        return False
+    return True
+
+
+def _values(key: Key) -> Sequence[str]:
+    """The values a key has to choose from; one that is empty, where there are more than can be listed."""
+    if key.name == "executor" and not key.values.startswith("one of "):
+        return ["auto", *EXECUTORS]
+    if key.values.startswith("one of "):
+        return key.values.removeprefix("one of ").split(", ")
+    return ["true", "false"] if key.values == "true or false" else [""]
+
+
+def _for_bash(options: str = "") -> str:
+    listed = {name: " ".join(words(kind)) for name, kind in _COMMANDS.items()} | {_REPORT: "--help output_dir="}
+    return _BASH % {
+        "cases": "\n".join(f"        {name}) echo {shlex.quote(text)} ;;" for name, text in listed.items()),
+        "appended": "|".join(APPENDED_GROUPS),
+        "paths": "|".join(f"{key}=*" for key in _PATHS),
+        "report": _REPORT,
+        "options": options,
+        "names": " ".join([*_COMMANDS, _REPORT]),
+    }
+
+
+def _for_fish() -> str:
+    lines = ["# Completion of crossbow_py's commands in fish."]
+    for name, kind in _COMMANDS.items():
+        lines += [f"complete -c {name} -f -a {_fish(word)} -d {_fish(text)}" for word, text in words(kind).items()]
+    return "\n".join([*lines, f"complete -c {_REPORT} -a 'output_dir='", ""])
+
+
+def _fish(text: str) -> str:
+    """In single quotes, where fish knows two escapes."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
