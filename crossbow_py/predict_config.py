@@ -37,6 +37,9 @@ class PredictConfig:
     batch_size: int | None = setting(None, "samples at a time; null is 256, and fewer of large ones", minimum=1)
     latency_s: float = setting(0.5, "seconds for which to measure the latency of each batch size; 0 never", minimum=0)
     num_workers: int | Literal["auto"] = setting("auto", "processes that load streamed data", minimum=0)
+    targets: tuple[str, ...] = setting(
+        (), "functions that runs may name as model.target or data.target, and that are called: targets=[pkg.fn]"
+    )
     output_dir: str | None = setting(None, "folder for the results; null is runs/predict/<time>")
     data: Any = dataclasses.field(
         default=None, metadata={"help": "the data set whose test part is predicted; by default that of the models"}

@@ -92,8 +92,8 @@ class Prediction:
 
 def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Prediction:
     """Do what was asked for. Raises UserError for what cannot be predicted."""
-    models = find_models(config.models)
-    source = _loaded(config.data if config.data is not None else common_data(models))
+    models = find_models(config.models, config.targets)
+    source = _loaded(config.data if config.data is not None else common_data(models, config.targets))
     shape, classes = source.input_shape, source.num_classes or 0
     with Ensemble(
         [model.load(shape, classes) for model in models],

@@ -49,8 +49,21 @@ def composed(overrides: Sequence[str], kind: type[C]) -> C:
     if "experiment" in keys:
         raise UserError(f"config={given[0]} is a whole run, as +experiment is; leave one of them out.")
     chosen = [key for key in keys if key in REGISTRIES]
-    words = [text for text in overrides_of(recorded(given[0])) if text.split("=")[0].split(".")[0] not in chosen]
+    run = recorded(given[0])
+    _check_targets(run, given[0], keys)
+    words = [text for text in overrides_of(run) if text.split("=")[0].split(".")[0] not in chosen]
     return compose([*words, *own], kind)
+
+
+def _check_targets(run: TrainConfig, path: str, keys: Sequence[str]) -> None:
+    """A run's folder may be somebody else's: what code it names is to be said again. Raises UserError."""
+    for group in REGISTRIES:
+        target = getattr(getattr(run, group), "target", None)
+        if target is not None and group not in keys and f"{group}.target" not in keys:
+            raise UserError(
+                f"config={path} names {group}.target={target}, code that would be run; if it is yours, say it again: "
+                f"{group}.target={target}."
+            )
 
 
 def recorded(path: str) -> TrainConfig:

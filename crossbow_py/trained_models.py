@@ -42,7 +42,7 @@ class TrainedModel:
         return module.eval()
 
 
-def load_models(*paths: str | Path) -> list[nn.Module]:
+def load_models(*paths: str | Path, targets: Sequence[str] = ()) -> list[nn.Module]:
     """What `train` and `search` have left behind, as modules on the CPU and in evaluation mode.
 
     They take inputs as in training: images scaled to [0, 1] and normalised by the mean and std of the data set, which
@@ -51,27 +51,32 @@ def load_models(*paths: str | Path) -> list[nn.Module]:
     Args:
         paths: folders of runs (all models of each), folders of searches (the best model), or .safetensors files in
             them.
+        targets: dotted paths of functions that runs with a model or data of one's own may name, to be imported and
+            called. A run's folder says what to call, so what is not named here is refused.
 
     Raises:
         UserError: there is no path, a path is no finished run or search and no model of one, a model is given twice,
-            or the models were not trained on the same data.
+            the models were not trained on the same data, or a run names a target that is not among `targets`.
     """
     if not paths:
         raise UserError("models must name a trained model at least, got none; give the folder of a run.")
-    models = find_models([str(path) for path in paths])
-    data = common_data(models)
+    models = find_models([str(path) for path in paths], targets)
+    data = common_data(models, targets)
     known = data.declared()
     if known is None or known.note is not None:  # which tells of what was assumed
         known = data.load(progress=False)
     return [model.load(known.input_shape, known.num_classes or 0) for model in models]
 
 
-def find_models(paths: Sequence[str]) -> list[TrainedModel]:
+def find_models(paths: Sequence[str], targets: Sequence[str] = ()) -> list[TrainedModel]:
     """The models of run folders, and single ones.
 
-    Raises UserError for what is no finished run, and no model of one, and for a model that is given twice.
+    Raises UserError for what is no finished run, and no model of one, for a model that is given twice, and for one that
+    is made by code that is not among `targets`.
     """
     models = [model for path in paths for model in _models_at(path)]
+    for model in models:
+        _check_target(model, "model", targets)
     known: dict[Path, TrainedModel] = {}
     for model in models:
         first = known.setdefault(model.file.resolve(), model)
@@ -79,6 +84,16 @@ def find_models(paths: Sequence[str]) -> list[TrainedModel]:
             as_well = "" if first.name == model.name else f", also as {first.name}"
             raise UserError(f"models: {model.name} is given twice{as_well}; give each model once, as each counts once.")
     return models
+
+
+def _check_target(model: TrainedModel, group: str, targets: Sequence[str]) -> None:
+    """A run's folder may be somebody else's, and what it names would be called."""
+    target = getattr(getattr(model.config, group), "target", None)
+    if target is not None and target not in targets:
+        raise UserError(
+            f"models: {model.file.parent} names {group}.target={target}, code that would be run; if it is yours, allow "
+            f"it by targets=[{target}]."
+        )
 
 
 def _models_at(path: str) -> list[TrainedModel]:
@@ -136,9 +151,13 @@ def _files_in(run: Path) -> list[Path]:
     return [file for _, file in sorted(numbered)]
 
 
-def common_data(models: Sequence[TrainedModel]) -> Any:
-    """The settings of the data that all were trained on. Raises UserError when they were not trained on the same."""
+def common_data(models: Sequence[TrainedModel], targets: Sequence[str] = ()) -> Any:
+    """The settings of the data that all were trained on.
+
+    Raises UserError when they were not trained on the same, or that is made by code that is not among `targets`.
+    """
     first = models[0]
+    _check_target(first, "data", targets)
     for model in models[1:]:
         if _test_data(model) != _test_data(first):
             raise UserError(

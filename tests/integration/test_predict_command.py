@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import crossbow_py
 from crossbow_py import Ensemble, load_models, train
 from crossbow_py.config import TrainConfig
+from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.data.base import Declared
 from crossbow_py.data.digits import Digits
 from crossbow_py.errors import UserError
@@ -247,6 +248,27 @@ def test_models_of_data_that_is_only_assumed_are_loaded_by_what_it_has(monkeypat
 def test_what_cannot_be_loaded_is_the_users_error(paths: list[str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         load_models(*paths)
+
+
+def test_code_that_a_folder_names_is_called_only_when_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr("os.getcwdb", lambda: called.append("model"))
+    monkeypatch.setattr("os.getpid", lambda: called.append("data"))
+    shutil.copytree("narrow", "theirs")
+    plain = read_yaml(Path("theirs/config.yaml"))
+    plain["model"] = {"name": "custom", "target": "os.getcwdb"}
+    Path("theirs/config.yaml").write_text(write_yaml(plain))
+    with pytest.raises(UserError, match=r"theirs names model.target=os.getcwdb, .* targets=\[os.getcwdb\]"):
+        load_models("theirs")
+    assert called == []
+    with pytest.raises(UserError, match="must return a torch.nn.Module"):
+        load_models("theirs", targets=["os.getcwdb"])
+    assert called == ["model"]
+    plain["data"] = {"name": "custom", "target": "os.getpid"}
+    Path("theirs/config.yaml").write_text(write_yaml(plain))
+    with pytest.raises(UserError, match="names data.target=os.getpid"):
+        load_models("theirs", targets=["os.getcwdb"])
+    assert called == ["model"]
 
 
 def test_importing_the_package_leaves_the_configuration_of_the_command_line_alone() -> None:

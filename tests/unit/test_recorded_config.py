@@ -51,7 +51,16 @@ def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(
 ) -> None:
     folder = run(tmp_path, *overrides)
     asked = folder / "config.yaml" if names_the_file else folder
-    assert composed([f"config={asked}"], TrainConfig) == compose(overrides)
+    targets = [text for text in overrides if text.startswith("model.target=")]
+    assert composed([f"config={asked}", *targets], TrainConfig) == compose(overrides)
+
+
+def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
+    folder = run(tmp_path, "data=digits", "model=custom", "model.target=os.system", "model.args={command:'true'}")
+    with pytest.raises(UserError, match=r"names model.target=os.system, code that would be run; .* say it again"):
+        composed([f"config={folder}"], TrainConfig)
+    assert composed([f"config={folder}", "model=mlp"], TrainConfig).model.NAME == "mlp"
+    assert composed([f"config={folder}", "model.target=mine.net"], TrainConfig).model.target == "mine.net"
 
 
 def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_path: Path) -> None:
