@@ -20,7 +20,7 @@ from crossbow_py.evaluation import Evaluation
 from crossbow_py.example_predictions import example_predictions
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
-from crossbow_py.settings import apart_from_defaults, to_mapping, written
+from crossbow_py.settings import apart_from_defaults, flat, to_mapping, written
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -30,7 +30,6 @@ from crossbow_py.telemetry.events import (
     RunInfo,
     Summary,
 )
-from crossbow_py.telemetry.hyper_parameters import flat
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 

@@ -119,6 +119,17 @@ def to_mapping(settings: Any) -> dict[str, Any]:
     return plain
 
 
+def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Nested plain values by dotted keys; null and lists become text."""
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, bool | int | float | str) else written(value)
+    return found
+
+
 def written(value: Any) -> str:
     """A plain value as YAML and the command line have it, text without quotes; null where there is none."""
     if value is None or value is dataclasses.MISSING:

@@ -36,6 +36,7 @@ from experiments.hyperband import report as hyperband_report
 from experiments.loader import report as loader_report
 from experiments.memory import report as memory_report
 from experiments.model_batch import report as model_batch_report
+from experiments.overhead import report as overhead_report
 from experiments.pack_step_time import report as pack_step_time_report
 from experiments.preprocessing import report as preprocessing_report
 from experiments.ranks import report as ranks_report
@@ -115,6 +116,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "machine": _machine,
     },
     "num_learners_accuracy": _CELLS,
+    "overhead": {"all": overhead_report.result_text, "headline": overhead_report.headline, "machine": _machine},
     "pack_step_time": {
         "all": pack_step_time_report.result_text,
         "headline": pack_step_time_report.headline,

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2  # type: ignore[import-untyped]
 
-Value = bool | int | float | str
-Values = Mapping[str, Value]
+Values = Mapping[str, bool | int | float | str]
 
 # The same for every run, so that runs compare whichever TensorBoard reads first: it takes the columns of one.
 _FIRST = ("averaging", "batch_size", "model", "num_learners", "optimizer.learning_rate")
@@ -55,18 +54,3 @@ def ended(*, failed: bool, now_s: float) -> Summary:
 def _summary(tag: str, data: plugin_data_pb2.HParamsPluginData) -> Summary:
     about = metadata.create_summary_metadata(data)
     return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])
-
-
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, Value]:
-    """Nested plain values by dotted keys; what TensorBoard has no type for, null and lists, becomes text."""
-    found: dict[str, Value] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if isinstance(value, bool | int | float | str) else _text(value)
-    return found
-
-
-def _text(value: object) -> str:
-    return "null" if value is None else str(value)

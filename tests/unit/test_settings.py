@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import pytest
 
 from crossbow_py.errors import UserError
-from crossbow_py.settings import allowed, check, from_mapping, setting, suggestion, to_mapping
+from crossbow_py.settings import allowed, check, flat, from_mapping, setting, suggestion, to_mapping
 
 
 @dataclass(frozen=True)
@@ -124,3 +124,11 @@ def test_suggestion_knows_the_initials_of_one_name_and_lists_all_names_where_two
 )
 def test_allowed_says_types_and_limits(name, words):
     assert allowed(Oven, name) == words
+
+
+def test_flat_values_have_dotted_keys_and_what_is_no_number_or_text_becomes_text() -> None:
+    nested = {"model": "mlp", "optimizer": {"learning_rate": 0.1, "milestones": [1, 2]}, "order_seed": None, "a": True}
+    assert flat(nested) == {
+        "model": "mlp", "optimizer.learning_rate": 0.1, "optimizer.milestones": "[1,2]", "order_seed": "null",
+        "a": True,
+    }  # fmt: skip

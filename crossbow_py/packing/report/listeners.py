@@ -7,7 +7,6 @@ from pathlib import Path
 from crossbow_py.packing.report.console import SearchConsole
 from crossbow_py.packing.report.pictures import SearchPictures
 from crossbow_py.packing.report.search_file import SearchFile
-from crossbow_py.packing.report.tensorboard import SearchTensorBoard
 from crossbow_py.packing.search_events import SearchListener
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
@@ -18,6 +17,9 @@ def search_listeners(folder: Path) -> list[SearchListener]:
 
     Raises OSError when console.log cannot be opened.
     """
+    # TensorBoard's modules take a fifth of a second, which whoever asks for --help need not wait for.
+    from crossbow_py.packing.report.tensorboard import SearchTensorBoard  # noqa: PLC0415
+
     console = SearchConsole(folder / CONSOLE_LOG)
     return [
         SearchFile(folder, console.on_message),

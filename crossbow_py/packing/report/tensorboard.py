@@ -26,7 +26,8 @@ from crossbow_py.packing.parameter import Parameter
 from crossbow_py.packing.report.standing import last_epochs, leader, num_results
 from crossbow_py.packing.rules import epoch_samples
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.telemetry.hyper_parameters import columns, ended, flat, started
+from crossbow_py.settings import flat
+from crossbow_py.telemetry.hyper_parameters import columns, ended, started
 
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
 PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from tensorboard.plugins.hparams.metadata import parse_experiment_plugin_data
 
-from crossbow_py.telemetry.hyper_parameters import columns_of_runs, flat
-
-
-def test_flat_values_have_dotted_keys_and_what_is_no_number_or_text_becomes_text() -> None:
-    nested = {"model": "mlp", "optimizer": {"learning_rate": 0.1, "milestones": [1, 2]}, "order_seed": None, "a": True}
-    assert flat(nested) == {
-        "model": "mlp", "optimizer.learning_rate": 0.1, "optimizer.milestones": "[1, 2]", "order_seed": "null",
-        "a": True,
-    }  # fmt: skip
+from crossbow_py.telemetry.hyper_parameters import columns_of_runs
 
 
 def test_columns_of_runs_are_the_same_for_all_and_the_first_five_are_shown_unasked() -> None:

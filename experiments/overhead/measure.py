@@ -1,0 +1,125 @@
+"""What starting takes in processes of their own, and what telemetry takes of rounds, with and without by turns."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from crossbow_py import SGD, Trainer
+from crossbow_py.checkpoint import CheckpointSettings
+from crossbow_py.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.models import MLP, LeNet
+from crossbow_py.reporter import Reporter
+from experiments.common.machine import ROOT
+from experiments.common.windows import MAX_FOREIGN_SHARE, spread
+
+IMPORT_TORCH, IMPORT_OURS = "import torch", "import crossbow_py"
+STARTS = {
+    IMPORT_TORCH: ["-c", "import torch"],
+    IMPORT_OURS: ["-c", "import crossbow_py"],
+    "train --help": ["-m", "crossbow_py.train", "--help"],
+    "train --list": ["-m", "crossbow_py.train", "--list"],
+    "search --help": ["-m", "crossbow_py.search", "--help"],
+    "report --help": ["-m", "crossbow_py.report", "--help"],
+}
+# Networks with rounds as short as they come, and of a usual length for a CPU: the model, the shape, learners.
+NETWORKS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...], int]] = {
+    "mlp": (lambda: MLP(hidden=(256, 256)).build((1, 8, 8), 10), (1, 8, 8), 2),
+    "lenet": (lambda: LeNet().build((1, 28, 28), 10), (1, 28, 28), 2),
+}
+_SAMPLES, _BATCH = 60_000, 32
+
+
+def measure_starts(repetitions: int) -> dict[str, Any]:
+    """Seconds of every start, by turns; the first round of turns, which fills the disk's cache, does not count."""
+    walls: dict[str, list[float]] = {name: [] for name in STARTS}
+    cpus: dict[str, list[float]] = {name: [] for name in STARTS}
+    for repetition in range(repetitions + 1):
+        for name, arguments in STARTS.items():
+            wall, cpu = _run(arguments)
+            if repetition:
+                walls[name].append(wall)
+                cpus[name].append(cpu)
+    ratios = [own / base for own, base in zip(cpus[IMPORT_OURS], cpus[IMPORT_TORCH], strict=True)]
+    return {
+        "n": repetitions,
+        "wall_s": {name: spread(values) for name, values in walls.items()},
+        "cpu_s": {name: spread(values) for name, values in cpus.items()},
+        "import_ratio": spread(ratios),
+    }
+
+
+def _run(arguments: list[str]) -> tuple[float, float]:
+    """Seconds that passed, and of the processor's."""
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, env=environment)
+    wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def measure_telemetry(network: str, repetitions: int, seconds: float) -> dict[str, Any]:
+    """Runs with all records in a folder and without any, by turns; a pair in which others were busy is dropped."""
+    shares, ratios, rounds_ms, dropped = list[float](), list[float](), list[float](), 0
+    for repetition in range(repetitions):
+        rates: dict[bool, float] = {}
+        before = LoadSnapshot.take()
+        for recorded in (True, False) if repetition % 2 else (False, True):
+            with _timed() as spent, tempfile.TemporaryDirectory() as folder:
+                summary = _train(network, Path(folder) / "run" if recorded else None, seconds)
+            rates[recorded] = summary.images_per_s
+            if recorded:
+                share = spent[0] / summary.train_time_s
+                round_ms = 1000 * summary.num_learners * _BATCH / summary.images_per_s
+        foreign = foreign_share(before, LoadSnapshot.take())
+        if foreign is not None and foreign > MAX_FOREIGN_SHARE:
+            dropped += 1
+            continue
+        shares.append(share)
+        rounds_ms.append(round_ms)
+        ratios.append(rates[True] / rates[False])
+    return {
+        "n": len(shares), "dropped": dropped, "share_of_training": spread(shares), "throughput_ratio": spread(ratios),
+        "round_ms": round(median(rounds_ms), 3) if rounds_ms else None,
+    }  # fmt: skip
+
+
+def _train(network: str, folder: Path | None, seconds: float) -> Any:
+    make_model, shape, num_learners = NETWORKS[network]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (_SAMPLES, *shape), dtype=torch.uint8, generator=generator)
+    targets = torch.randint(0, 10, (_SAMPLES,), generator=generator)
+    trainer = Trainer(
+        model=make_model, train_data=(images, targets), batch_size=_BATCH, num_learners=num_learners, device="cpu",
+        executor="threads", optimizer=SGD(learning_rate=0.01, momentum=0.9), output_dir=folder,
+        checkpoint=CheckpointSettings(every_epochs=None),
+    )  # fmt: skip
+    return trainer.fit(max_time_s=seconds).summary
+
+
+@contextmanager
+def _timed() -> Iterator[list[float]]:
+    """Seconds that the training loop spends telling listeners of its progress, while it trains."""
+    spent, progress = [0.0], Reporter.progress
+
+    def timed(*arguments: Any, **named: Any) -> None:
+        begin = time.perf_counter()
+        progress(*arguments, **named)
+        spent[0] += time.perf_counter() - begin
+
+    Reporter.progress = timed  # type: ignore[method-assign]
+    try:
+        yield spent
+    finally:
+        Reporter.progress = progress  # type: ignore[method-assign]
