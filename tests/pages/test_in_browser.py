@@ -37,14 +37,14 @@ def ask(address: str, path: str, **query: str) -> Any:
         return json.loads(answer.read())
 
 
-def colours(picture: Path) -> np.ndarray:
-    """Its pixels, [N, 3]."""
-    return np.asarray(Image.open(picture).convert("RGB")).reshape(-1, 3).astype(int)
+def colours(picture: Path, left: int = 0, top: int = 0) -> np.ndarray:
+    """Its pixels from there on, [N, 3]."""
+    return np.asarray(Image.open(picture).convert("RGB"))[top:, left:].reshape(-1, 3).astype(int)
 
 
-def share_of_strong_colours(picture: Path) -> float:
+def share_of_strong_colours(picture: Path, left: int = 0, top: int = 0) -> float:
     """Of pixels that are neither grey nor pale: curves, bars and frames."""
-    pixels = colours(picture)
+    pixels = colours(picture, left, top)
     return float(((pixels.max(1) - pixels.min(1)) > 80).mean())
 
 
@@ -61,8 +61,10 @@ def test_dashboard_is_loaded_and_every_chart_has_curves_of_both_runs(runs: Path,
                 assert any(points for each in found for points in each["tag_to_events"].values()), (title, name)
         page, size = PAGES["tensorboard"]
         screenshot(f"{address}#{page}", tmp_path / "dashboard.png", size)
-    # Without charts there is TensorBoard's orange bar alone, of 64 pixels.
-    assert share_of_strong_colours(tmp_path / "dashboard.png") > 64 / size[1] + 0.002
+        screenshot(f"{address}#graphs", tmp_path / "nothing.png", size)  # of which runs have none
+    beside_the_bars = {"left": 380, "top": 80}
+    shown = share_of_strong_colours(tmp_path / "dashboard.png", **beside_the_bars)
+    assert shown > 2 * share_of_strong_colours(tmp_path / "nothing.png", **beside_the_bars)
 
 
 def test_report_shows_its_charts_in_a_browser(runs: Path, tmp_path: Path) -> None:
