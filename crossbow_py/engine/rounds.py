@@ -76,9 +76,9 @@ class RoundOutcome:
     """
 
     plan: Round
-    losses: list[float] = field(default_factory=list)
-    num_correct: list[float | None] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)
+    losses: list[float] = field(init=False)
+    num_correct: list[float | None] = field(init=False)
+    finite: list[bool] = field(init=False)
     gradient_norm: float = math.nan
 
     def __post_init__(self) -> None:
