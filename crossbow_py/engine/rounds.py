@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -141,6 +141,8 @@ class RoundTasks:
             self.average(outcome)
         elif isinstance(task, GradientMeanTask):
             self.average_gradients(outcome)
+        else:
+            assert_never(task)
 
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
