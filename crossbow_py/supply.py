@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -30,7 +31,8 @@ def first_workers(
     return min(_FIRST_ON_CUDA, max(1, cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
 
 
-class _Mark(NamedTuple):
+@dataclass(frozen=True)
+class _Mark:
     """Where a window begins: seconds of training, of waiting, batches trained on, batches loaded and their seconds."""
 
     elapsed_s: float
@@ -74,7 +76,8 @@ class WorkerSupply:
         """
         now = _Mark(elapsed_s, waited_s, num_batches, *self._feed.loading_times)
         begun = self._begun = self._begun or now
-        seconds, batches, loaded = (now[i] - begun[i] for i in (0, 2, 3))
+        seconds, batches = now.elapsed_s - begun.elapsed_s, now.num_batches - begun.num_batches
+        loaded = now.num_loaded - begun.num_loaded
         if seconds < self._window_s or batches < 1 or loaded < 1:
             return ""
         self._begun = now
