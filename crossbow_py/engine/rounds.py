@@ -295,8 +295,19 @@ class RoundTasks:
                 self.collective.mean_over_nodes(row.storage)
 
 
-def count_correct(output: Tensor, targets: Tensor) -> float | None:
-    """Right predictions of a batch of class scores `[B, classes]`; None where the task is not classification."""
-    if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+def is_classification(outputs: Tensor, targets: Tensor, lead: int = 0) -> bool:
+    """Whether these are scores `[..., B, classes]` and classes `[..., B]`, `lead` dimensions before B."""
+    return (outputs.ndim, targets.ndim) == (lead + 2, lead + 1) and not targets.is_floating_point()
+
+
+def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0) -> Tensor | None:
+    """Right predictions of each batch, `lead` dimensions, on the device; None where the task is not classification."""
+    if not is_classification(outputs, targets, lead):
         return None
-    return float((output.argmax(1) == targets).sum().item())  # host–device synchronisation on CUDA
+    return (outputs.argmax(lead + 1) == targets).sum(lead)
+
+
+def count_correct(output: Tensor, targets: Tensor) -> float | None:
+    """`correct_predictions` of one batch, on the host."""
+    correct = correct_predictions(output, targets)
+    return None if correct is None else float(correct.item())  # host–device synchronisation on CUDA

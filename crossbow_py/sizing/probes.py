@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from crossbow_py.engine.device_tasks import correct_predictions
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.layout import TrainedRow
 from crossbow_py.engine.precision import full_precision_parameters
+from crossbow_py.engine.rounds import correct_predictions
 from crossbow_py.engine.update import Step, TorchUpdate
 from crossbow_py.errors import UserError
 from crossbow_py.sizing.job import Job, Sample, model_sizes
