@@ -23,7 +23,7 @@ from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.engine.update import choose_update
+from crossbow_py.engine.update_choice import choose_update
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.executor_choice import new_bank, settle_executor

@@ -18,7 +18,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
 from crossbow_py.engine.fusion.graph import FusionError, exported
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
-from crossbow_py.engine.update import choose_update
+from crossbow_py.engine.update_choice import choose_update
 from crossbow_py.executor_choice import new_bank
 from crossbow_py.learner_bound import learner_bound
 from crossbow_py.packing.trial import TrialSettings
