@@ -18,7 +18,9 @@ from crossbow_py.errors import CrossbowError, DataError, DeviceLostError
 from crossbow_py.packing.policies import Waiting
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.packing.width import BUDGET_S, Width, measured_width
+from crossbow_py.packing.trials_alike import TrialsAlike
+from crossbow_py.packing.width import Width
+from crossbow_py.packing.width_measurement import BUDGET_S, measured_width
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.targets import one_line
@@ -170,8 +172,8 @@ class Roster:
         begun = time.perf_counter()
         try:
             width, notes = measured_width(
-                self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce,
-                self.has_packs(), self.make_room, self._effort(),
+                TrialsAlike(self._settings, self._choices, settings, template, feed, self._loss),
+                self._most, self._announce, self.has_packs(), self.make_room, self._effort(),
             )  # fmt: skip
         finally:
             self._measuring_s += time.perf_counter() - begun

@@ -134,7 +134,7 @@ class Setting:
 def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     """Packs of four, unmeasured."""
 
-    def width(settings: Any, choices: Any, trial: Any, template: Any, feed: Any, loss: Any, limit: int, *_: Any) -> Any:
+    def width(trials: Any, limit: int, *_: Any) -> Any:
         return Width(limit, {("serial", 1): 1.0}, "four by four"), []
 
     monkeypatch.setattr("crossbow_py.packing.roster.measured_width", width)
