@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-import crossbow_py.version
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.measures import correction_norm
@@ -32,6 +28,7 @@ from crossbow_py.telemetry.events import (
 from crossbow_py.telemetry.hyper_parameters import flat
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
+from crossbow_py.versions import versions
 
 _PROGRESS_EVERY_S = 0.2
 _SCALED = {"sqrt": "rate × √K", "linear": "rate × K"}
@@ -299,12 +296,3 @@ def epoch_record(
         metrics=evaluation.metrics if evaluation else {},
         learning=learning,
     )
-
-
-def versions() -> dict[str, str]:
-    """Versions a result depends on."""
-    return {
-        "crossbow_py": crossbow_py.version.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

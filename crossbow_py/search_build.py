@@ -43,13 +43,13 @@ from crossbow_py.packing.search_events import (
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.reporter import versions
 from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, train_command, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
 from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
+from crossbow_py.versions import versions
 
 LOSS = nn.functional.cross_entropy
 
