@@ -238,7 +238,7 @@ def write_yaml(plain: Mapping[str, Any]) -> str:
     try:
         return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
     except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be written ({_one_line(error)}); leave '${{' out.") from error
+        raise UserError(f"the configuration cannot be written ({_without_hints(error)}); leave '${{' out.") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         _check_growth(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except _COMPOSITION_ERRORS as error:
-        raise UserError(f"cannot read {path}: {_one_line(error)}; restore or delete that file.") from error
+        raise UserError(f"cannot read {path}: {_without_hints(error)}; restore or delete that file.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
@@ -384,11 +384,11 @@ def _compose_plain(overrides: list[str], conf: str) -> dict[str, Any]:
             composed = hydra.compose(conf, overrides=overrides)
         plain = OmegaConf.to_container(composed, resolve=True)
     except _COMPOSITION_ERRORS as error:
-        raise UserError(f"{_one_line(error).rstrip('.')}; --help explains the keys.") from error
+        raise UserError(f"{_without_hints(error).rstrip('.')}; --help explains the keys.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _one_line(error: BaseException) -> str:
+def _without_hints(error: BaseException) -> str:
     return " ".join(str(error).split("\nSee ")[0].split())
 
 

@@ -28,9 +28,8 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
 from crossbow_py.engine.executors.device_streams import prepare_environment
-from crossbow_py.errors import CrossbowError, RankLostError, UserError
+from crossbow_py.errors import CrossbowError, RankLostError, UserError, one_line
 from crossbow_py.host import read_host
-from crossbow_py.targets import one_line
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _START_S = 1800.0  # for all ranks to come, and to connect

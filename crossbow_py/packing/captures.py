@@ -10,8 +10,8 @@ from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStrea
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.errors import one_line
 from crossbow_py.packing.recording import Run
-from crossbow_py.targets import one_line
 
 _NAME = "the models"
 

@@ -17,7 +17,7 @@ import torch
 from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.memory import forget_frames, free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError, UserError
+from crossbow_py.errors import CrossbowError, DataError, UserError, one_line
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.packing.hyperband import Results, Segment, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.packing.pack import Member, PackJob
@@ -28,7 +28,6 @@ from crossbow_py.packing.rules import SearchRules, epoch_samples
 from crossbow_py.packing.states import TrialStates, Underway
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.targets import one_line
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left

@@ -24,8 +24,7 @@ from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update import NativeUpdate, StackedRows, Step
-from crossbow_py.errors import CrossbowError, LearnerError
-from crossbow_py.targets import one_line
+from crossbow_py.errors import CrossbowError, LearnerError, one_line
 from crossbow_py.telemetry.timeline import Timeline
 
 _HOST_UPDATES = (
