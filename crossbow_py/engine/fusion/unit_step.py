@@ -22,6 +22,7 @@ from crossbow_py.engine.fusion.branches import Branches, graph_milliseconds
 from crossbow_py.engine.fusion.convolution import IMPLICIT, Choices
 from crossbow_py.engine.fusion.convolution_layer import Convolution, Leaf, Statistics
 from crossbow_py.engine.fusion.units import Unit
+from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.kernels import batch_norm as norms
 from crossbow_py.kernels.statistics import Workspace
 from crossbow_py.user_cache import Remembered
@@ -125,7 +126,7 @@ class _Run(torch.autograd.Function):
         if layer.norm is None:
             inputs = ctx.saved_tensors[0]
             outputs, d_residual = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1], None
-            outputs = outputs.contiguous(memory_format=torch.channels_last)
+            outputs = channels_last(outputs)
         else:
             inputs, raw, y, mean, rstd = ctx.saved_tensors
             outputs, d_residual = layer.norm.backward(gradients, raw, y, mean, rstd, ctx.has_residual)
