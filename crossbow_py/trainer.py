@@ -68,7 +68,7 @@ class Trainer:
         num_learners: K, replicas trained side by side; `auto` finds the fastest number, up to `max_learners`.
         executor, device, precision, channels_last, compile_model, seed, on_nonfinite, num_workers, order_seed,
             label_smoothing, learning_statistics: see `RunSettings`. On CPU with several learners the process is told to
-            keep freed memory, in huge pages (`engine.memory.keep_freed_memory`).
+            keep freed memory, in huge pages (`engine.freed_memory.keep_freed_memory`).
 
     Raises:
         UserError: settings, data and model do not fit each other.
