@@ -157,13 +157,13 @@ class Search:
         if self.places and now == self._admitted_at and not self._is_stale:
             return
         segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
-        self.roster.is_alone = self.study.num_workers(here=True) == 1
+        self.roster.is_alone = self.study.num_searchers(here=True) == 1
         waiting, running = self._waiting(segments), self._running()
         if self.roster.stopped():  # while packs were measured
             return
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
         chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
-        quota = fair_share(len(segments), self.study.num_workers()) - len(running)
+        quota = fair_share(len(segments), self.study.num_searchers()) - len(running)
         wanted = {each.trial for each in chosen[: max(0, quota)]}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
         self.places += [self._placed(segment) for segment in claimed]

@@ -297,7 +297,7 @@ def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting, mon
     search._admit()
     assert len(search.places) == 9 and search.roster.is_alone
     search.close()
-    assert setting.study("third").num_workers() == 1  # but for itself all have left
+    assert setting.study("third").num_searchers() == 1  # but for itself all have left
 
 
 def test_workers_on_other_hosts_share_the_trials_and_are_no_company_while_packs_are_measured(

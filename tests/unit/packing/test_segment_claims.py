@@ -123,17 +123,17 @@ def test_workers_count_while_their_leases_last_and_until_they_leave(address: str
     clock = Clock()
     first, second = worker(address, "first", clock), worker(address, "second", clock)
     first.renew()
-    assert (first.num_workers(), second.num_workers()) == (1, 2)  # who asks counts too
+    assert (first.num_searchers(), second.num_searchers()) == (1, 2)  # who asks counts too
     second.claim(SEGMENTS[:1])
-    assert (first.num_workers(), second.num_workers()) == (2, 2)
+    assert (first.num_searchers(), second.num_searchers()) == (2, 2)
     clock.now += 5  # half of a lease: it is prolonged
     first.renew()
     clock.now += 8
-    assert second.num_workers() == 2 and first.num_workers() == 1
+    assert second.num_searchers() == 2 and first.num_searchers() == 1
     first.leave()
-    assert second.num_workers() == 1
+    assert second.num_searchers() == 1
     first.renew()
-    assert second.num_workers() == 2
+    assert second.num_searchers() == 2
 
 
 def test_workers_of_a_host_are_counted_by_the_machine_their_leases_name(
@@ -146,9 +146,9 @@ def test_workers_of_a_host_are_counted_by_the_machine_their_leases_name(
         monkeypatch.setattr(leases, "_host", lambda host=host: host)
         study.renew()
     monkeypatch.setattr(leases, "_host", lambda: hosts["first"])
-    assert (studies[0].num_workers(), studies[0].num_workers(here=True)) == (3, 2)
+    assert (studies[0].num_searchers(), studies[0].num_searchers(here=True)) == (3, 2)
     studies[1].leave()
-    assert (studies[0].num_workers(), studies[0].num_workers(here=True)) == (2, 1)
+    assert (studies[0].num_searchers(), studies[0].num_searchers(here=True)) == (2, 1)
 
 
 def test_segment_that_is_not_held_is_neither_finished_nor_given_back(address: str) -> None:
