@@ -165,24 +165,29 @@ class FusedPredictor(ProgramsPredictor):
         return _softmax(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.banks[0])
 
 
-class TwoSubArrays(FusedPredictor):
-    """Every bank in two groups of fused models, all groups side by side. Errors as `FusedPredictor`'s."""
+class SubArraysPredictor(FusedPredictor):
+    """Every bank in `GROUPS` groups of fused models, all groups side by side. Errors as `FusedPredictor`'s."""
 
-    NAME = "subarrays2"
     DEVICE = "cuda"
     EXPERIMENTAL = True
+    GROUPS: ClassVar[int]
 
     def _num_groups(self) -> int:
-        return 2
+        return self.GROUPS
 
 
-class FourSubArrays(TwoSubArrays):
-    """In four groups."""
+class TwoSubArraysPredictor(SubArraysPredictor):
+    """Two groups."""
+
+    NAME = "subarrays2"
+    GROUPS = 2
+
+
+class FourSubArraysPredictor(SubArraysPredictor):
+    """Four groups."""
 
     NAME = "subarrays4"
-
-    def _num_groups(self) -> int:
-        return 4
+    GROUPS = 4
 
 
 class FusedThreadsPredictor(FusedPredictor):
@@ -245,8 +250,8 @@ _ALL: tuple[type[Predictor], ...] = (
     ThreadsPredictor,
     FusedPredictor,
     FusedThreadsPredictor,
-    TwoSubArrays,
-    FourSubArrays,
+    TwoSubArraysPredictor,
+    FourSubArraysPredictor,
     StreamsPredictor,
 )
 PREDICTORS: dict[str, type[Predictor]] = {kind.NAME: kind for kind in _ALL}
