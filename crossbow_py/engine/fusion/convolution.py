@@ -129,7 +129,7 @@ def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]
     return found
 
 
-class Choices:
+class ConvolutionChoices:
     """The way of each layer and direction: remembered, or measured when it is asked for the first time.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.convolution import (
     IMPLICIT,
-    Choices,
+    ConvolutionChoices,
     Direction,
     Operators,
     key_of,
@@ -59,7 +59,7 @@ class Convolution:
         filters: Leaf,
         shift: Leaf | None,
         num_learners: int,
-        choices: Choices,
+        choices: ConvolutionChoices,
         branches: Branches,
     ) -> None:
         defaults: tuple[Any, ...] = (1, 0, 1, 1)

@@ -162,7 +162,7 @@ class FusedGraph:
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         gradients = dict(zip(self.parameters.trained, self._bank.stacked_gradients(learners), strict=True))
         trained, buffers = self.parameters.trained, self._bank.buffers.stacked(k, learners.start)
-        own = unit_step.Rows(
+        own = unit_step.UnitRows(
             {node: unit_step.Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
         )
