@@ -124,7 +124,7 @@ class Reporter:
         if now < self._next_progress_s or not state.num_losses:
             return
         self._next_progress_s = now + _PROGRESS_EVERY_S
-        rate = self.meter.recent_images_per_s
+        rate = self.meter.recent.images_per_s
         # Independent learners train K images for every sample the cursor moves on.
         cursor_rate = rate if self.info.shares_samples else rate / self.info.num_learners
         ends: list[float] = []

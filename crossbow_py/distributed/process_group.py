@@ -77,7 +77,7 @@ class ProcessGroupRanks(Ranks):
         self.rank, self.num_ranks = _number("RANK"), _number("WORLD_SIZE")
         self.local_rank, self.num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", self.num_ranks)
         self.node, self.num_nodes = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE", 1)
-        self._on_gpus, self._timeout_s = on_gpus, settings.timeout_s
+        self._timeout_s = settings.timeout_s
         _take_share(self)
         if on_gpus:
             self._take_gpu()

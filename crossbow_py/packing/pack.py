@@ -219,11 +219,6 @@ class Pack:
         assert self._engine.executor is not None, "its rows are settled"
         return self._engine.executor
 
-    @property
-    def executor_name(self) -> str:
-        """Which executor runs the rows now."""
-        return self._executor.NAME
-
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def is_ready(self) -> bool:

@@ -232,11 +232,6 @@ class SharedStudy:
         """The values of the segments that are over, ascending."""
         return {segment: result.value for segment, result in self.segment_results().items()}
 
-    def reasons(self) -> dict[int, str]:
-        """Why trials failed, by trial."""
-        found = self.segment_results().items()
-        return {segment.trial: result.reason for segment, result in found if result.reason is not None}
-
     # --- records ------------------------------------------------------------------------------------------------------
 
     def _report(self, record: FrozenTrial, result: SegmentResult) -> None:
