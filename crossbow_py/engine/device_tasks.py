@@ -123,8 +123,8 @@ def average_gated(tasks: RoundTasks, parts: Sequence[RoundValues]) -> None:
 class DeviceTasks(RoundValues):
     """Bodies for one learner each: on a stream a learner, `average` after every learner's `correct`."""
 
-    def __init__(self, tasks: RoundTasks, executor: str = "streams") -> None:
-        super().__init__(tasks, executor)
+    def __init__(self, tasks: RoundTasks) -> None:
+        super().__init__(tasks, executor="streams")
         learners = range(tasks.bank.num_learners)
         self.notes: list[str] = []
         self._rows = [OneLearner(learner, tasks.bank.trained_row(learner)) for learner in learners]

@@ -17,6 +17,7 @@ import pynvml
 from crossbow_py.host import HostPaths, read_host
 from crossbow_py.telemetry.events import Listener, Progress
 
+_INTERVAL_S = 5.0  # of training, between two points
 _Number = TypeVar("_Number", int, float)
 
 
@@ -109,25 +110,22 @@ class SystemMonitor:
 
 
 class SystemScalars(Listener):
-    """Writes samples as scalars, a point right away and then at most one every `interval_s` seconds of training.
+    """Writes samples as scalars, a point right away and then at most one every five seconds of training.
 
     Args:
         monitor: closed with this listener.
         write: takes tag, value and samples seen, as `SummaryWriter.add_scalar` does.
-        interval_s: seconds of training between two points.
     """
 
-    def __init__(
-        self, monitor: SystemMonitor, write: Callable[[str, float, int], object], interval_s: float = 5.0
-    ) -> None:
-        self._monitor, self._write, self._interval_s = monitor, write, interval_s
+    def __init__(self, monitor: SystemMonitor, write: Callable[[str, float, int], object]) -> None:
+        self._monitor, self._write = monitor, write
         self._next_point_s, self._warned = 0.0, False
 
     def on_progress(self, progress: Progress) -> None:
         """A point, when one is due; quantities that are not known are left out."""
         if progress.elapsed_s < self._next_point_s:
             return
-        self._next_point_s = progress.elapsed_s + self._interval_s
+        self._next_point_s = progress.elapsed_s + _INTERVAL_S
         for tag, value in _scalars(self._monitor.sample()).items():
             if value is not None:
                 self._write(tag, value, progress.samples_seen)
