@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from crossbow_py.checkpoint import differences
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.errors import UserError
-from crossbow_py.version import __version__
+from crossbow_py.versions import versions
 
 # Paths may differ from host to host, and what only the first rank reads is its own.
 _MAY_DIFFER = frozenset({"output_dir", "resume", "data.root", "data.folder", "data.cache_dir", "init_from"})
@@ -46,12 +43,8 @@ def _code() -> dict[str, str]:
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
         digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())
-    return {
-        "crossbow_py": __version__,
-        "source": digest.hexdigest()[:12],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    found = versions()
+    return {"crossbow_py": found["crossbow_py"], "source": digest.hexdigest()[:12], **found}
 
 
 def _compared(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -23,8 +23,8 @@ from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.engine.update import choose_update
-from crossbow_py.errors import UserError
+from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound
@@ -34,7 +34,6 @@ from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.seeded_model import MakeModel, seeded_model
 from crossbow_py.supply import first_workers
-from crossbow_py.targets import one_line
 from crossbow_py.telemetry.timeline import Timeline
 
 

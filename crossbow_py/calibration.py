@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule, Stage
-from crossbow_py.data.host_randomness import kept_host_state
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Round
-from crossbow_py.errors import CrossbowError, UserError
+from crossbow_py.errors import CrossbowError, UserError, text_of
 from crossbow_py.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.host_randomness import kept_host_state
 from crossbow_py.user_cache import Remembered
 
 _BUDGET_S = 8.0
@@ -214,7 +214,7 @@ def calibrate(
                 rates[key] = _images_per_s(candidate, batch_size, device)
             except (CrossbowError, RuntimeError, MemoryError) as error:
                 raise_if_lost(error, device)
-                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                reason = text_of(error)[:200] or type(error).__name__
                 refused[key] = Refusal(reason, is_passing=is_out_of_memory(error))
             free_memory(device)
     if not rates:

@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from crossbow_py.errors import CheckpointError
+from crossbow_py.errors import CheckpointError, one_line
 from crossbow_py.settings import check, setting, written
-from crossbow_py.targets import one_line
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
 FORMAT_VERSION = 2

@@ -28,15 +28,14 @@ from crossbow_py.errors import (
     RankLostError,
     SearchError,
     UserError,
+    one_line,
 )
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.recorded_config import composed
 from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.settings import suggestion
-from crossbow_py.targets import one_line
+from crossbow_py.signals import EXIT_INTERRUPTED, StopSignal
 
-EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
-_STOPPED_FROM_OUTSIDE = (EXIT_TERMINATED, EXIT_INTERRUPTED)
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
 _LONGEST_SHOWN = 200
@@ -100,7 +99,7 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
             print(f"run {number} of {len(configs)}", flush=True)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
-        if code in _STOPPED_FROM_OUTSIDE:
+        if code in StopSignal.EXIT_CODES.values():
             break
     return worst
 

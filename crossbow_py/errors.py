@@ -137,3 +137,14 @@ class CentralModelError(CrossbowError):
             "network corrupts data there. Go on from an earlier checkpoint on other machines; a lower "
             "distributed.check_every_rounds finds it sooner."
         )
+
+
+def text_of(error: BaseException) -> str:
+    """An exception's text on one line; it may have none."""
+    return " ".join(str(error).split())
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's type and text on one line."""
+    text = text_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

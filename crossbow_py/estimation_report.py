@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from crossbow_py.config import config_to_mapping
 from crossbow_py.errors import UserError
@@ -16,7 +13,7 @@ from crossbow_py.sizing.memory import breakdown
 from crossbow_py.sizing.units import in_words
 from crossbow_py.telemetry.records import write_atomically
 from crossbow_py.text_table import columns
-from crossbow_py.version import __version__
+from crossbow_py.versions import versions
 
 JSON_FILE, PLOT_FILE = "estimate.json", "estimate.png"
 _POINTS = 200
@@ -142,7 +139,7 @@ def as_plain(found: Estimate) -> dict[str, Any]:
         "notes": list(found.notes),
         "seconds": found.seconds,
         "config": config_to_mapping(found.config),
-        "versions": {"crossbow_py": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
     }  # fmt: skip
 
 

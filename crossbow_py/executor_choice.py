@@ -16,6 +16,7 @@ from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.graph import FusionError, exported
 from crossbow_py.engine.optimizers import Optimizer
+from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
@@ -42,15 +43,14 @@ def settle_executor(
     """
     feed = feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
-    if fuses and (reason := _not_fused(template, choices, feed)):
+    if fuses and (reason := why_not_fused(template, feed, choices.precision)):
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
     known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed, num_ranks)
     remembered = known.recall(key)
-    # The key says what a model consists of, not what its forward does: that may have changed since.
-    outdated = remembered in EXECUTORS and EXECUTORS[remembered].FUSES and _not_fused(template, choices, feed)
-    if remembered in _candidates(settings, choices, num_ranks) and not outdated:
+    possible = _candidates(settings, choices, num_ranks)
+    if remembered in possible and still_runs(remembered, template, feed, choices.precision):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
     announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
@@ -68,7 +68,7 @@ def settle_executor(
         return Candidate(name, num_learners, build)
 
     found = calibrate(
-        [candidate(name, k) for name in _candidates(settings, choices, num_ranks) for k in _counts(name, settings)],
+        [candidate(name, k) for name in possible for k in _counts(name, settings)],
         settings.batch_size,
         choices.device,
         Effort(is_alone=num_ranks == 1),
@@ -88,13 +88,21 @@ def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list
     ]
 
 
-def _not_fused(template: nn.Module, choices: Choices, feed: Feed) -> str | None:
-    """Why the fused executor cannot run a model; None when it can."""
+def why_not_fused(template: nn.Module, feed: Feed, precision: Precision) -> str | None:
+    """Why no executor that fuses can run a model; None when they can."""
     try:
-        exported(template, feed.batch(0).inputs, choices.precision)
+        exported(template, feed.for_measuring().batch(0).inputs, precision)
     except FusionError as error:
         return str(error)
     return None
+
+
+def still_runs(executor: str, template: nn.Module, feed: Feed, precision: Precision) -> bool:
+    """Whether an executor that was remembered as the fastest for such a model can run this one.
+
+    What it is remembered by says what a model consists of, not what its forward does: that may have changed since.
+    """
+    return not EXECUTORS[executor].FUSES or why_not_fused(template, feed, precision) is None
 
 
 def _counts(name: str, settings: RunSettings) -> list[int]:

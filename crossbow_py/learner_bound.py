@@ -10,11 +10,10 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, one_line
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.sizing.bound import free_bytes, learners_that_fit
 from crossbow_py.sizing.job import Job
-from crossbow_py.targets import one_line
 
 
 def learner_bound(

@@ -21,13 +21,12 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.intra_op import faster_threads, intra_op_threads
 from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.memory import free_memory, raise_if_lost
-from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError
+from crossbow_py.engine.rounds import Loss, is_classification
+from crossbow_py.errors import CrossbowError, one_line
 from crossbow_py.evaluation import State
 from crossbow_py.learning_statistics import GradientNoise, agreement, gradient_noise, largest_eigenvalue
 from crossbow_py.parts import Parts, smoothing_rows
 from crossbow_py.run import Run
-from crossbow_py.targets import one_line
 from crossbow_py.telemetry.events import LearningStatistics
 
 T = TypeVar("T")
@@ -168,7 +167,7 @@ class LearningMeasurement:
             for j, own in enumerate(found):
                 module = parts.evaluator.module(bank.learner_state(j))
                 output = module(_in_master(inputs, module))
-                if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+                if not is_classification(output, targets):
                     return None
                 own.append(output.argmax(1).cpu())  # host–device synchronisation on CUDA
         return torch.stack([torch.cat(own) for own in found]).double()

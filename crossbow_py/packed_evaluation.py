@@ -14,6 +14,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.engine.fusion.graph import FusedGraph, FusionError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.rounds import correct_predictions
 from crossbow_py.evaluation import Evaluation, Evaluator
 
 
@@ -101,10 +102,9 @@ def _measured(evaluator: Evaluator, outputs: Tensor, targets: Tensor) -> Tensor:
     functions = [evaluator.loss, *evaluator.metrics.values()]
     means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
     sums = torch.stack([torch.stack(each) for each in means]) * len(targets)
-    if outputs.ndim != 3 or targets.ndim != 1 or targets.is_floating_point():
+    correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), lead=1)
+    if correct is None:
         correct = torch.full((len(outputs),), torch.nan)
-    else:
-        correct = (outputs.argmax(2) == targets).sum(1)
     return torch.column_stack([correct.to(sums), sums])
 
 

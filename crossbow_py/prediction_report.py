@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from crossbow_py.errors import UserError
 from crossbow_py.file_writing import replacing
 from crossbow_py.prediction import Prediction
 from crossbow_py.telemetry.records import write_atomically
 from crossbow_py.text_table import columns
-from crossbow_py.version import __version__
+from crossbow_py.versions import versions
 
 JSON_FILE, PROBABILITIES_FILE = "predict.json", "predictions.npz"
 
@@ -73,7 +71,7 @@ def as_plain(found: Prediction) -> dict[str, Any]:
             for size, own in found.latencies.items()
         },
         "notes": list(found.notes),
-        "versions": {"crossbow_py": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
     }  # fmt: skip
 
 

@@ -13,10 +13,9 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Metric
 from crossbow_py.losses import misfit
-from crossbow_py.targets import one_line
 
 _DRAWS_OUTSIDE = (
     "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "

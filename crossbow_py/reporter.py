@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
-import crossbow_py.version
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.measures import correction_norm
@@ -32,6 +29,7 @@ from crossbow_py.telemetry.events import (
 )
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
+from crossbow_py.versions import versions
 
 _PROGRESS_EVERY_S = 0.2
 _SCALED = {"sqrt": "rate × √K", "linear": "rate × K"}
@@ -150,7 +148,7 @@ class Reporter:
         if now < self._next_progress_s or not state.num_losses:
             return
         self._next_progress_s = now + _PROGRESS_EVERY_S
-        rate = self.meter.recent_images_per_s
+        rate = self.meter.recent.images_per_s
         # Independent learners train K images for every sample the cursor moves on.
         cursor_rate = rate if self.info.shares_samples else rate / self.info.num_learners
         ends: list[float] = []
@@ -322,12 +320,3 @@ def epoch_record(
         metrics=evaluation.metrics if evaluation else {},
         learning=learning,
     )
-
-
-def versions() -> dict[str, str]:
-    """Versions a result depends on."""
-    return {
-        "crossbow_py": crossbow_py.version.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }

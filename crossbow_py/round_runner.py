@@ -30,7 +30,7 @@ class RoundRunner:
     """
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
-        self.job, self.parts, self.state, self.reporter = run, run.parts, run.state, reporter
+        self._run, self.parts, self.state, self.reporter = run, run.parts, run.state, reporter
         self.executor = run.parts.new_executor(run.settings.seed)
         self.out_of_memory = False
         self._sums_begun = self.parts.collective.num_sums
@@ -94,7 +94,7 @@ class RoundRunner:
                 self.state.absorb(outcome)
             return True
         except LearnerError as error:
-            tuned = self.job.tuning is not None and self.parts.bank.num_learners > 1
+            tuned = self._run.tuning is not None and self.parts.bank.num_learners > 1
             if not tuned or not is_out_of_memory(error.__cause__):
                 raise
         self.executor.close()
@@ -125,7 +125,7 @@ class RoundRunner:
                 bank.resize(num_learners)
                 if given_up:
                     bank.trim()
-                self.executor = self.parts.new_executor(self.job.settings.seed)
+                self.executor = self.parts.new_executor(self._run.settings.seed)
             except (RuntimeError, MemoryError) as error:
                 if num_learners == 1 or not is_out_of_memory(error):
                     raise
@@ -140,9 +140,9 @@ class RoundRunner:
 
     def _give_up_learners(self) -> int:
         """How many learners memory may hold, after it did not hold the last number."""
-        assert self.job.tuning is not None, "only the auto-tuner changes the number of learners"
+        assert self._run.tuning is not None, "only the auto-tuner changes the number of learners"
         free_memory(self.parts.choices.device)
-        decision = self.job.tuning.out_of_memory()
+        decision = self._run.tuning.out_of_memory()
         self.reporter.decision(decision, self.state.samples_seen)
         return decision.num_learners
 

@@ -12,7 +12,7 @@ import torch
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.device_streams import prepare_environment
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.memory import keep_freed_memory
+from crossbow_py.engine.freed_memory import keep_freed_memory
 from crossbow_py.engine.precision import Precision, PrecisionName, choose_device, choose_precision
 from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting

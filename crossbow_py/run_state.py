@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.settings import known_fields
+
+
+class OpenEpoch(NamedTuple):
+    """The epochs closed before this one, and its own sums so far; see `RunState`."""
+
+    closed_epochs: int
+    loss_sum: float
+    num_losses: int
+    num_correct: float | None
 
 
 @dataclass
@@ -93,6 +102,15 @@ class RunState:
         """Start the next epoch's sums."""
         self.closed_epochs = self.samples_seen // samples_per_epoch
         self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
+
+    @property
+    def open_epoch(self) -> OpenEpoch:
+        """What `close_epoch` starts anew, for `reopen_epoch`."""
+        return OpenEpoch(self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct)
+
+    def reopen_epoch(self, kept: OpenEpoch) -> None:
+        """Go on with the epoch that was closed since."""
+        self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct = kept
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""

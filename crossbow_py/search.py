@@ -6,14 +6,12 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED, run
+from crossbow_py.command_line import run
 from crossbow_py.errors import SearchError, UserError
 from crossbow_py.packing.search_events import SearchSummary
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import kept_unless_refused, open_search_folder
 from crossbow_py.signals import StopSignal
-
-_EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +38,7 @@ def search(config: SearchConfig) -> int:
         raise
     if summary.status == "finished" and summary.best is None:
         raise SearchError(_why_none(summary))
-    return _EXIT_CODES.get(summary.status, 0)
+    return StopSignal.EXIT_CODES.get(summary.status, 0)
 
 
 def _why_none(summary: SearchSummary) -> str:

@@ -46,13 +46,13 @@ from crossbow_py.packing.storage import shown_address
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.recorded_config import train_command
-from crossbow_py.reporter import versions
 from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
 from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
+from crossbow_py.versions import versions
 
 LOSS = nn.functional.cross_entropy
 

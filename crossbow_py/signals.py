@@ -7,12 +7,21 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Literal
 
+EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
+
 
 class StopSignal:
-    """Context manager. Installs handlers when asked to and restores the old ones; a second Ctrl-C is immediate."""
+    """Context manager. Installs handlers when asked to and restores the old ones; a second Ctrl-C is immediate.
+
+    Attributes:
+        status: that of a run the signal stops; None while none has come.
+        REASONS: the signal's name, by status.
+        EXIT_CODES: what the process then returns, by status.
+    """
 
     _STATUS: ClassVar[dict[signal.Signals, str]] = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}
     REASONS: ClassVar[dict[str, str]] = {"terminated": "SIGTERM", "interrupted": "Ctrl-C"}
+    EXIT_CODES: ClassVar[dict[str, int]] = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled and threading.current_thread() is threading.main_thread()

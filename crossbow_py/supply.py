@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,7 +12,7 @@ from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.host import Host, read_host
 from crossbow_py.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
 
-WINDOW_S = 2.0
+_WINDOW_S = 2.0  # of training
 
 # What `auto` begins with: enough to keep one GPU busy on most data; on CPUs as few as can be, for learners need the
 # cores. Training corrects it from what it measures.
@@ -30,7 +31,8 @@ def first_workers(
     return min(_FIRST_ON_CUDA, max(1, cores - 1)) if device.type == "cuda" else _FIRST_ON_CPU
 
 
-class _Mark(NamedTuple):
+@dataclass(frozen=True)
+class _Mark:
     """Where a window begins: seconds of training, of waiting, batches trained on, batches loaded and their seconds."""
 
     elapsed_s: float
@@ -46,14 +48,13 @@ class WorkerSupply:
     Args:
         feed: whose workers are counted; a sample of it must have been loaded.
         host: what they may use of this machine.
-        window_s: length of a window in seconds of training.
     """
 
-    def __init__(self, feed: StreamingFeed, host: Host, window_s: float = WINDOW_S) -> None:
+    def __init__(self, feed: StreamingFeed, host: Host) -> None:
         loading = Loading(feed.sample_bytes, through_shared=feed.through_shared)
         limit = recommend(feed.batch_size, loading, host).num_workers
         self.tuning, self.state = WorkerTuning(limit), WorkerState(min(feed.num_workers, limit))
-        self._feed, self._window_s = feed, window_s
+        self._feed = feed
         self._begun: _Mark | None = None
         self._at_limit = False
         feed.use_workers(self.state.num_workers)
@@ -74,8 +75,9 @@ class WorkerSupply:
         """
         now = _Mark(elapsed_s, waited_s, num_batches, *self._feed.loading_times)
         begun = self._begun = self._begun or now
-        seconds, batches, loaded = (now[i] - begun[i] for i in (0, 2, 3))
-        if seconds < self._window_s or batches < 1 or loaded < 1:
+        seconds, batches = now.elapsed_s - begun.elapsed_s, now.num_batches - begun.num_batches
+        loaded = now.num_loaded - begun.num_loaded
+        if seconds < _WINDOW_S or batches < 1 or loaded < 1:
             return ""
         self._begun = now
         waited = now.waited_s - begun.waited_s

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, one_line
 
 
 def import_target(key: str, path: str) -> Callable[..., Any]:
@@ -46,9 +46,3 @@ def call_target(key: str, path: str, arguments: dict[str, Any]) -> Any:
             f"{key}.target={path} called with {key}.args={arguments} failed with {one_line(error)}; correct "
             f"{key}.args or the target."
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's type and text on one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -7,14 +7,13 @@ from contextlib import ExitStack, closing
 
 from crossbow_py.alike import check_alike
 from crossbow_py.build import build_trainer, stops
-from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED, run
+from crossbow_py.command_line import run
 from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.run_folder import open_run
+from crossbow_py.signals import StopSignal
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.telemetry.events import Listener
-
-EXIT_CODES = {"terminated": EXIT_TERMINATED, "interrupted": EXIT_INTERRUPTED}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +31,7 @@ def train(config: TrainConfig) -> int:
                 listeners = [stack.enter_context(closing(ConsoleListener(folder.path / CONSOLE_LOG)))]
             trainer = build_trainer(config, folder, listeners, ranks)
             result = trainer.fit(**stops(config), handle_signals=True)
-    return EXIT_CODES.get(result.status, 0)
+    return StopSignal.EXIT_CODES.get(result.status, 0)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,15 @@ from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
+from crossbow_py.epoch_closing import EpochCloser
 from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, is_of_data
-from crossbow_py.evaluation import Evaluation
-from crossbow_py.learning_measurement import LearningMeasurement
-from crossbow_py.reporter import Reporter, Result, epoch_record, run_info
+from crossbow_py.reporter import Reporter, Result, run_info
 from crossbow_py.round_runner import RoundRunner
 from crossbow_py.run import Run
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import WorkerSupply
-from crossbow_py.telemetry.events import LearningStatistics, Listener
+from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.throughput import ThroughputMeter
 
 
@@ -37,11 +36,10 @@ class TrainingLoop:
     """
 
     def __init__(self, run: Run, stops: StopConditions, listeners: Sequence[Listener]) -> None:
-        self.job, self.parts, self.settings, self.state, self.stops = run, run.parts, run.settings, run.state, stops
+        self._run, self.parts, self.settings, self.state, self.stops = run, run.parts, run.settings, run.state, stops
         self.ranks = run.parts.ranks
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
         run.schedule.factor(0, self.num_samples, self.total_samples)  # refuses what it cannot do, before training
-        self._measured = "validation" if self.parts.validation_feed else "test"
         measured = self.parts.validation_feed or self.parts.test_feed
         stops.check_measured(
             measured is not None, lambda: measured is not None and self.parts.evaluator.counts_correct(measured)
@@ -52,9 +50,8 @@ class TrainingLoop:
         self.reporter = Reporter(listeners, self.meter)
         self.rounds = RoundRunner(run, self.reporter)
         self.keeper = CheckpointKeeper(run, self.reporter)
-        self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
+        self._epochs = EpochCloser(run, self.reporter, self.meter, stops)
         self.learning_rate = 0.0
-        self._final: tuple[Evaluation, tuple[Evaluation, ...]] | None = None
         self._agreed = agree([Report(self.state.elapsed_s)])
         self._meetings = Meetings(self.state.round_index)
         self._images = 0  # of all ranks, since they met
@@ -81,12 +78,12 @@ class TrainingLoop:
 
     def start(self, messages: Sequence[str]) -> None:
         """Announce the run and what has to be said about it."""
-        self.reporter.start(run_info(self.job, self.total_samples), self.state.wall_s)
-        for message in [*messages, *self.job.remarks(self.total_samples)]:
+        self.reporter.start(run_info(self._run, self.total_samples), self.state.wall_s)
+        for message in [*messages, *self._run.remarks(self.total_samples)]:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
-        if self.job.supply:
-            self.job.supply.start()
+        if self._run.supply:
+            self._run.supply.start()
         self.ranks.watch.start()
 
     def run(self, signals: StopSignal) -> tuple[str, str]:
@@ -107,7 +104,7 @@ class TrainingLoop:
             if self._agreed.fails:
                 self.ranks.raise_any(self._failure)
             if reason := self._end_reached():
-                if self.job.resumed_from and state.round_index == first_round:
+                if self._run.resumed_from and state.round_index == first_round:
                     self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
                 return "finished", reason
             self._run_round()
@@ -129,10 +126,11 @@ class TrainingLoop:
 
     def _end_epoch(self) -> str | None:
         """Once all its samples are seen: close it, write its checkpoint. Returns why that ends the run, if it does."""
-        state, every = self.state, self.job.checkpoints.every_epochs
+        state, every = self.state, self._run.checkpoints.every_epochs
         if state.samples_seen < (state.closed_epochs + 1) * self.num_samples:
             return None
-        self._close_epoch()
+        self._drain()
+        self._epochs.close(self.learning_rate)
         reason = self._target_reached()
         if not reason and every and state.closed_epochs % every == 0:
             self._write_checkpoint()
@@ -144,13 +142,13 @@ class TrainingLoop:
     def _plan(self) -> Round:
         """The next round, from where training stands."""
         state, factor = self.state, self._factor()
-        after = state.samples_seen + self.job.samples_per_round
+        after = state.samples_seen + self._run.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples
         apart = state.apart(self._factor(warmed_up=True))
         return self.parts.plan(state.round_index, state.samples_seen, factor, *apart, is_last)
 
     def _factor(self, warmed_up: bool = False) -> float:
-        factor = self.job.schedule.warmed_up_factor if warmed_up else self.job.schedule.factor
+        factor = self._run.schedule.warmed_up_factor if warmed_up else self._run.schedule.factor
         return factor(self.state.samples_seen, self.num_samples, self.total_samples)
 
     def _await_batches(self, signals: StopSignal) -> None:
@@ -207,15 +205,15 @@ class TrainingLoop:
         sick, failure = self.state.sick_learners, None
         if sick:
             learner, first = next(iter(sick.items())), self.parts.bank.first_learner
-            failure = NonFiniteError(first + learner[0], learner[1], self.job.newest_checkpoint(), everyone)
+            failure = NonFiniteError(first + learner[0], learner[1], self._run.newest_checkpoint(), everyone)
         self.ranks.raise_any(failure)
 
     def _tune(self) -> None:
         """Let the auto-tuner look at the rounds since the last meeting."""
         images, self._images = self._images, 0
-        if not self.job.tuning or not images:
+        if not self._run.tuning or not images:
             return
-        if decision := self.job.tuning.after_round(images, self._agreed.elapsed_s):
+        if decision := self._run.tuning.after_round(images, self._agreed.elapsed_s):
             self._follow(decision)
 
     def _follow(self, decision: Decision) -> None:
@@ -230,7 +228,7 @@ class TrainingLoop:
         state, start, bank = self.state, self.state.samples_seen, self.parts.bank
         self.ranks.watch.doing = f"round {state.round_index}"
         restarts = self.parts.rule.restarts(bank.total_learners, bank.num_devices)
-        if restarts and self.job.schedule.drops_between(state.last_round_start, start, self.num_samples):
+        if restarts and self._run.schedule.drops_between(state.last_round_start, start, self.num_samples):
             self._drain()
             self.rounds.restart()
         plan = self._plan()
@@ -240,7 +238,7 @@ class TrainingLoop:
         if not counts:
             return
         factor = self._factor(warmed_up=True)
-        state.note_round(self.job.samples_per_round, factor, averages=plan.together is not None)
+        state.note_round(self._run.samples_per_round, factor, averages=plan.together is not None)
         images = self.settings.batch_size * bank.total_learners
         self._images += images
         if len(state.sick_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:
@@ -251,15 +249,15 @@ class TrainingLoop:
         rate, stops = self.learning_rate, self.stops
         self.reporter.progress(state, rate, self.total_samples, bank.total_learners, stops.max_time_s)
         self.rounds.tell_notes()
-        if self.job.supply:
-            self._supply(self.job.supply)
+        if self._run.supply:
+            self._supply(self._run.supply)
 
     def _attend_to_z(self, before: int) -> None:
         """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
         ema = self.parts.average_ema
-        if self.state.round_index % self.job.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
+        if self.state.round_index % self._run.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
             self._drain()
-            self.job.check_z()
+            self._run.check_z()
         if ema is not None and ema.is_due(before, self.state.samples_seen, self.num_samples):
             self._drain()
             self.rounds.move_ema()
@@ -291,43 +289,12 @@ class TrainingLoop:
         self.rounds.reseed()
         self._agreed = dataclasses.replace(self._agreed, num_sick=0)
 
-    def _close_epoch(self) -> None:
-        """Wait, evaluate, record, and start the next epoch."""
-        self._drain()
-        self.job.check_z()
-        self.meter.pause()
-        state = self.state
-        self.ranks.watch.doing = f"the evaluation after round {state.round_index - 1}"
-        measured = self.job.evaluate(self._measured)
-        state.elapsed_s = self.meter.elapsed_s
-        if measured:
-            state.note_evaluation(measured[0].accuracy, measured[0].loss, self.stops.target_accuracy)
-        self._final = measured if self._measured == "test" else None
-        learning = self._measure_learning()
-        self.job.add_up_epoch()
-        lap = self.meter.lap()
-        self.reporter.epoch(epoch_record(self.job, lap, self.learning_rate, measured, self._measured, learning))
-        self.reporter.predictions(self.job, measured)
-        state.last_recorded = state.samples_seen
-        state.close_epoch(self.num_samples)
-        self.meter.resume()
-
-    def _measure_learning(self) -> LearningStatistics | None:
-        """Where it is asked for; drained, the meter paused."""
-        if self._learning is None:
-            return None
-        self.ranks.watch.doing = f"the statistics of learning after round {self.state.round_index - 1}"
-        measured = self._learning.measure(self._measured)
-        for note in self._learning.take_notes():
-            self.reporter.message(note)
-        return measured
-
     def _write_checkpoint(self) -> None:
         """Wait for what is in flight, copy it, and go on. A disk that refuses is reported, and training goes on."""
-        if self.job.output_dir is None:
+        if self._run.output_dir is None:
             return
         self._drain()
-        self.job.check_z()
+        self._run.check_z()
         self.meter.pause()
         self.state.elapsed_s, self.state.wall_s = self.meter.elapsed_s, self.reporter.wall_s
         self.keeper.begin(self._agreed.elapsed_s)
@@ -339,39 +306,29 @@ class TrainingLoop:
             if not self.keeper.has(self.state.samples_seen):
                 self._write_checkpoint()
             self.keeper.settle()
-            if newest := self.job.newest_checkpoint():
+            if newest := self._run.newest_checkpoint():
                 self.reporter.message(f"What was trained is in {newest}; the same command with resume=auto goes on.")
 
     def finish(self, status: str, reason: str) -> Result:
         """Evaluate what is not yet evaluated, write the last checkpoint and the model, and sum up."""
         self._drain()
         stopped_by_signal = status in StopSignal.REASONS
-        if self.state.last_recorded != self.state.samples_seen:
-            self._final = None  # of an earlier model
-            if not stopped_by_signal:
-                self._close_partial_epoch()
-                if target := self._target_reached():
-                    status, reason = "target_reached", target
+        if self.state.last_recorded != self.state.samples_seen and not stopped_by_signal:
+            self._epochs.close_partial(self.learning_rate)
+            if target := self._target_reached():
+                status, reason = "target_reached", target
         if not self.keeper.has(self.state.samples_seen):
             self._write_checkpoint()
         self.keeper.settle()
         self.meter.pause()
-        if self._final is None and not stopped_by_signal:
-            self._final = self.job.evaluate("test")
-        models = self.job.models()
-        model_path = self.job.save_models(models)
+        final = self._epochs.final(measures=not stopped_by_signal)
+        models = self._run.models()
+        model_path = self._run.save_models(models)
         self.rounds.tell_notes()
-        summary = self.reporter.summarize(self.state, status, reason, self._final, model_path)
+        summary = self.reporter.summarize(self.state, status, reason, final, model_path)
         independent = [] if self.parts.rule.has_central_model else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # the first rank's, as in its records
         return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
-
-    def _close_partial_epoch(self) -> None:
-        """Record where a run stopped inside an epoch; the epoch's sums are kept, for a resume with a later stop."""
-        kept = self.state.to_plain()
-        self._close_epoch()
-        for name in ("closed_epochs", "loss_sum", "num_losses", "num_correct"):
-            setattr(self.state, name, kept[name])
 
 
 def _how_it_failed(error: BaseException) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from crossbow_py.engine.outer_step import take_outer_step
 from crossbow_py.engine.precision import FP64, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Round, RoundTasks
-from crossbow_py.engine.update import choose_update
+from crossbow_py.engine.update_choice import choose_update
 
 CPU = torch.device("cpu")
 

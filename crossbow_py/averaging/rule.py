@@ -148,6 +148,12 @@ class AveragingRule(ABC):
         return False
 
     @property
+    def is_linear(self) -> bool:
+        """Whether `corrections` and `average` are this class's own, for which there is native code and kernels."""
+        own = type(self)
+        return own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
+
+    @property
     def gradient_mean(self) -> GradientMean | None:
         """Who averages gradients with whom in every round, or None."""
         return None

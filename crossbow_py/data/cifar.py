@@ -37,7 +37,7 @@ _SHAPE = (3, 32, 32)
 
 
 @dataclass(frozen=True)
-class Batch:
+class PublishedBatch:
     """One published pickle: its name, length in bytes and md5."""
 
     name: str
@@ -55,8 +55,8 @@ class CifarSettings(DownloadedSettings):
     FOLDER: ClassVar[str]
     ARCHIVE: ClassVar[PublishedFile]
     LABELS: ClassVar[str]
-    TRAIN: ClassVar[tuple[Batch, ...]]
-    TEST: ClassVar[tuple[Batch, ...]]
+    TRAIN: ClassVar[tuple[PublishedBatch, ...]]
+    TEST: ClassVar[tuple[PublishedBatch, ...]]
 
     crop_padding: int = setting(4, CROP_HELP, minimum=0)
     flip: Flip = setting(True, FLIP_HELP)
@@ -70,11 +70,13 @@ class CifarSettings(DownloadedSettings):
         files = _Folder(place) if place.is_dir() else _Archive(place, self.FOLDER)
         return self._images(files, self.TRAIN), self._images(files, self.TEST)
 
-    def _images(self, files: _Folder | _Archive, batches: tuple[Batch, ...]) -> Pair:
+    def _images(self, files: _Folder | _Archive, batches: tuple[PublishedBatch, ...]) -> Pair:
         images, labels = zip(*(self._batch(files, batch) for batch in batches), strict=True)
         return torch.from_numpy(np.concatenate(images).reshape(-1, *_SHAPE)), torch.from_numpy(np.concatenate(labels))
 
-    def _batch(self, files: _Folder | _Archive, batch: Batch) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    def _batch(
+        self, files: _Folder | _Archive, batch: PublishedBatch
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
         """uint8 [n, 3072] and int64 [n], checked."""
         path, content = files.read(batch.name)
         check_published(content, batch.length, batch.md5, path)
@@ -104,14 +106,16 @@ class Cifar10(CifarSettings):
         ("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",),
     )
     LABELS: ClassVar[str] = "labels"
-    TRAIN: ClassVar[tuple[Batch, ...]] = (
-        Batch("data_batch_1", 31035704, "c99cafc152244af753f735de768cd75f"),
-        Batch("data_batch_2", 31035320, "d4bba439e000b95fd0a9bffe97cbabec"),
-        Batch("data_batch_3", 31035999, "54ebc095f3ab1f0389bbae665268c751"),
-        Batch("data_batch_4", 31035696, "634d18415352ddfa80567beed471001a"),
-        Batch("data_batch_5", 31035623, "482c414d41f54cd18b22e5b47cb7c3cb"),
+    TRAIN: ClassVar[tuple[PublishedBatch, ...]] = (
+        PublishedBatch("data_batch_1", 31035704, "c99cafc152244af753f735de768cd75f"),
+        PublishedBatch("data_batch_2", 31035320, "d4bba439e000b95fd0a9bffe97cbabec"),
+        PublishedBatch("data_batch_3", 31035999, "54ebc095f3ab1f0389bbae665268c751"),
+        PublishedBatch("data_batch_4", 31035696, "634d18415352ddfa80567beed471001a"),
+        PublishedBatch("data_batch_5", 31035623, "482c414d41f54cd18b22e5b47cb7c3cb"),
     )
-    TEST: ClassVar[tuple[Batch, ...]] = (Batch("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),)
+    TEST: ClassVar[tuple[PublishedBatch, ...]] = (
+        PublishedBatch("test_batch", 31035526, "40351d587109b95175f43aff81a1287e"),
+    )
 
 
 @dataclass(frozen=True)
@@ -129,8 +133,12 @@ class Cifar100(CifarSettings):
         ("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",),
     )
     LABELS: ClassVar[str] = "fine_labels"
-    TRAIN: ClassVar[tuple[Batch, ...]] = (Batch("train", 155249918, "16019d7e3df5f24257cddd939b257f8d"),)
-    TEST: ClassVar[tuple[Batch, ...]] = (Batch("test", 31049918, "f0ef6b0ae62326f3e7ffdfab6717acfc"),)
+    TRAIN: ClassVar[tuple[PublishedBatch, ...]] = (
+        PublishedBatch("train", 155249918, "16019d7e3df5f24257cddd939b257f8d"),
+    )
+    TEST: ClassVar[tuple[PublishedBatch, ...]] = (
+        PublishedBatch("test", 31049918, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
+    )
 
 
 class _Folder:

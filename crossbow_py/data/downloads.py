@@ -17,8 +17,7 @@ import pooch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from crossbow_py.errors import UserError
-from crossbow_py.targets import one_line
+from crossbow_py.errors import UserError, one_line
 
 # The remedy for every file that is there but cannot be used.
 REPLACE = "restore the published file, or remove what is there and let data.download=true fetch it anew"

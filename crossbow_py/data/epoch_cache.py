@@ -23,8 +23,8 @@ class EpochCache(Generic[Key, T]):
         kept: tables at most; the least recently used one beyond is forgotten.
     """
 
-    def __init__(self, build: Callable[[Key], T], kept: int = EPOCHS_KEPT) -> None:
-        self._build, self.kept, self._least = build, kept, kept
+    def __init__(self, build: Callable[[Key], T]) -> None:
+        self._build, self.kept = build, EPOCHS_KEPT
         self._readers: dict[int, int] = {}
         self._tables: OrderedDict[Key, T] = OrderedDict()
         self._lock = threading.Lock()
@@ -33,7 +33,7 @@ class EpochCache(Generic[Key, T]):
         """Have a reader at so many places at once from now on, each in at most two epochs; 0 when it has gone."""
         with self._lock:
             self._readers[reader] = num_places
-            self.kept = max(self._least, 2 * sum(self._readers.values()) + 1)
+            self.kept = max(EPOCHS_KEPT, 2 * sum(self._readers.values()) + 1)
 
     def __call__(self, epoch: Key) -> T:
         """The table of `epoch`."""

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from crossbow_py.data.host_randomness import kept_generators
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, shared_images, start_method
-from crossbow_py.errors import BadDataError, DataError, UserError
-from crossbow_py.targets import one_line
+from crossbow_py.errors import BadDataError, DataError, UserError, one_line
+from crossbow_py.host_randomness import kept_generators
 
 # Batches a worker may have finished or in hand; a worker's share of host memory is that many.
 BATCHES_A_WORKER = 2

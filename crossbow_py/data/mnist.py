@@ -16,9 +16,8 @@ from crossbow_py.data.augmentation import FLIP_HELP, Flip
 from crossbow_py.data.base import DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.downloads import REPLACE, PublishedFile, data_folders, download, find, read_file, unpacked
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, one_line
 from crossbow_py.settings import setting
-from crossbow_py.targets import one_line
 
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _UNSIGNED_BYTE = 0x08

@@ -28,9 +28,8 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
 from crossbow_py.engine.executors.device_streams import prepare_environment
-from crossbow_py.errors import CrossbowError, RankLostError, UserError
+from crossbow_py.errors import CrossbowError, RankLostError, UserError, one_line
 from crossbow_py.host import read_host
-from crossbow_py.targets import one_line
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _START_S = 1800.0  # for all ranks to come, and to connect
@@ -78,7 +77,7 @@ class ProcessGroupRanks(Ranks):
         self.rank, self.num_ranks = _number("RANK"), _number("WORLD_SIZE")
         self.local_rank, self.num_local = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE", self.num_ranks)
         self.node, self.num_nodes = _number("GROUP_RANK"), _number("GROUP_WORLD_SIZE", 1)
-        self._on_gpus, self._timeout_s = on_gpus, settings.timeout_s
+        self._timeout_s = settings.timeout_s
         _take_share(self)
         if on_gpus:
             self._take_gpu()

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.errors import UserError
-from crossbow_py.targets import one_line
+from crossbow_py.errors import UserError, one_line
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")  # where their errors are defined
 

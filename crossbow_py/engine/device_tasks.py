@@ -18,7 +18,7 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.device_update import DeviceUpdate, OneLearner, keep_bits
 from crossbow_py.engine.dropout import MaskTape
 from crossbow_py.engine.gradient_mean import average_gradients
-from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, correct_predictions
 from crossbow_py.errors import UserError
 
 NUM_RESULTS = 4  # of a learner in a round
@@ -123,8 +123,8 @@ def average_gated(tasks: RoundTasks, parts: Sequence[RoundValues]) -> None:
 class DeviceTasks(RoundValues):
     """Bodies for one learner each: on a stream a learner, `average` after every learner's `correct`."""
 
-    def __init__(self, tasks: RoundTasks, executor: str = "streams") -> None:
-        super().__init__(tasks, executor)
+    def __init__(self, tasks: RoundTasks) -> None:
+        super().__init__(tasks, executor="streams")
         learners = range(tasks.bank.num_learners)
         self.notes: list[str] = []
         self._rows = [OneLearner(learner, tasks.bank.trained_row(learner)) for learner in learners]
@@ -194,10 +194,3 @@ class DeviceTasks(RoundValues):
     def report(self, learner: int, host: Tensor) -> None:
         """Copy the learner's results to row `learner` of `host` [K, 4], pinned memory on CUDA; the host goes on."""
         host[learner].copy_(self._results[learner], non_blocking=True)
-
-
-def correct_predictions(output: Tensor, targets: Tensor) -> Tensor | None:
-    """As `rounds.count_correct`, 0-dim on the device; None where the task is not classification."""
-    if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
-        return None
-    return (output.argmax(1) == targets).sum()

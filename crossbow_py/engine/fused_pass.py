@@ -13,7 +13,7 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.label_smoothing import IGNORED, smoothed_cross_entropy
-from crossbow_py.engine.rounds import Round, RoundTasks
+from crossbow_py.engine.rounds import Round, RoundTasks, correct_predictions, is_classification
 
 _MOST_CLASSES = 16384  # of the loss kernel
 
@@ -88,7 +88,7 @@ class FusedPass:
         outputs = outputs.to(bank.precision.master)
         losses = self._losses(outputs, targets)
         gradients = self._gradients(losses.sum(), None)
-        return Learned(losses.detach(), _count_correct(outputs.detach(), targets), gradients)
+        return Learned(losses.detach(), correct_predictions(outputs.detach(), targets, lead=1), gradients)
 
     def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
         """In the order of the layout."""
@@ -145,12 +145,5 @@ class PassNotes:
 
 
 def _are_classes(outputs: Tensor, targets: Tensor) -> bool:
-    classes = outputs.ndim == 3 and targets.ndim == 2 and targets.dtype == torch.int64
+    classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
     return classes and outputs.shape[2] <= _MOST_CLASSES
-
-
-def _count_correct(outputs: Tensor, targets: Tensor) -> Tensor | None:
-    """Right predictions of each learner; None where the task is not classification."""
-    if outputs.ndim != 3 or targets.ndim != 2 or targets.is_floating_point():
-        return None
-    return (outputs.argmax(2) == targets).sum(1)

@@ -8,7 +8,6 @@ corrections, which is all-reduced before z moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
 from crossbow_py.engine.layout import Rows
-from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer, for_learner
+from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
 from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.update import Step, TorchUpdate
@@ -87,10 +86,8 @@ class KernelUpdate:
     @staticmethod
     def supports(bank: ReplicaBank, optimizer: Optimizer, rule: AveragingRule) -> bool:
         """Whether there are kernels for all that such a run does to its rows."""
-        own = type(rule)
-        linear = own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
         known = type(optimizer) in (SGD, AdamW) and bank.precision.master in (torch.float32, torch.float64)
-        return known and linear and bank.order == "blocks"
+        return known and rule.is_linear and bank.order == "blocks"
 
     def correct(
         self,
@@ -156,7 +153,7 @@ def choose_kernel_update(
     """The kernels where they serve, compile and agree with the reference; else None, and why if that is a surprise."""
     if not KernelUpdate.supports(bank, optimizer, rule):
         return None, None
-    reason = unavailable(bank.device) or _failure(_alike(optimizer), rule, bank.device, bank.precision, moves)
+    reason = unavailable(bank.device) or _failure(as_first(optimizer), rule, bank.device, bank.precision, moves)
     if reason is None:
         return KernelUpdate(bank, optimizer, moves=moves, learners=learners), None
     return None, f"Updates run as torch operators, which is slower, because {reason}."
@@ -215,12 +212,6 @@ def _check(
             raise KernelError("the update kernel's results differ from those of the torch operators")
     if counts.tolist() != [3.0, 2.0, 3.0] or results[:, 1].tolist() != [1.0, 0.0, 1.0]:
         raise KernelError("the update kernel's gate differs from the reference's")
-
-
-def _alike(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with the first learner's settings for all."""
-    lists = {field.name: getattr(optimizer, field.name) for field in fields(optimizer)}
-    return replace(optimizer, **{name: value[0] for name, value in lists.items() if isinstance(value, tuple)})
 
 
 def _buffers(bank: ReplicaBank) -> list[Tensor]:

@@ -220,4 +220,10 @@ def side_by_side(each: Sequence[Optimizer]) -> Optimizer:
     return replace(first, **{name: own for name, own in values.items() if len(set(own)) > 1})
 
 
+def as_first(optimizer: Optimizer) -> Optimizer:
+    """The optimizer with the first learner's settings for all, of however many learners it has lists."""
+    settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer)}
+    return replace(optimizer, **{name: value[0] for name, value in settings.items() if isinstance(value, tuple)})
+
+
 OPTIMIZERS: dict[str, type[Optimizer]] = {SGD.NAME: SGD, AdamW.NAME: AdamW}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -76,9 +76,9 @@ class RoundOutcome:
     """
 
     plan: Round
-    losses: list[float] = field(default_factory=list)
-    num_correct: list[float | None] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)
+    losses: list[float] = field(init=False)
+    num_correct: list[float | None] = field(init=False)
+    finite: list[bool] = field(init=False)
     gradient_norm: float = math.nan
 
     def __post_init__(self) -> None:
@@ -141,6 +141,8 @@ class RoundTasks:
             self.average(outcome)
         elif isinstance(task, GradientMeanTask):
             self.average_gradients(outcome)
+        else:
+            assert_never(task)
 
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
@@ -293,8 +295,19 @@ class RoundTasks:
                 self.collective.mean_over_nodes(row.storage)
 
 
-def count_correct(output: Tensor, targets: Tensor) -> float | None:
-    """Right predictions of a batch of class scores `[B, classes]`; None where the task is not classification."""
-    if output.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
+def is_classification(outputs: Tensor, targets: Tensor, lead: int = 0) -> bool:
+    """Whether these are scores `[..., B, classes]` and classes `[..., B]`, `lead` dimensions before B."""
+    return (outputs.ndim, targets.ndim) == (lead + 2, lead + 1) and not targets.is_floating_point()
+
+
+def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0) -> Tensor | None:
+    """Right predictions of each batch, `lead` dimensions, on the device; None where the task is not classification."""
+    if not is_classification(outputs, targets, lead):
         return None
-    return float((output.argmax(1) == targets).sum().item())  # host–device synchronisation on CUDA
+    return (outputs.argmax(lead + 1) == targets).sum(lead)
+
+
+def count_correct(output: Tensor, targets: Tensor) -> float | None:
+    """`correct_predictions` of one batch, on the host."""
+    correct = correct_predictions(output, targets)
+    return None if correct is None else float(correct.item())  # host–device synchronisation on CUDA

@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Array, c_double, c_float, c_void_p
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.engine.central import norm
 from crossbow_py.engine.layout import TrainedRow
-from crossbow_py.engine.native.library import Averaging, Learner, NativeError, Vector, load
+from crossbow_py.engine.native.library import Averaging, Learner, Vector
 from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.precision import BF16
 from crossbow_py.engine.replicas import ReplicaBank
 
-_TOLERANCE = 1e-5
 _STRIPS = 64  # sums of squares a gradient, each with a fixed place, so that a norm is one whatever the threads
 _VALUES_A_PART = 2**17  # their update takes about as long as it takes to hand work to another thread
 
@@ -42,9 +40,6 @@ class Step:
     gradient_scale: float = 1.0
 
 
-_CHECK_STEPS = (Step(0.1, step_count=3, gradient_scale=0.5), None, Step(0.1, step_count=3))
-
-
 class TorchUpdate:
     """The reference. Bodies touch what they are given alone, so learners may update at the same time."""
 
@@ -56,8 +51,7 @@ class TorchUpdate:
 
     def gradient_norm(self, row: TrainedRow) -> float:
         """Of the learner's whole gradient, summed in float64 over vectors. Synchronises with the host on CUDA."""
-        norms = torch._foreach_norm(row.gradients)
-        return float(torch.stack(norms).double().square().sum().sqrt())
+        return norm(row.gradients)
 
     def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
         """g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. Without averaging, no c."""
@@ -109,9 +103,8 @@ class NativeUpdate(TorchUpdate):
     @staticmethod
     def supports(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether there is C code for all that such a run does to its rows."""
-        own = type(rule)
-        linear = own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
-        return device.type == "cpu" and dtype == torch.float32 and optimizer.NATIVE_STEP is not None and linear
+        on_floats = device.type == "cpu" and dtype == torch.float32
+        return on_floats and optimizer.NATIVE_STEP is not None and rule.is_linear
 
     def gradient_norm(self, row: TrainedRow) -> float:
         """See TorchUpdate; summed in float64 over values."""
@@ -259,123 +252,3 @@ def _vectors(row: TrainedRow, decay_all: bool, z_prev: Sequence[Tensor] | None =
             for index, weights in enumerate(row.weights)
         )
     )
-
-
-def choose_update(
-    optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype, cache: Path | None = None
-) -> tuple[TorchUpdate, str | None]:
-    """Native code where there is some, that compiles and agrees with the reference; else torch operators.
-
-    Returns the update and, where native code failed, a sentence for the user.
-    """
-    reference = TorchUpdate(optimizer, rule)
-    if not NativeUpdate.supports(optimizer, rule, device, dtype):
-        return reference, None
-    try:
-        library = load(cache)
-        _check_once(optimizer, rule, library)
-    except NativeError as error:
-        return reference, (
-            f"Updates run as torch operators, which is slower for models with many parameters, because {error}; "
-            f"{error.remedy}."
-        )
-    return NativeUpdate(optimizer, rule, library), None
-
-
-_CHECKED: set[Any] = set()
-
-
-def _check_once(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
-    """`_check`, which takes a tenth of a second, the first time in this process for what chooses the code in C."""
-    terms = {name: getattr(optimizer, name) == 0 for name in optimizer.per_learner()}
-    key = (library._name, type(rule), repr(optimizer.shared()), repr(terms))
-    if key not in _CHECKED:
-        _check(optimizer, rule, library)
-        _CHECKED.add(key)
-
-
-def _check(optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
-    """Raise NativeError unless rounds of three learners, one of them gated, do what the reference does."""
-    settings = {field.name: getattr(optimizer, field.name) for field in fields(optimizer)}
-    first = {name: value[0] for name, value in settings.items() if isinstance(value, tuple)}
-    optimizer = replace(optimizer, **first)  # lists may be for more learners than here, or for fewer
-    native, reference = NativeUpdate(optimizer, rule, library), TorchUpdate(optimizer, rule)
-    for averaging in (LinearRound(0.3, momentum=0.9), None):
-        in_one_pass, by_row, expected = (_random_bank(optimizer) for _ in range(3))
-        norms = _round_in_one_pass(native, in_one_pass, averaging), _round_by_row(native, by_row, averaging)
-        expected_norms = _round_by_row(reference, expected, averaging)
-        for bank, found in zip((in_one_pass, by_row), norms, strict=True):
-            pairs = [*zip(_compared(bank), _compared(expected), strict=True)]
-            pairs.append((torch.tensor(found), torch.tensor(expected_norms)))
-            _refuse_unless(pairs)
-    shared, expected = _random_bank(optimizer), _random_bank(optimizer)
-    _share_gradient(native, shared)
-    for learner in range(1, expected.num_learners):
-        expected.gradients.copy_row(learner, expected.gradients, 0)
-    expected.total.copy_row(0, shared.total)
-    _round_by_row(reference, expected, None)
-    _refuse_unless([*zip(_compared(shared), _compared(expected), strict=True)])
-
-
-def _refuse_unless(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Raise NativeError unless all are close."""
-    if not all(_is_close(*pair) for pair in pairs):
-        raise NativeError("its results differ from those of torch's operators", "name another C compiler in CC")
-
-
-def _share_gradient(update: NativeUpdate, bank: ReplicaBank) -> None:
-    """A round in one pass in which all learners read the first one's gradient, from where sums of gradients are."""
-    rows = StackedRows(bank)
-    rows.share_gradient, rows.gradients = True, bank.total.trained()
-    torch._foreach_copy_(rows.gradients, bank.gradients.trained(0))
-    update.gradient_norms(rows)
-    update.correct_all(rows, None, _CHECK_STEPS, moves=True)
-
-
-def _random_bank(optimizer: Optimizer) -> ReplicaBank:
-    """Of rows whose lengths are no multiples of anything, always the same; draws nothing from torch's own generator."""
-    layers = torch.nn.Linear(53, 41, device="meta"), torch.nn.Linear(41, 3, device="meta")
-    template = torch.nn.Sequential(*layers).to_empty(device="cpu")
-    bank = ReplicaBank(
-        template,
-        len(_CHECK_STEPS),
-        device=torch.device("cpu"),
-        precision=BF16,
-        state_names=optimizer.STATE,
-        order="blocks",
-    )
-    generator = torch.Generator().manual_seed(0)
-    for rows in (bank.weights, bank.gradients, *bank.state.values(), bank.z, bank.z_prev, bank.shadow):
-        rows.storage.uniform_(generator=generator)
-    return bank
-
-
-def _round_in_one_pass(update: NativeUpdate, bank: ReplicaBank, averaging: LinearRound | None) -> list[float]:
-    rows = StackedRows(bank)
-    norms = update.gradient_norms(rows)
-    update.correct_all(rows, averaging, _CHECK_STEPS, moves=True)
-    return norms
-
-
-def _round_by_row(update: TorchUpdate, bank: ReplicaBank, averaging: LinearRound | None) -> list[float]:
-    norms = [update.gradient_norm(bank.trained_row(j)) for j in range(bank.num_learners)]
-    for learner, step in enumerate(_CHECK_STEPS):
-        if step is not None:
-            update.correct(learner, bank.trained_row(learner), averaging, step)
-    if averaging is not None:
-        update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
-        update.move([bank.z.whole()], [bank.z_prev.whole()], [bank.total.whole()], averaging)
-    return norms
-
-
-def _compared(bank: ReplicaBank) -> list[Tensor]:
-    """What a round writes, without padding."""
-    rows = (bank.trained_row(j) for j in range(bank.num_learners))
-    lists = (vectors for row in rows for vectors in (row.weights, row.shadow or [], *row.state.values()))
-    learners = [vector for vectors in lists for vector in vectors]
-    return [*learners, *bank.total.trained(), *bank.z.trained(), *bank.z_prev.trained()]
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    tolerance = 2**-7 if found.dtype == torch.bfloat16 else _TOLERANCE  # one digit of bfloat16
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)

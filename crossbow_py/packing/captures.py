@@ -10,8 +10,8 @@ from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStrea
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.packing.recording import Run
-from crossbow_py.targets import one_line
+from crossbow_py.errors import one_line
+from crossbow_py.packing.recording import Forward
 
 _NAME = "the models"
 
@@ -36,7 +36,7 @@ class Captures:
         self._pool: Pool = None
         self._graphs: list[Graph] = []
 
-    def captured(self, run: Run, inputs: Tensor) -> CapturedRun | OrderedRun:
+    def captured(self, run: Forward, inputs: Tensor) -> CapturedRun | OrderedRun:
         """`run` as a CUDA graph; as it is when it draws random numbers, which a graph would repeat. Blocks the host.
 
         Raises CaptureError for what a graph cannot hold.
@@ -63,7 +63,7 @@ class Captures:
         self._graphs.append(own.graph)
         return own
 
-    def release(self, run: Run) -> None:
+    def release(self, run: Forward) -> None:
         """Forget what `captured` gave; blocks the host until it has run. The pool's memory goes with its last graph."""
         if isinstance(run, CapturedRun):
             self._device.synchronize_event(self._done)  # host–device synchronisation
@@ -88,7 +88,7 @@ class CapturedRun:
 
     graph: Graph
 
-    def __init__(self, run: Run, inputs: Tensor, device: DeviceStreams, done: Event) -> None:
+    def __init__(self, run: Forward, inputs: Tensor, device: DeviceStreams, done: Event) -> None:
         self._run, self._inputs, self._outputs = run, inputs, inputs.new_empty(0)
         self._device, self._done = device, done
 
@@ -110,7 +110,7 @@ class CapturedRun:
 class OrderedRun:
     """A function of one tensor that runs as it is, after the last call and before the next; see `CapturedRun`."""
 
-    def __init__(self, run: Run, device: DeviceStreams, done: Event) -> None:
+    def __init__(self, run: Forward, device: DeviceStreams, done: Event) -> None:
         self._run, self._device, self._done = run, device, done
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -122,5 +122,5 @@ class OrderedRun:
         return outputs
 
 
-def _call(run: Run, inputs: Tensor) -> None:
+def _call(run: Forward, inputs: Tensor) -> None:
     run(inputs)

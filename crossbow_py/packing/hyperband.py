@@ -179,11 +179,6 @@ def bracket_of(brackets: Sequence[Bracket], trial: int) -> Bracket:
     return bracket
 
 
-def from_epochs(brackets: Sequence[Bracket], segment: Segment) -> float:
-    """Epochs the trial has been trained for when the segment starts."""
-    return bracket_of(brackets, segment.trial).epochs[segment.rung - 1] if segment.rung else 0.0
-
-
 def to_epochs(brackets: Sequence[Bracket], segment: Segment) -> float:
     """Epochs the trial has been trained for when the segment is over and it is measured."""
     return bracket_of(brackets, segment.trial).epochs[segment.rung]

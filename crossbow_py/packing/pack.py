@@ -20,7 +20,7 @@ from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.optimizers import side_by_side
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Draws, Loss, Round, RoundOutcome, RoundTasks
-from crossbow_py.engine.update import choose_update
+from crossbow_py.engine.update_choice import choose_update
 from crossbow_py.evaluation import Evaluation, Evaluator
 from crossbow_py.executor_choice import new_bank
 from crossbow_py.packed_evaluation import evaluate_bank
@@ -218,11 +218,6 @@ class Pack:
         assert self._engine is not None, "the pack is open"
         assert self._engine.executor is not None, "its rows are settled"
         return self._engine.executor
-
-    @property
-    def executor_name(self) -> str:
-        """Which executor runs the rows now."""
-        return self._executor.NAME
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from crossbow_py.engine.memory import forget_frames, free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError, DeviceLostError
+from crossbow_py.errors import CrossbowError, DataError, DeviceLostError, one_line
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.pack import Member, Pack, PackJob
@@ -17,7 +17,6 @@ from crossbow_py.packing.roster import Described, Roster
 from crossbow_py.packing.side_by_side import advance
 from crossbow_py.packing.trial import Checkpoint
 from crossbow_py.run_settings import Choices
-from crossbow_py.targets import one_line
 
 
 @dataclass

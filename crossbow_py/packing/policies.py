@@ -76,9 +76,9 @@ def few_kinds(admitted: Sequence[Waiting], running: Sequence[Waiting], most: int
     return [each for each in admitted if each.signature in kinds]
 
 
-def fair_share(num_segments: int, num_workers: int) -> int:
-    """How many of the segments that may train a worker holds at most, so that each of them has some."""
-    return -(-num_segments // max(1, num_workers))
+def fair_share(num_segments: int, num_searchers: int) -> int:
+    """How many of the segments that may train one search process holds at most, so that each of them has some."""
+    return -(-num_segments // max(1, num_searchers))
 
 
 def _in_order(policy: Policy, waiting: Sequence[Waiting], running: Sequence[Waiting], seed: int) -> Sequence[Waiting]:

@@ -22,7 +22,7 @@ from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.packing.captures import Captures
 from crossbow_py.packing.last_used import LastUsed
-from crossbow_py.packing.recording import Run, recorded
+from crossbow_py.packing.recording import Forward, recorded
 from crossbow_py.packing.timing import fastest
 
 PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
@@ -106,7 +106,7 @@ class ProgramsPredictor(Predictor):
     def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
         super().__init__(banks, writes_inputs)
         self._captures = Captures(self.NAME, banks) if banks[0].device.type == "cuda" else None
-        self._programs = LastUsed[tuple[torch.Size, torch.dtype], Run](MOST_PROGRAMS, self._release)
+        self._programs = LastUsed[tuple[torch.Size, torch.dtype], Forward](MOST_PROGRAMS, self._release)
 
     @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
     def probabilities(self, inputs: Tensor) -> Tensor:
@@ -114,16 +114,16 @@ class ProgramsPredictor(Predictor):
         run = self._programs.of((inputs.shape, inputs.dtype), partial(self._program, inputs))
         return run(inputs)
 
-    def _program(self, inputs: Tensor) -> Run:
+    def _program(self, inputs: Tensor) -> Forward:
         """What answers batches like these."""
         run = self._prepared(inputs)
         return run if self._captures is None else self._captures.captured(run, inputs)
 
     @abstractmethod
-    def _prepared(self, inputs: Tensor) -> Run:
+    def _prepared(self, inputs: Tensor) -> Forward:
         """What answers batches like these, on CUDA before it is captured."""
 
-    def _release(self, run: Run) -> None:
+    def _release(self, run: Forward) -> None:
         if self._captures is not None:
             self._captures.release(run)
 
@@ -154,7 +154,7 @@ class FusedPredictor(ProgramsPredictor):
     def _graphs(self, inputs: Tensor) -> list[FusedGraph]:
         return [FusedGraph(bank.template, inputs, bank, learners=group, training=False) for bank, group in self._groups]
 
-    def _prepared(self, inputs: Tensor) -> Run:
+    def _prepared(self, inputs: Tensor) -> Forward:
         run = partial(self._all, self._graphs(inputs))
         return run if inputs.device.type == "cuda" else _on_fastest_threads(recorded(run, inputs), inputs)
 
@@ -165,24 +165,29 @@ class FusedPredictor(ProgramsPredictor):
         return _softmax(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.banks[0])
 
 
-class TwoSubArrays(FusedPredictor):
-    """Every bank in two groups of fused models, all groups side by side. Errors as `FusedPredictor`'s."""
+class SubArraysPredictor(FusedPredictor):
+    """Every bank in `GROUPS` groups of fused models, all groups side by side. Errors as `FusedPredictor`'s."""
 
-    NAME = "subarrays2"
     DEVICE = "cuda"
     EXPERIMENTAL = True
+    GROUPS: ClassVar[int]
 
     def _num_groups(self) -> int:
-        return 2
+        return self.GROUPS
 
 
-class FourSubArrays(TwoSubArrays):
-    """In four groups."""
+class TwoSubArraysPredictor(SubArraysPredictor):
+    """Two groups."""
+
+    NAME = "subarrays2"
+    GROUPS = 2
+
+
+class FourSubArraysPredictor(SubArraysPredictor):
+    """Four groups."""
 
     NAME = "subarrays4"
-
-    def _num_groups(self) -> int:
-        return 4
+    GROUPS = 4
 
 
 class FusedThreadsPredictor(FusedPredictor):
@@ -203,11 +208,11 @@ class FusedThreadsPredictor(FusedPredictor):
     def _num_groups(self) -> int:
         return torch.get_num_threads()
 
-    def _prepared(self, inputs: Tensor) -> Run:
+    def _prepared(self, inputs: Tensor) -> Forward:
         graphs = self._graphs(inputs)
         return partial(self._side_by_side, [recorded(partial(self._all, [graph]), inputs) for graph in graphs])
 
-    def _side_by_side(self, runs: Sequence[Run], inputs: Tensor) -> Tensor:
+    def _side_by_side(self, runs: Sequence[Forward], inputs: Tensor) -> Tensor:
         return torch.cat(self._threads.run([partial(_without_gradients, run, inputs) for run in runs]))
 
     def close(self) -> None:
@@ -231,7 +236,7 @@ class StreamsPredictor(ProgramsPredictor):
         self._modules = _modules(banks)
         self._branches = Branches(banks[0].device, _MOST_STREAMS)
 
-    def _prepared(self, inputs: Tensor) -> Run:
+    def _prepared(self, inputs: Tensor) -> Forward:
         return self._side_by_side
 
     @torch.no_grad()
@@ -245,8 +250,8 @@ _ALL: tuple[type[Predictor], ...] = (
     ThreadsPredictor,
     FusedPredictor,
     FusedThreadsPredictor,
-    TwoSubArrays,
-    FourSubArrays,
+    TwoSubArraysPredictor,
+    FourSubArraysPredictor,
     StreamsPredictor,
 )
 PREDICTORS: dict[str, type[Predictor]] = {kind.NAME: kind for kind in _ALL}
@@ -282,11 +287,11 @@ class _CoreThreads:
 
 
 @torch.no_grad()  # which holds for one thread
-def _without_gradients(run: Run, inputs: Tensor) -> Tensor:
+def _without_gradients(run: Forward, inputs: Tensor) -> Tensor:
     return run(inputs)
 
 
-def _on_fastest_threads(run: Run, inputs: Tensor) -> Run:
+def _on_fastest_threads(run: Forward, inputs: Tensor) -> Forward:
     """`run` on one intra-op thread or on all of them: a few samples are answered before threads have met."""
     every = torch.get_num_threads()
     if every == 1:
@@ -295,7 +300,7 @@ def _on_fastest_threads(run: Run, inputs: Tensor) -> Run:
     return runs[fastest({number: partial(own, inputs) for number, own in runs.items()})]
 
 
-def _with_threads(run: Run, number: int, inputs: Tensor) -> Tensor:
+def _with_threads(run: Forward, number: int, inputs: Tensor) -> Tensor:
     with intra_op_threads(number):
         return run(inputs)
 

@@ -12,12 +12,12 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-Run = Callable[[Tensor], Tensor]
+Forward = Callable[[Tensor], Tensor]
 _SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @torch.no_grad()
-def recorded(run: Run, inputs: Tensor) -> Run:
+def recorded(run: Forward, inputs: Tensor) -> Forward:
     """What `run` calls for `inputs`, for tensors of that shape and format; what hangs on no input is computed once.
 
     `run` has been called before, so that it decides nothing any more. Where it cannot be recorded, or where what was
@@ -33,7 +33,7 @@ def recorded(run: Run, inputs: Tensor) -> Run:
     return replay if close else run
 
 
-def _compiled(program: GraphModule) -> Run:
+def _compiled(program: GraphModule) -> Forward:
     constants = _fold(program)
     rest, named = _without(program.graph, constants), {node.name: value for node, value in constants.items()}
     forward, own = type(GraphModule(named, rest)).forward, SimpleNamespace(**named)

@@ -14,14 +14,15 @@ from crossbow_py.calibration import Effort
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError, DeviceLostError
+from crossbow_py.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
 from crossbow_py.packing.policies import Waiting
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.packing.width import BUDGET_S, Width, measured_width
+from crossbow_py.packing.trials_alike import TrialsAlike
+from crossbow_py.packing.width import Width
+from crossbow_py.packing.width_measurement import BUDGET_S, measured_width
 from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.targets import one_line
 
 MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
 
@@ -123,7 +124,7 @@ class Roster:
             except Exception as error:  # of the user's model
                 raise_if_lost(error, self._choices.device)
                 is_said = isinstance(error, CrossbowError)
-                self._described[trial] = " ".join(str(error).split()) if is_said else one_line(error)
+                self._described[trial] = text_of(error) if is_said else one_line(error)
         return self._described[trial]
 
     def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:
@@ -170,8 +171,8 @@ class Roster:
         begun = time.perf_counter()
         try:
             width, notes = measured_width(
-                self._settings, self._choices, settings, template, feed, self._loss, self._most, self._announce,
-                self.has_packs(), self.make_room, self._effort(),
+                TrialsAlike(self._settings, self._choices, settings, template, feed, self._loss),
+                self._most, self._announce, self.has_packs(), self.make_room, self._effort(),
             )  # fmt: skip
         finally:
             self._measuring_s += time.perf_counter() - begun

@@ -17,7 +17,7 @@ import torch
 from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.memory import forget_frames, free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import CrossbowError, DataError, UserError
+from crossbow_py.errors import CrossbowError, DataError, UserError, one_line
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.packing.hyperband import Results, Segment, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.packing.pack import Member, PackJob
@@ -28,7 +28,6 @@ from crossbow_py.packing.rules import SearchRules, epoch_samples
 from crossbow_py.packing.states import TrialStates, Underway
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.targets import one_line
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left
@@ -158,13 +157,13 @@ class Search:
         if self.places and now == self._admitted_at and not self._is_stale:
             return
         segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
-        self.roster.is_alone = self.study.num_workers(here=True) == 1
+        self.roster.is_alone = self.study.num_searchers(here=True) == 1
         waiting, running = self._waiting(segments), self._running()
         if self.roster.stopped():  # while packs were measured
             return
         chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
         chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
-        quota = fair_share(len(segments), self.study.num_workers()) - len(running)
+        quota = fair_share(len(segments), self.study.num_searchers()) - len(running)
         wanted = {each.trial for each in chosen[: max(0, quota)]}
         claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
         self.places += [self._placed(segment) for segment in claimed]

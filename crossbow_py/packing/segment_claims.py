@@ -166,15 +166,15 @@ class SegmentClaims:
         lost, self._lost = sorted(self._lost), set()
         return lost
 
-    def num_workers(self, *, here: bool = False) -> int:
-        """Workers that live, as their leases tell, and this one; those on this host alone where `here`."""
+    def num_searchers(self, *, here: bool = False) -> int:
+        """Search processes that live, as their leases tell, and this one; those on this host alone where `here`."""
         now = self._clock()
         living = {holder: lease for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
         others = {holder for holder, lease in living.items() if lease.is_here or not here}
         return len(others | {self._holder})
 
     def leave(self) -> None:
-        """End the lease, as this worker takes nothing more: `num_workers` of others counts it no more."""
+        """End the lease, as this process takes nothing more: `num_searchers` of others counts it no more."""
         if self._holder:
             key = _lease_key(self._holder)
             ended = Lease.taken(self._clock(), 0.0)

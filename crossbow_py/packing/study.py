@@ -209,14 +209,14 @@ class SharedStudy:
         with self._lock:
             self._claims.release(segment)
 
-    def num_workers(self, *, here: bool = False) -> int:
-        """How many workers share the search now, with this one; those that are done, or dead, count no more.
+    def num_searchers(self, *, here: bool = False) -> int:
+        """How many processes share the search now, with this one; those that are done, or dead, count no more.
 
         Args:
             here: count those on this host alone.
         """
         with self._lock:
-            return self._claims.num_workers(here=here)
+            return self._claims.num_searchers(here=here)
 
     def leave(self) -> None:
         """Take nothing more, so that the others share what is left; what is held, `release` before."""
@@ -231,11 +231,6 @@ class SharedStudy:
     def results(self) -> dict[Segment, Outcome]:
         """The values of the segments that are over, ascending."""
         return {segment: result.value for segment, result in self.segment_results().items()}
-
-    def reasons(self) -> dict[int, str]:
-        """Why trials failed, by trial."""
-        found = self.segment_results().items()
-        return {segment.trial: result.reason for segment, result in found if result.reason is not None}
 
     # --- records ------------------------------------------------------------------------------------------------------
 

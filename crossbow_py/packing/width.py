@@ -1,41 +1,15 @@
-"""How many trials of a signature train side by side, and by which executor: what was measured to be the fastest."""
+"""How many trials of a signature train side by side, and by which executor: what is the fastest, by throughputs."""
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from crossbow_py.averaging import Independent
-from crossbow_py.averaging.collective import Collective
-from crossbow_py.calibration import Calibration, Candidate, Effort, calibrate, fingerprint
-from crossbow_py.data.feed import Feed
-from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
-from crossbow_py.engine.fusion.graph import FusionError, exported
-from crossbow_py.engine.rounds import Loss, Round, RoundTasks
-from crossbow_py.engine.update import choose_update
-from crossbow_py.executor_choice import new_bank
-from crossbow_py.learner_bound import learner_bound
-from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.user_cache import Remembered
-from crossbow_py.version import __version__
-
+NEARLY = 1.25  # of a pack's size
+ASKED_FOR = "was asked for"
 _WORTH = 1.05  # times the throughput of one at a time: what a pack has to reach, or it is not worth its memory
 _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
-# In the order they are measured: there may be time for the first alone, and an executor that is far behind the others
-# with it is not measured with more. Twice the largest, and so on, come before the small ones, while they still gain.
-_LARGE_SIZES, _SMALL_SIZES = (16, 8, 32), (4, 2)
-BUDGET_S = 20.0
-_RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
-_NEARLY = 1.25  # of a pack's size
 _SLOW_START = 0.6  # of one trial's throughput is what an executor for packs has with one, where that is not measured
-_ASKED_FOR, _LITTLE = "was asked for", "which is not measured, as there is little to train"
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
 
 
@@ -71,7 +45,7 @@ class Width:
         return num_trials / (rounds[below] + share * (rounds[above] - rounds[below]))
 
 
-def choose_width(rates: Rates, what: str, bound: int, why_alone: str = _ASKED_FOR) -> Width:
+def choose_width(rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR) -> Width:
     """The smallest pack close to the best throughput; one at a time where packs do not pay. Pure.
 
     `rates` has one trial at a time, by whatever executor; `what` names the trials, of which `bound` are all there can
@@ -83,316 +57,18 @@ def choose_width(rates: Rates, what: str, bound: int, why_alone: str = _ASKED_FO
     if alone is not None and fastest < _WORTH * alone:
         name = max((own for own, count in rates if count == 1), key=lambda own: rates[own, 1])
         reason = f"packing does not pay: {fastest:,.0f} images/s at best, and {alone:,.0f} one at a time"
-        if not _has_packs(rates):
+        if not has_packs(rates):
             reason = f"{why_alone}, by executor {name}: {alone:,.0f} images/s"
         return Width(1, rates, f"Trials of {what} run one at a time, as {reason}.")
     size = min(count for (_, count), rate in rates.items() if rate >= _CLOSE * fastest)
     name = max((own for own, count in rates if count == size), key=lambda own: rates[own, size])
-    rate, size = rates[name, size], bound if bound <= _NEARLY * size else size
+    rate, size = rates[name, size], bound if bound <= NEARLY * size else size
     sentence = f"Trials of {what} run in packs of {size} by executor {name}: {rate:,.0f} images/s"
     if alone is not None:
         sentence += f", and {alone:,.0f} one at a time ({rate / alone:.1f} times)"
     return Width(size, rates, f"{sentence}.")
 
 
-def measured_width(
-    settings: RunSettings,
-    choices: Choices,
-    trial: TrialSettings,
-    template: nn.Module,
-    feed: Feed,
-    loss: Loss,
-    limit: int,
-    announce: Callable[[str], None],
-    has_packs: bool,
-    make_room: Callable[[], bool],
-    effort: Effort,
-) -> tuple[Width, list[str]]:
-    """The width for trials like `trial`, with at most `limit` side by side, and no more than memory holds.
-
-    Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
-    no time for that. Where memory is short for measuring, `make_room` gives back what it can, and says whether there
-    was any; `has_packs` says whether packs hold some, which what is remembered need not fit beside. Also returns
-    sentences for the user.
-    """
-
-    def memory_bound() -> tuple[int, list[str]]:
-        bound, notes = _memory_bound(settings, choices, trial, template, feed, loss, limit)
-        return (bound if bound >= limit else _steady(bound)), notes
-
-    def recalled() -> Width | None:
-        found = memory.recall(effort, bound, has_packs=has_packs)
-        width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone) if found else None
-        # The key says what a model consists of, not what its forward does: that may have changed since.
-        is_fused = width is not None and EXECUTORS[width.executor(width.size)].FUSES
-        return width if not is_fused or _is_exportable(template, feed, choices) else None
-
-    bound, notes = memory_bound()
-    what = f"{trial.name} with batches of {trial.batch_size}"
-    why_alone = _ASKED_FOR if limit == 1 else "memory holds no more"
-    names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
-    memory = _Memory(_fingerprint(choices, trial, template, feed, names, limit, effort.is_alone))
-    width = recalled()
-    if width is None and bound < limit and make_room():
-        has_packs = False
-        bound, notes = memory_bound()
-        width = recalled()
-    if width is not None:
-        return width, [] if has_packs else notes
-    asked = _asked(names, bound)
-    is_exportable = any(EXECUTORS[name].FUSES for name, _ in asked) and _is_exportable(template, feed, choices)
-    if len(asked) == 1 or effort.budget_s <= 0:
-        why = f"as {why_alone}" if len(asked) == 1 else _LITTLE
-        return _unmeasured(asked, what, is_exportable, why), notes
-    announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
-    every = [_candidate(*each, settings, choices, trial, template, feed, loss) for each in asked]
-    result, is_whole = _calibrated(every, feed.batch_size, choices.device, effort, make_room)
-    able = [each for each in asked if each[0] not in {name for name, _ in result.refused}]
-    if result.is_short and not _has_packs(result.images_per_s) and any(each in able for each in _late_packs(result)):
-        return _unmeasured(able, what, is_exportable, _LITTLE), notes
-    found = _Found(dict(result.images_per_s), _why_no_packs(result), bound, _most(result, bound))
-    width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
-    if is_whole and _is_lasting(result, width, effort):
-        memory.keep(found, is_short=result.is_short)
-    return width, [*notes, *_notes(result, what)]
-
-
-def _candidate(
-    name: str,
-    count: int,
-    settings: RunSettings,
-    choices: Choices,
-    trial: TrialSettings,
-    template: nn.Module,
-    feed: Feed,
-    loss: Loss,
-) -> Candidate:
-    def build() -> tuple[Executor, Callable[[int], Round]]:
-        bank = new_bank(template, count, name, settings, choices, trial.optimizer)
-        update, _ = choose_update(trial.optimizer, Independent(), choices.device, choices.precision.master)
-        tasks = RoundTasks(bank, update=update, feed=feed.for_measuring(), loss=loss, seed=0, collective=Collective())
-        return EXECUTORS[name](tasks), lambda index: _still_round(index, count, feed.batch_size)
-
-    return Candidate(name, count, build, needs_gain=count > max(_LARGE_SIZES))
-
-
-def _calibrated(
-    candidates: Sequence[Candidate],
-    batch_size: int,
-    device: torch.device,
-    effort: Effort,
-    make_room: Callable[[], bool],
-) -> tuple[Calibration, bool]:
-    """Once more, for what memory refused, where room can be made; and whether there was time for all of that."""
-    begun = time.perf_counter()
-    first = calibrate(candidates, batch_size, device, effort)
-    if not (_is_short_of_memory(first) and make_room()):
-        return first, True
-    left = effort.after(time.perf_counter() - begun)
-    second = calibrate(candidates, batch_size, device, left, first.images_per_s)
-    return replace(second, others=max(first.others, second.others)), not second.late
-
-
-def _has_packs(rates: Rates) -> bool:
+def has_packs(rates: Rates) -> bool:
+    """Whether trials side by side are among them."""
     return any(count > 1 for _, count in rates)
-
-
-def _late_packs(result: Calibration) -> list[tuple[str, int]]:
-    return [each for each in result.late if each[1] > 1]
-
-
-def _why_no_packs(result: Calibration) -> str:
-    """Why no packs were measured, where they were to be; empty where they were, or were not to be."""
-    left_out = [f"executor {name}: {reason}" for name, reason in result.left_out(fewest=2).items()]
-    if _has_packs(result.images_per_s) or not left_out:
-        return ""
-    return f"no packs of them could be measured ({'; '.join(left_out)})"
-
-
-def _is_short_of_memory(result: Calibration) -> bool:
-    return any(refusal.is_passing for refusal in result.refused.values())
-
-
-def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
-    """Whether the next measurement would say the same: memory may hold more then, and there may be time for packs.
-
-    Memory that holds packs, but none so large as it was thought to, is no larger the next time, unless others had some.
-    """
-    measured = {name for name, count in result.images_per_s if count > 1}
-    may_fit = any(each.is_passing and name not in measured for (name, _), each in result.refused.items())
-    may_fit = may_fit or (_is_short_of_memory(result) and not effort.is_alone)
-    may_pay = width.size == 1 and bool(_late_packs(result))
-    return not (result.is_busy or may_fit or may_pay)
-
-
-def _most(result: Calibration, bound: int) -> int:
-    """Trials a pack may have: `bound`, or what was measured where memory refused more."""
-    return max(count for _, count in result.images_per_s) if _is_short_of_memory(result) else bound
-
-
-def _notes(result: Calibration, what: str) -> list[str]:
-    """For the user; where there are no packs at all, the width's own sentence says why."""
-    left_out = result.left_out(fewest=2).items() if _has_packs(result.images_per_s) else ()
-    return [*(f"Executor {name} runs no packs of {what}: {reason}." for name, reason in left_out), *result.busy_notes]
-
-
-def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool, why: str) -> Width:
-    """What is likely to pay: a middling pack, fused where that can be."""
-    packs = [each for each in asked if each[1] > 1 and (is_exportable or not EXECUTORS[each[0]].FUSES)]
-    name, size = next((each for each in packs if EXECUTORS[each[0]].FUSES), [*packs, asked[0]][0])
-    how = f"in packs of {size}" if size > 1 else "one at a time"
-    return Width(size, {(name, size): 0.0}, f"Trials of {what} run {how} by executor {name}, {why}.")
-
-
-def _is_exportable(template: nn.Module, feed: Feed, choices: Choices) -> bool:
-    try:
-        exported(template, feed.for_measuring().batch(0).inputs, choices.precision)
-    except FusionError:
-        return False
-    return True
-
-
-def _asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
-    """What is to be measured, what tells most first: one trial at a time, and packs where they run side by side.
-
-    Trials that run apart on a CPU gain nothing from there being more of them than cores.
-    """
-    packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
-    sizes = {name: _apart_sizes(bound) if _is_apart(name) else _sizes(bound) for name in packed}
-    packs = [
-        (name, own[place]) for place in range(max(map(len, sizes.values()))) for name, own in sizes.items()
-        if place < len(own)
-    ]  # fmt: skip
-    first = [(names[0], 1), *packs[: len(packed)]]
-    order = [*first, *((name, 1) for name in names[1:]), *packs[len(packed) :]]
-    return list(dict.fromkeys(order))
-
-
-def _is_apart(name: str) -> bool:
-    """Whether an executor runs trials by themselves, each on a core."""
-    return not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda"
-
-
-def _apart_sizes(bound: int) -> list[int]:
-    return sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
-
-
-def _sizes(bound: int) -> list[int]:
-    """Packs of up to `bound` trials: some sizes, and doubled ones up to nearly all that there can be."""
-    doubled, size = [], max(_LARGE_SIZES)
-    while _NEARLY * size < bound:
-        size *= 2
-        doubled.append(size)
-    return list(dict.fromkeys(min(size, bound) for size in (*_LARGE_SIZES, *doubled, *_SMALL_SIZES)))
-
-
-def _steady(bound: int) -> int:
-    """`bound` rounded down to 1, 2, 3, 4, 6, 8, 12 and so on: free memory is never quite the same."""
-    power = 1 << (bound.bit_length() - 1)
-    return power + power // 2 if 2 * bound >= 3 * power else power
-
-
-def _still_round(index: int, count: int, batch_size: int) -> Round:
-    """All take one batch, at a learning rate of 0."""
-    return Round(index, (index * batch_size,) * count, (0.0,) * count, None)
-
-
-def _memory_bound(
-    settings: RunSettings,
-    choices: Choices,
-    trial: TrialSettings,
-    template: nn.Module,
-    feed: Feed,
-    loss: Loss,
-    limit: int,
-) -> tuple[int, list[str]]:
-    executor = "fused" if choices.executor == "auto" else choices.executor
-    asked = replace(settings, num_learners="auto", max_learners=limit, batch_size=trial.batch_size)
-    few = feed.first_samples(min(2, trial.batch_size))
-    return learner_bound(
-        template, few, asked, replace(choices, executor=executor), loss, trial.optimizer, Independent()
-    )
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What is remembered of measuring.
-
-    Attributes:
-        rates: throughputs.
-        why_no_packs: why no packs are among them, where some were to be.
-        bound: trials side by side that memory was thought to hold then.
-        most: that a pack may have.
-    """
-
-    rates: Rates
-    why_no_packs: str
-    bound: int
-    most: int
-
-    def within(self, bound: int) -> _Found | None:
-        """What of it counts where memory holds no more trials than that; None where that is nothing."""
-        rates = {key: rate for key, rate in self.rates.items() if key[1] <= bound}
-        return replace(self, rates=rates, most=min(self.most, bound)) if rates else None
-
-
-class _Memory:
-    """What was measured for such trials before, in long searches and in those with little to train."""
-
-    def __init__(self, key: str) -> None:
-        self._known, self._key, self._short_key = Remembered("packs.json"), key, f"{key} short"
-
-    def recall(self, effort: Effort, bound: int, *, has_packs: bool) -> _Found | None:
-        """What is known of as many trials as memory holds, `bound`; of what a short search measured only in another.
-
-        Where packs hold memory it is what memory held without them.
-        """
-        found = self._read(self._key)
-        if found is None or found.bound < bound:
-            found = self._read(self._short_key)
-            if not found or effort.seconds(max(found.rates.values())) >= effort.budget_s or found.bound < bound:
-                return None
-        return found if has_packs else found.within(bound)
-
-    def keep(self, found: _Found, *, is_short: bool) -> None:
-        """Keep it for the next time."""
-        rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
-        plain = json.dumps(
-            {"rates": rates, "why_no_packs": found.why_no_packs, "bound": found.bound, "most": found.most}
-        )
-        self._known.remember(self._short_key if is_short else self._key, plain)
-
-    def _read(self, key: str) -> _Found | None:
-        try:
-            plain = json.loads(self._known.recall(key) or "{}")
-            rates = {(str(name), int(count)): float(rate) for name, count, rate in plain["rates"]}
-            why, bound, most = str(plain["why_no_packs"]), int(plain["bound"]), int(plain["most"])
-        except (ValueError, TypeError, KeyError):
-            return None
-        return _Found(rates, why, bound, most) if rates and all(name in EXECUTORS for name, _ in rates) else None
-
-
-def _fingerprint(
-    choices: Choices,
-    trial: TrialSettings,
-    template: nn.Module,
-    feed: Feed,
-    names: Sequence[str],
-    limit: int,
-    is_alone: bool,
-) -> str:
-    inputs = feed.first_samples(1).inputs
-    return fingerprint(
-        crossbow_py=__version__,
-        model=(trial.model_key, _RATE.sub("p=", f"{template}")),
-        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
-        inputs=(tuple(inputs.shape[1:]), str(inputs.dtype), trial.batch_size),
-        device=str(choices.device),
-        precision=choices.precision.name,
-        optimizer=trial.optimizer.shared(),
-        packs=(list(names), limit),
-        **({} if is_alone else {"beside": "other workers"}),
-    )
-
-
-__all__ = ["Rates", "Width", "choose_width", "measured_width"]

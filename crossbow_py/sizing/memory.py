@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from crossbow_py.engine.layout import ALIGNMENT_VALUES, Order
-from crossbow_py.engine.memory import LearnerBytes, predicted_bytes
+from crossbow_py.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 
 MIB, GIB = 2**20, 2**30
 LARGEST_BATCH = 65_536  # no batch size beyond is looked at
@@ -140,15 +140,13 @@ class ModelSizes:
         return sum(self.parameters)
 
     def learner(self, activation_bytes: int) -> LearnerBytes:
-        """One learner's needs without padding; see `engine.memory.learner_bytes`."""
-        values = self.num_values * self.master_bytes
-        return LearnerBytes(
-            weights=values,
-            gradients=values,
-            corrections=values,
-            state=self.num_states * values,
-            shadow=self.num_values * self.compute_bytes if self._has_shadow else 0,
-            buffers=sum(self.buffers) * self.master_bytes,
+        """One learner's needs without padding."""
+        return learner_bytes(
+            self.num_values,
+            sum(self.buffers),
+            self.num_states,
+            master_bytes=self.master_bytes,
+            compute_bytes=self.compute_bytes,
             activations=activation_bytes,
         )
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # Measures real rounds at a batch size: the bytes they took, or None when memory ran out.
 Measure = Callable[[int], int | None]
+_TOLERANCE = 0.02  # how near the answer must be, of itself
+_MOST_TRIES = 12
 
 
 @dataclass(frozen=True)
@@ -27,51 +29,41 @@ class Measured:
         return dict(self.points).get(self.batch_size)
 
 
-def largest_measured(
-    measure: Measure,
-    limit_bytes: int,
-    *,
-    first: int,
-    most: int,
-    tolerance: float = 0.02,
-    max_tries: int = 12,
-) -> Measured:
-    """The largest batch size within the limit, to `tolerance` of itself; nothing is returned that was not run.
+def largest_measured(measure: Measure, limit_bytes: int, *, first: int, most: int) -> Measured:
+    """The largest batch size within the limit, to 2 % of itself; nothing is returned that was not run.
 
     The first two points are `first` and twice that. Every next one is where a line through two that fitted, the largest
     one of them, meets the limit, at most four times as far; or below what has just failed, by a few percent at first
-    and ever more; in any case between what fitted and what did not. It ends when these are a `tolerance` apart, or
-    after `max_tries`.
+    and ever more; in any case between what fitted and what did not. It ends when these are so near each other, or
+    after a dozen tries.
 
     Args:
         measure: runs rounds at a batch size.
         limit_bytes: what they may take.
         first: where to begin: about a third of what is expected.
         most: no larger one is tried.
-        tolerance: how near the answer must be.
-        max_tries: how often `measure` is called at most.
     """
     fitted: dict[int, int] = {}
     points: list[tuple[int, int | None]] = []
     failed, failures = most + 1, 0
     candidate: int | None = min(first, most)
-    while candidate is not None and len(points) < max_tries:
+    while candidate is not None and len(points) < _MOST_TRIES:
         taken = measure(candidate)
         points.append((candidate, taken))
         if taken is not None and taken <= limit_bytes:
             fitted[candidate], failures = taken, 0
         else:
             failed, failures = candidate, failures + 1
-        candidate = _next(fitted, failed, failures, limit_bytes, tolerance)
+        candidate = _next(fitted, failed, failures, limit_bytes)
     return Measured(max(fitted, default=0), tuple(points))
 
 
-def _next(fitted: dict[int, int], failed: int, failures: int, limit_bytes: int, tolerance: float) -> int | None:
+def _next(fitted: dict[int, int], failed: int, failures: int, limit_bytes: int) -> int | None:
     """What to try next; None when what fitted and what failed, `failures` times in a row, are near enough."""
     if not fitted:
         return failed // 2 or None
     largest = max(fitted)
-    if failed - largest <= max(1, int(tolerance * largest)):
+    if failed - largest <= max(1, int(_TOLERANCE * largest)):
         return None
     guess = 2 * largest
     if len(fitted) > 1:
@@ -82,5 +74,5 @@ def _next(fitted: dict[int, int], failed: int, failures: int, limit_bytes: int, 
         guess = largest + int((limit_bytes - fitted[largest]) / slope) if slope > 0 else 4 * largest
     guess = min(guess, 4 * largest)
     if guess >= failed and failures:  # the line was wrong
-        guess = max((largest + failed) // 2, int(failed * (1 - 1.5 * tolerance * 4 ** (failures - 1))))
-    return min(max(guess, largest + max(1, int(tolerance * largest))), failed - 1)
+        guess = max((largest + failed) // 2, int(failed * (1 - 1.5 * _TOLERANCE * 4 ** (failures - 1))))
+    return min(max(guess, largest + max(1, int(_TOLERANCE * largest))), failed - 1)

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from crossbow_py.signals import StopSignal
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -33,7 +34,6 @@ _WIDTH_FOR_A_BAR = 110  # columns: the bar takes 21, the line beside it 88 or so
 _NOTHING_PLANNED = "–"
 _LONG_LOSS = 1e5  # from which on four decimals say nothing
 _WORTH_SAYING = 0.01  # of the time, waiting for data
-_STOPPED_FROM_OUTSIDE = ("interrupted", "terminated")
 
 
 class ConsoleListener(Listener):
@@ -101,7 +101,7 @@ class ConsoleListener(Listener):
         self._screen.stop_live()
         for line in final_lines(summary):
             self._screen.say(line)
-        if self._has_checkpoint and summary.status in _STOPPED_FROM_OUTSIDE:
+        if self._has_checkpoint and summary.status in StopSignal.REASONS:
             self._screen.say("  to go on       the same command with resume=auto")
         if self._trace_path is not None and Path(self._trace_path).exists():
             self._screen.say(f"  timeline       {self._trace_path} (open it in ui.perfetto.dev)")

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import pynvml
 
+from crossbow_py.host import HostPaths, read_host
 from crossbow_py.telemetry.events import Listener, Progress
 
-# The root group's folder, the files of a group's limit and use, and memory.stat's name for page cache long untouched.
-_CGROUP_V1 = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_CGROUP_V2 = ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_INTERVAL_S = 5.0  # of training, between two points
 _Number = TypeVar("_Number", int, float)
 
 
@@ -41,13 +39,12 @@ class GpuSample:
 class SystemSample:
     """The machine at one moment.
 
-    Memory of the host is what this process may have: the smaller of the machine's and every cgroup's above it.
+    Memory of the host is what this process may still have: see `Host.memory_bytes`.
     `process_cpu_cores` is CPU time over wall time since the sample before: 2.0 is two busy cores.
     """
 
     process_memory_bytes: int | None
     host_memory_available_bytes: int | None
-    host_memory_total_bytes: int | None
     process_cpu_cores: float | None
     gpus: tuple[GpuSample, ...]
 
@@ -58,7 +55,7 @@ class SystemMonitor:
     Args:
         device_uuids: this process's CUDA devices, each `str(torch.cuda.get_device_properties(i).uuid)`. NVML's own
             indices ignore CUDA_VISIBLE_DEVICES, so devices are found by UUID. Empty: NVML is not touched.
-        read_text: the text of a file by its path; raises OSError when there is none.
+        paths: where the kernel says what it knows.
         clock: monotonic seconds.
         cpu_clock: seconds of CPU time this process has used.
         nvml: the NVML module.
@@ -67,12 +64,12 @@ class SystemMonitor:
     def __init__(
         self,
         device_uuids: Sequence[str] = (),
-        read_text: Callable[[str], str] = lambda path: Path(path).read_text(errors="replace"),
+        paths: HostPaths = HostPaths(),
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
         nvml: Any = pynvml,
     ) -> None:
-        self._read_text, self._clock, self._cpu_clock = read_text, clock, cpu_clock
+        self._paths, self._clock, self._cpu_clock = paths, clock, cpu_clock
         self._last = (clock(), cpu_clock())
         self._gpus = _Gpus(device_uuids, nvml)
 
@@ -83,11 +80,9 @@ class SystemMonitor:
 
     def sample(self) -> SystemSample:
         """Read everything once; CPU use counts from the sample before, the first from when the monitor was made."""
-        available, total = _host_memory(self._text)
         return SystemSample(
-            process_memory_bytes=_kib_field(self._text("/proc/self/status"), "VmRSS"),
-            host_memory_available_bytes=available,
-            host_memory_total_bytes=total,
+            process_memory_bytes=self._process_memory(),
+            host_memory_available_bytes=self._available_memory(),
             process_cpu_cores=self._cpu_cores(),
             gpus=self._gpus.sample(),
         )
@@ -101,33 +96,36 @@ class SystemMonitor:
         wall_s, cpu_s = self._last
         return (cpu_s - cpu_before_s) / (wall_s - wall_before_s) if wall_s > wall_before_s else None
 
-    def _text(self, path: str) -> str:
-        try:
-            return self._read_text(path)
-        except OSError:
-            return ""
+    def _process_memory(self) -> int | None:
+        with suppress(OSError):
+            status = (self._paths.proc / "self" / "status").read_text(errors="replace")
+            found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
+            return int(found[1]) * 1024 if found else None
+        return None
+
+    def _available_memory(self) -> int | None:
+        with suppress(OSError, ValueError):  # what a system does not know, or says in words of its own
+            return read_host(self._paths).memory_bytes
+        return None
 
 
 class SystemScalars(Listener):
-    """Writes samples as scalars, a point right away and then at most one every `interval_s` seconds of training.
+    """Writes samples as scalars, a point right away and then at most one every five seconds of training.
 
     Args:
         monitor: closed with this listener.
         write: takes tag, value and samples seen, as `SummaryWriter.add_scalar` does.
-        interval_s: seconds of training between two points.
     """
 
-    def __init__(
-        self, monitor: SystemMonitor, write: Callable[[str, float, int], object], interval_s: float = 5.0
-    ) -> None:
-        self._monitor, self._write, self._interval_s = monitor, write, interval_s
+    def __init__(self, monitor: SystemMonitor, write: Callable[[str, float, int], object]) -> None:
+        self._monitor, self._write = monitor, write
         self._next_point_s, self._warned = 0.0, False
 
     def on_progress(self, progress: Progress) -> None:
         """A point, when one is due; quantities that are not known are left out."""
         if progress.elapsed_s < self._next_point_s:
             return
-        self._next_point_s = progress.elapsed_s + self._interval_s
+        self._next_point_s = progress.elapsed_s + _INTERVAL_S
         for tag, value in _scalars(self._monitor.sample()).items():
             if value is not None:
                 self._write(tag, value, progress.samples_seen)
@@ -198,43 +196,6 @@ class _Gpus:
 
     def _warn(self, sentence: str) -> None:
         self.warning = self.warning or sentence
-
-
-def _host_memory(text: Callable[[str], str]) -> tuple[int | None, int | None]:
-    """Bytes available and in total, for this process; None, None where /proc says nothing."""
-    meminfo = text("/proc/meminfo")
-    available, total = _kib_field(meminfo, "MemAvailable"), _kib_field(meminfo, "MemTotal")
-    if available is None or total is None:
-        return None, None
-    for limit, used in _cgroup_limits(text):
-        available, total = min(available, max(0, limit - used)), min(total, limit)
-    return available, total
-
-
-def _cgroup_limits(text: Callable[[str], str]) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of every cgroup over this process that has a limit.
-
-    A container may see the host's path of its group but only its own group's files, at the root: every folder from
-    the path up to the root is tried.
-    """
-    for line in text("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, limit_file, use_file, cold_cache = _CGROUP_V1 if controllers else _CGROUP_V2
-        group = PurePosixPath(path)
-        for folder in (f"{root}{parent}".rstrip("/") for parent in (group, *group.parents)):
-            limit, used = text(f"{folder}/{limit_file}").strip(), text(f"{folder}/{use_file}").strip()
-            if limit.isdecimal() and used.isdecimal():  # "max" is no limit
-                # Cold page cache counts as used, but the kernel gives it up before it refuses anybody memory.
-                cold = re.search(rf"^{cold_cache} (\d+)$", text(f"{folder}/memory.stat"), re.MULTILINE)
-                yield int(limit), max(0, int(used) - (int(cold[1]) if cold else 0))
-
-
-def _kib_field(text: str, name: str) -> int | None:
-    """Bytes of a line such as `MemTotal:   24684096 kB`, or None without one."""
-    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
 
 
 def _scalars(sample: SystemSample) -> dict[str, float | None]:

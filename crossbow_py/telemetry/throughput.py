@@ -29,7 +29,7 @@ class ThroughputMeter:
 
     Args:
         clock: monotonic seconds.
-        window_s: `recent_images_per_s` looks back over about that many seconds of training.
+        window_s: `recent` looks back over about that many seconds of training.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, window_s: float = 5.0) -> None:
@@ -88,19 +88,9 @@ class ThroughputMeter:
         return self._waited_s
 
     @property
-    def images_per_s(self) -> float:
-        """Throughput since the start."""
-        return self.whole.images_per_s
-
-    @property
     def whole(self) -> Lap:
         """Since the start."""
         return _between(self._first, self._now())
-
-    @property
-    def recent_images_per_s(self) -> float:
-        """Throughput over the window, up to the last update."""
-        return self.recent.images_per_s
 
     @property
     def recent(self) -> Lap:

@@ -25,8 +25,8 @@ from crossbow_py.config import TrainConfig
 from crossbow_py.engine.update import TorchUpdate
 from crossbow_py.run import Run
 from crossbow_py.run_folder import open_run
+from crossbow_py.signals import StopSignal
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
-from crossbow_py.train import EXIT_CODES
 from experiments.common.cells.parts import in_parts
 from experiments.common.cells.running import MEASURED_FILE
 
@@ -51,7 +51,7 @@ def _train(config: TrainConfig) -> int:
     with open_run(config) as folder, closing(ConsoleListener(folder.path / CONSOLE_LOG)) as console:
         trainer = build_trainer(config, folder, [console])
         result = trainer.fit(**stops(config), handle_signals=True)
-        code = EXIT_CODES.get(result.status, 0)
+        code = StopSignal.EXIT_CODES.get(result.status, 0)
         if not code:
             line = measure(trainer.run)
             with (folder.path / MEASURED_FILE).open("a") as file:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from crossbow_py.checkpoint_writer import CheckpointWriter, save
-from crossbow_py.engine.memory import keep_freed_memory
+from crossbow_py.engine.freed_memory import keep_freed_memory
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.foreign_load import LoadSnapshot, foreign_share

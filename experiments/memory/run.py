@@ -19,10 +19,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from crossbow_py.engine.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.engine.precision import choose_device, choose_precision
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
+from crossbow_py.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.common.arguments import count
 from experiments.common.machine import ROOT, machine, machine_line
 from experiments.common.results import write_result
@@ -71,8 +71,10 @@ def measure_model(setup: Setup, num_learners: Sequence[int], result: dict[str, A
     probed = measure({**asdict(setup), "probe": True})
     precision = choose_precision(setup.precision, choose_device(setup.device))
     own = learner_bytes(
-        probed["num_values"], probed["num_buffer_values"], probed["num_states"], precision, probed["activation_bytes"]
-    )
+        probed["num_values"], probed["num_buffer_values"], probed["num_states"],
+        master_bytes=precision.master.itemsize, compute_bytes=precision.compute.itemsize,
+        activations=probed["activation_bytes"],
+    )  # fmt: skip
     result["models"].append({"model": setup.model, "num_values": probed["num_values"], "learner": asdict(own)})
     for executor in EXECUTORS[setup.device]:
         for learners in num_learners:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from crossbow_py.engine.memory import keep_freed_memory
+from crossbow_py.engine.freed_memory import keep_freed_memory
 from crossbow_py.engine.precision import choose_precision
 from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from experiments.update_bandwidth.copies import copies, copy_bytes

@@ -25,7 +25,8 @@ from crossbow_py.engine.kernel_update import choose_kernel_update
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.update import NativeUpdate, StackedRows, Step, choose_update
+from crossbow_py.engine.update import NativeUpdate, StackedRows, Step
+from crossbow_py.engine.update_choice import choose_update
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
 

@@ -15,7 +15,7 @@ from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.fusion import unit_step
 from crossbow_py.engine.fusion.branches import graph_milliseconds
-from crossbow_py.engine.fusion.convolution import Choices
+from crossbow_py.engine.fusion.convolution import ConvolutionChoices
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.kernel_update import choose_kernel_update
 from crossbow_py.engine.optimizers import SGD, AdamW
@@ -157,7 +157,7 @@ def test_ways_of_a_convolution_are_timed_in_graphs(tmp_path):
 
     device = torch.device("cuda", torch.cuda.current_device())
     small, large = (torch.randn(size, size, device=device) for size in (64, 4096))
-    choices = Choices(graph_milliseconds(device), Remembered("x", tmp_path / "ways.json"))
+    choices = ConvolutionChoices(graph_milliseconds(device), Remembered("x", tmp_path / "ways.json"))
     ways = {"slow": lambda: (large @ large).new_ones(1), "fast": lambda: (small @ small).new_ones(1)}
     assert choices.choose("key", ways) == "fast"
 

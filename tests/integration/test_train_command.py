@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import crossbow_py.train
-from crossbow_py.command_line import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.errors import LearnerError
+from crossbow_py.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train import main

@@ -10,10 +10,11 @@ from crossbow_py.engine.measures import correction_norm, squared_distances
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluation
-from crossbow_py.reporter import Reporter, versions
+from crossbow_py.reporter import Reporter
 from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.versions import versions
 from tests.support import CPU
 from tests.trainers import Recorder
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.targets import one_line
+from crossbow_py.errors import one_line
 
 IMAGES, INDEX = "images.bin", "index.npy"
 _FORMAT_VERSION = 1

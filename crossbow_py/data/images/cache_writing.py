@@ -29,10 +29,10 @@ from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, start_method
+from crossbow_py.errors import one_line
 from crossbow_py.file_locks import locked
 from crossbow_py.file_writing import sync
 from crossbow_py.host import read_host
-from crossbow_py.targets import one_line
 from crossbow_py.user_cache import user_cache
 
 _POLL_S = 0.5  # how often one looks whether workers are well

@@ -18,14 +18,14 @@ from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
 from crossbow_py.engine.executors.spans import TaskSpans
+from crossbow_py.engine.freed_memory import keep_freed_memory
 from crossbow_py.engine.fused_pass import FusedPass, PassNotes
-from crossbow_py.engine.memory import is_out_of_memory, keep_freed_memory
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update import NativeUpdate, StackedRows, Step
-from crossbow_py.errors import CrossbowError, LearnerError
-from crossbow_py.targets import one_line
+from crossbow_py.errors import CrossbowError, LearnerError, one_line
 from crossbow_py.telemetry.timeline import Timeline
 
 _HOST_UPDATES = (

@@ -14,8 +14,7 @@ from crossbow_py.engine.executors.device_streams import Body, DeviceStreams, Eve
 from crossbow_py.engine.executors.spans import SpansOfStreams
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
-from crossbow_py.errors import LearnerError, UserError
-from crossbow_py.targets import one_line
+from crossbow_py.errors import LearnerError, UserError, one_line
 from crossbow_py.telemetry.timeline import Timeline
 
 # Rounds a program runs eagerly before it is captured: libraries choose algorithms and allocate workspaces at their

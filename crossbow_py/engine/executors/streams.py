@@ -14,6 +14,7 @@ nothing but z, which corrections read and averaging writes. What changes from ro
 from __future__ import annotations
 
 from functools import partial
+from typing import assert_never
 
 from torch import Tensor
 
@@ -78,7 +79,7 @@ class StreamsExecutor(Executor):
         self._marks: dict[Task, Event] = {}
 
     def _make_bodies(self, tasks: RoundTasks) -> DeviceTasks | SubArrayTasks:
-        """What a stream runs, and how many there are in the scheduler's eyes."""
+        """What a stream runs."""
         return DeviceTasks(tasks)
 
     def _new_spans(self, timeline: Timeline, on_callers_stream: TaskSpans) -> TaskSpans:
@@ -128,6 +129,8 @@ class StreamsExecutor(Executor):
                 self._averaging.launch(partial(self._bodies.average, outcome), outcome.plan.averaging)
             elif isinstance(task, GradientMeanTask):
                 self._gradient_mean.launch(self._bodies.average_gradients)
+            else:
+                assert_never(task)
 
     def _learn(self, learner: int, outcome: RoundOutcome, stream: Stream) -> None:
         """On the learner's stream: load the round, then learn."""

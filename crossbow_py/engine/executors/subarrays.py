@@ -10,9 +10,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import ClassVar
 
+from crossbow_py.engine.executors.device_streams import DeviceStreams
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.fused_device_tasks import SubArrayTasks
 from crossbow_py.engine.rounds import RoundTasks
+from crossbow_py.engine.scheduler import Scheduler
 
 
 def groups_of(num_learners: int, num_streams: int) -> list[range]:
@@ -33,10 +35,15 @@ class SubArraysExecutor(StreamsExecutor):
     FUSES = True
     STREAMS: ClassVar[int]
 
+    def __init__(self, tasks: RoundTasks, device: DeviceStreams | None = None) -> None:
+        self._groups = groups_of(tasks.bank.num_learners, self.STREAMS)
+        super().__init__(tasks, device)
+
+    def _new_scheduler(self, num_streams: int) -> Scheduler:
+        return super()._new_scheduler(len(self._groups))
+
     def _make_bodies(self, tasks: RoundTasks) -> SubArrayTasks:
-        groups = groups_of(tasks.bank.num_learners, self.STREAMS)
-        self.scheduler = self._new_scheduler(len(groups))
-        return SubArrayTasks(tasks, groups, self.NAME)
+        return SubArrayTasks(tasks, self._groups, self.NAME)
 
 
 class TwoSubArrays(SubArraysExecutor):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _MOST = 8  # streams; more branches share them in turn
+_CALLS, _REPLAYS = 8, 3  # of work in a graph whose time is taken, and of the graph
 
 
 class Branches:
@@ -46,9 +47,7 @@ def _replay_milliseconds(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream)
     return float(begin.elapsed_time(end))
 
 
-def graph_milliseconds(
-    device: torch.device, repeats: int = 8, replays: int = 3
-) -> Callable[[Callable[[], Tensor]], float]:
+def graph_milliseconds(device: torch.device) -> Callable[[Callable[[], Tensor]], float]:
     """A clock for work that will run in a CUDA graph: the best of a few replays of a graph of a few calls.
 
     Outside a graph what is measured of small operators is how fast the host can launch them.
@@ -66,9 +65,9 @@ def graph_milliseconds(
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
             ):
-                for _ in range(repeats):
+                for _ in range(_CALLS):
                     run()
-            return min(_replay_milliseconds(graph, stream) for _ in range(replays)) / repeats
+            return min(_replay_milliseconds(graph, stream) for _ in range(_REPLAYS)) / _CALLS
         finally:
             graph.reset()
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.fusion.branches import Branches
+from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.kernels.geometry import Geometry
 from crossbow_py.kernels.launch import unavailable
@@ -47,13 +48,13 @@ class Operators:
         """Outputs, channels-last; filters `[G·O, C, KH, KW]`."""
         s = self._sizes
         if way == GROUPED_NCHW:
-            return _channels_last(self._conv(inputs.contiguous(), filters.contiguous(), bias, s.groups))
+            return channels_last(self._conv(inputs.contiguous(), filters.contiguous(), bias, s.groups))
         if way == DENSE:
             return self._conv(inputs, self._dense(filters), bias, 1)
         if way == BRANCHES:
             parts = self._apart(inputs, filters, bias)
             each = self._branches.run([partial(self._conv, *part, 1) for part in parts])
-            return _channels_last(torch.cat(each, 1))
+            return channels_last(torch.cat(each, 1))
         return self._conv(inputs, filters, bias, s.groups)
 
     def gradient(self, way: str, outputs: Tensor, inputs: Tensor, filters: Tensor, of_inputs: bool) -> Tensor:
@@ -62,7 +63,7 @@ class Operators:
         if way == GROUPED_NCHW:
             parts = (outputs.contiguous(), inputs.contiguous(), filters.contiguous())
             found = self._backward(*parts, s.groups, of_inputs)
-            return _channels_last(found) if of_inputs else found
+            return channels_last(found) if of_inputs else found
         if way == DENSE:
             found = self._backward(outputs, inputs, self._dense(filters), 1, of_inputs)
             return found if of_inputs else self._diagonal(found)
@@ -70,11 +71,11 @@ class Operators:
             given = torch.split(outputs, s.out_channels, 1)
             parts_of_all = zip(given, self._apart(inputs, filters, None), strict=True)
             bodies = [
-                partial(self._backward, _channels_last(out), part[0], part[1], 1, of_inputs)
+                partial(self._backward, channels_last(out), part[0], part[1], 1, of_inputs)
                 for out, part in parts_of_all
             ]
             each = self._branches.run(bodies)
-            return _channels_last(torch.cat(each, 1)) if of_inputs else torch.cat(each, 0)
+            return channels_last(torch.cat(each, 1)) if of_inputs else torch.cat(each, 0)
         return self._backward(outputs, inputs, filters, s.groups, of_inputs)
 
     def _conv(self, inputs: Tensor, filters: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -98,7 +99,7 @@ class Operators:
         own = zip(
             torch.split(inputs, s.in_channels, 1), torch.split(filters, s.out_channels), biases, strict=True
         )
-        return [(_channels_last(part), weights, shift) for part, weights, shift in own]
+        return [(channels_last(part), weights, shift) for part, weights, shift in own]
 
     def _dense(self, filters: Tensor) -> Tensor:
         """`[G·O, G·C, KH, KW]` with zeros between groups; channels-last."""
@@ -116,10 +117,6 @@ class Operators:
         return own.reshape(s.groups * s.out_channels, *s.kernel, s.in_channels).permute(0, 3, 1, 2)
 
 
-def _channels_last(images: Tensor) -> Tensor:
-    return images.contiguous(memory_format=torch.channels_last)
-
-
 def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]:
     """All that serve, the one that others are compared with first."""
     found = [GROUPED, GROUPED_NCHW]
@@ -132,7 +129,7 @@ def ways(sizes: Geometry, dtype: torch.dtype, device: torch.device) -> list[str]
     return found
 
 
-class Choices:
+class ConvolutionChoices:
     """The way of each layer and direction: remembered, or measured when it is asked for the first time.
 
     Args:

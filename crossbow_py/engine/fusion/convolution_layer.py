@@ -12,13 +12,14 @@ from torch import Tensor
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.convolution import (
     IMPLICIT,
-    Choices,
+    ConvolutionChoices,
     Direction,
     Operators,
     key_of,
     searching_libraries,
     ways,
 )
+from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.kernels import convolution as implicit
 from crossbow_py.kernels.geometry import Geometry
 
@@ -58,7 +59,7 @@ class Convolution:
         filters: Leaf,
         shift: Leaf | None,
         num_learners: int,
-        choices: Choices,
+        choices: ConvolutionChoices,
         branches: Branches,
     ) -> None:
         defaults: tuple[Any, ...] = (1, 0, 1, 1)
@@ -174,7 +175,7 @@ class Tried(NamedTuple):
 def _random_like(images: Tensor, generator: torch.Generator) -> Tensor:
     """Normal values, channels-last."""
     values = torch.randn(images.shape, generator=generator, device=images.device, dtype=images.dtype)
-    return values.contiguous(memory_format=torch.channels_last)
+    return channels_last(values)
 
 
 def _pair(value: Any) -> tuple[int, int]:

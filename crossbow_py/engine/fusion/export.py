@@ -18,11 +18,10 @@ from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from crossbow_py.data.host_randomness import kept_host_state
 from crossbow_py.engine.fusion.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
-from crossbow_py.engine.host_randomness import host_state
 from crossbow_py.engine.precision import Precision, cast_module
+from crossbow_py.host_randomness import host_state, kept_host_state
 
 _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 

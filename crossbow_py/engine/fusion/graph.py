@@ -27,7 +27,17 @@ from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule,
 from crossbow_py.engine.fusion.shortcuts import Shortcut, find_shortcuts, run_shortcut
 from crossbow_py.engine.fusion.steps import Copies, Step, free_after_use, resolve
 from crossbow_py.engine.fusion.units import Unit, find_units
-from crossbow_py.engine.fusion.values import Fused, Layout, PerLearner, channels, map_values, stack, values_in, wrap
+from crossbow_py.engine.fusion.values import (
+    Fused,
+    Layout,
+    PerLearner,
+    channels,
+    channels_last,
+    map_values,
+    stack,
+    values_in,
+    wrap,
+)
 from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.memory import is_out_of_memory
@@ -152,7 +162,7 @@ class FusedGraph:
         name_of = {node.name: name for node in self._inputs if (name := self._sources[node.name][1])}
         gradients = dict(zip(self.parameters.trained, self._bank.stacked_gradients(learners), strict=True))
         trained, buffers = self.parameters.trained, self._bank.buffers.stacked(k, learners.start)
-        own = unit_step.Rows(
+        own = unit_step.UnitRows(
             {node: unit_step.Leaf(trained[name], gradients[name]) for node, name in name_of.items() if name in trained},
             {node: buffers[name] for node, name in name_of.items() if name in buffers},
         )
@@ -268,20 +278,16 @@ def _run_unit(layer: Any, anchor: Tensor, call: Call, args: list[Any], kwargs: M
     """The rule of a unit's step."""
     from crossbow_py.engine.fusion.unit_step import run_unit  # noqa: PLC0415  as in `_add_units`
 
-    inputs = _channels_last(args[0], call.num_learners)
-    residual = None if args[1] is None else _channels_last(args[1], call.num_learners)
+    inputs = channels_last(channels(args[0], call.num_learners))
+    residual = None if args[1] is None else channels_last(channels(args[1], call.num_learners))
     found = run_unit(layer, anchor, inputs, residual)
     return Copies([Fused(tensor, Layout.CHANNELS) for tensor in found])
 
 
 def _run_shortcut(shortcut: Shortcut, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Fused:
     """The rule of a shortcut's step."""
-    images = _channels_last(args[0], call.num_learners)
+    images = channels_last(channels(args[0], call.num_learners))
     return Fused(run_shortcut(images, shortcut, call.num_learners), Layout.CHANNELS)
-
-
-def _channels_last(value: Fused, num_learners: int) -> Tensor:
-    return channels(value, num_learners).contiguous(memory_format=torch.channels_last)
 
 
 def _counted(node: Node) -> Node | None:

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
-from crossbow_py.engine.fusion.registry import base_name
+from crossbow_py.engine.fusion.nodes import calls, only_user
 from crossbow_py.engine.fusion.values import apart
 from crossbow_py.engine.fusion.writes import Write
 
@@ -46,8 +45,8 @@ def find_shortcuts(nodes: Sequence[Node], writes: Mapping[Node, Write]) -> list[
     written = {node.args[0] for node in writes} | {other for write in writes.values() for other in write.others}
     found = []
     for node in nodes:
-        rows, last = _sliced(node, 2), _only_user(_only_user(node))
-        columns, padding = _sliced(_only_user(node), 3), _padded(last)
+        rows, last = _sliced(node, 2), only_user(only_user(node))
+        columns, padding = _sliced(only_user(node), 3), _padded(last)
         source = node.args[0] if node.args else None
         if rows is None or columns is None or padding is None or last is None or not isinstance(source, Node):
             continue
@@ -61,7 +60,7 @@ def find_shortcuts(nodes: Sequence[Node], writes: Mapping[Node, Write]) -> list[
 
 def _sliced(node: Node | None, dim: int) -> int | None:
     """The step of a slice along a dimension, from its beginning to its end."""
-    if node is None or not _is(node, "slice") or len(node.args) != 5:
+    if node is None or not calls(node, "slice") or len(node.args) != 5:
         return None
     _, along, begin, end, step = node.args
     whole = along == dim and begin == 0 and isinstance(end, int) and end >= _TO_THE_END
@@ -70,7 +69,7 @@ def _sliced(node: Node | None, dim: int) -> int | None:
 
 def _padded(node: Node | None) -> tuple[int, int] | None:
     """Channels of zeros before and behind, where nothing else is padded."""
-    if node is None or not _is(node, "pad") or len(node.args) != 2 or node.kwargs:
+    if node is None or not calls(node, "pad") or len(node.args) != 2 or node.kwargs:
         return None
     widths = node.args[1]
     if not isinstance(widths, list | tuple) or len(widths) != 6 or any(width != 0 for width in widths[:4]):
@@ -79,14 +78,6 @@ def _padded(node: Node | None) -> tuple[int, int] | None:
     if not isinstance(before, int) or not isinstance(behind, int) or min(before, behind) < 0:
         return None
     return before, behind
-
-
-def _is(node: Node, name: str) -> bool:
-    return node.op == "call_function" and isinstance(node.target, OpOverload) and base_name(node.target) == name
-
-
-def _only_user(node: Node | None) -> Node | None:
-    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
 
 
 def run_shortcut(images: Tensor, shortcut: Shortcut, num_learners: int) -> Tensor:

@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from crossbow_py.engine.fusion.branches import Branches, graph_milliseconds
-from crossbow_py.engine.fusion.convolution import IMPLICIT, Choices
+from crossbow_py.engine.fusion.convolution import IMPLICIT, ConvolutionChoices
 from crossbow_py.engine.fusion.convolution_layer import Convolution, Leaf, Statistics
 from crossbow_py.engine.fusion.units import Unit
+from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.kernels import batch_norm as norms
 from crossbow_py.kernels.statistics import Workspace
 from crossbow_py.user_cache import Remembered
 
-__all__ = ["LayerMaker", "Leaf", "Rows", "run_unit"]
+__all__ = ["LayerMaker", "Leaf", "UnitRows", "run_unit"]
 
 
 class Norm:
@@ -125,7 +126,7 @@ class _Run(torch.autograd.Function):
         if layer.norm is None:
             inputs = ctx.saved_tensors[0]
             outputs, d_residual = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1], None
-            outputs = outputs.contiguous(memory_format=torch.channels_last)
+            outputs = channels_last(outputs)
         else:
             inputs, raw, y, mean, rstd = ctx.saved_tensors
             outputs, d_residual = layer.norm.backward(gradients, raw, y, mean, rstd, ctx.has_residual)
@@ -136,7 +137,7 @@ class _Run(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnitRows:
     """The bank's rows by the name of their placeholder in the graph: trained parameters, and float buffers `[K, C]`."""
 
     leaves: dict[str, Leaf]
@@ -150,7 +151,7 @@ class LayerMaker:
         notes: sentences for the user, on convolutions; grows while ways are measured.
     """
 
-    def __init__(self, rows: Rows, num_learners: int, device: torch.device) -> None:
+    def __init__(self, rows: UnitRows, num_learners: int, device: torch.device) -> None:
         self._rows, self._num_learners = rows, num_learners
         self._branches, self._choices = Branches(device), choices_on(device)
         self.notes = self._choices.notes
@@ -183,19 +184,19 @@ class LayerMaker:
         return Norm(own[0], own[1], statistics, relu)
 
 
-def choices_on(device: torch.device) -> Choices:
+def choices_on(device: torch.device) -> ConvolutionChoices:
     """Ways that are measured as a CUDA graph runs them. In the interpreter nothing is worth measuring."""
     if device.type != "cuda":
         return Unmeasured()
-    return Choices(graph_milliseconds(device), Remembered("convolutions.json"))
+    return ConvolutionChoices(graph_milliseconds(device), Remembered("convolutions.json"))
 
 
-class Unmeasured(Choices):
+class Unmeasured(ConvolutionChoices):
     """The kernel where it serves, else the first way."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: 0.0, Remembered("convolutions.json"))
 
     def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
-        """See Choices."""
+        """See ConvolutionChoices."""
         return IMPLICIT if IMPLICIT in candidates else next(iter(candidates))

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
-from crossbow_py.engine.fusion.registry import base_name
+from crossbow_py.engine.fusion.nodes import calls, only_user
 from crossbow_py.engine.fusion.writes import Write
 
 
@@ -75,8 +74,8 @@ def find_units(nodes: Sequence[Node], writes: Mapping[Node, Write], parameters: 
 
 
 def _begin(node: Node) -> Unit | None:
-    if _is(node, "conv2d") and _rank(node) == 4:
-        norm = _only_user(node)
+    if calls(node, "conv2d", "default") and _rank(node) == 4:
+        norm = only_user(node)
         if norm is not None and _normalises(norm) and norm.args[0] is node:
             return _end(node, norm)
         return Unit(node, None, None, False, node, (node,))
@@ -85,8 +84,8 @@ def _begin(node: Node) -> Unit | None:
 
 def _end(convolution: Node | None, norm: Node) -> Unit:
     nodes = [norm] if convolution is None else [convolution, norm]
-    residual, relu, user = None, False, _only_user(norm)
-    if user is not None and _is(user, "add") and len(user.args) == 2 and not user.kwargs:
+    residual, relu, user = None, False, only_user(norm)
+    if user is not None and calls(user, "add") and len(user.args) == 2 and not user.kwargs:
         others = [argument for argument in user.args if argument is not norm]
         # In place, the sum would be written to the residual, if that came first.
         written = str(user.target).split(".")[1].endswith("_")
@@ -94,8 +93,8 @@ def _end(convolution: Node | None, norm: Node) -> Unit:
         if fits and not (written and user.args[0] is not norm):
             residual = others[0]
             nodes.append(user)
-            user = _only_user(user)
-    if user is not None and _is(user, "relu"):
+            user = only_user(user)
+    if user is not None and calls(user, "relu"):
         relu = True
         nodes.append(user)
     assert residual is None or isinstance(residual, Node), "what is added is a node"
@@ -124,17 +123,10 @@ def _are_written(given: set[Node | None], writes: Mapping[Node, Write], between:
 
 def _normalises(node: Node) -> bool:
     """A BatchNorm of images by the statistics of the batch, with scale and offset."""
-    if not _is(node, "batch_norm") or len(node.args) < 8 or _rank(node) != 4:
+    if not calls(node, "batch_norm") or len(node.args) < 8 or _rank(node) != 4:
         return False
     training, momentum = node.args[5], node.args[6]
     return training is True and isinstance(momentum, float)
-
-
-def _is(node: Node, name: str) -> bool:
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload) or base_name(target) != name:
-        return False
-    return name != "conv2d" or target._overloadname == "default"
 
 
 def _rank(node: Node) -> int:
@@ -145,7 +137,3 @@ def _rank(node: Node) -> int:
 def _same_shape(node: Node, other: Node) -> bool:
     values = node.meta.get("val"), other.meta.get("val")
     return all(isinstance(value, Tensor) for value in values) and values[0].shape == values[1].shape  # type: ignore[union-attr]
-
-
-def _only_user(node: Node) -> Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None

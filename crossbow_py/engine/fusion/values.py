@@ -74,6 +74,11 @@ def channels(value: Fused, num_learners: int) -> Tensor:
     return stacked.transpose(0, 1).flatten(1, 2)
 
 
+def channels_last(images: Tensor) -> Tensor:
+    """The images `[B, C, H, W]` with their channels side by side in memory: a copy where they are not."""
+    return images.contiguous(memory_format=torch.channels_last)
+
+
 def with_rank(stacked: Tensor, rank: int) -> Tensor:
     """`[K, *shape]` with ones after K, so that values of different ranks broadcast as single ones do."""
     missing = rank + 1 - stacked.ndim

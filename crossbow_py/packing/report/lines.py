@@ -17,10 +17,10 @@ from crossbow_py.packing.search_events import (
     SearchSummary,
     TrialRecord,
 )
+from crossbow_py.signals import StopSignal
 from crossbow_py.telemetry.console import clock_time
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 
-_STOPPED_FROM_OUTSIDE = ("interrupted", "terminated")
 _INDENT = " " * 17
 
 
@@ -71,7 +71,7 @@ def final_lines(summary: SearchSummary) -> list[str]:
     if info.output_dir:
         lines.append(f"  folder         {info.output_dir}")
         lines.append(f"  curves         tensorboard --logdir {Path(info.output_dir) / TENSORBOARD_FOLDER}")
-    if summary.status in _STOPPED_FROM_OUTSIDE:
+    if summary.status in StopSignal.REASONS:
         lines.append("  to go on       the same command: what is finished is kept")
     return lines
 

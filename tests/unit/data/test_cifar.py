@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossbow_py.data.cifar import Batch, Cifar10, Cifar100
+from crossbow_py.data.cifar import Cifar10, Cifar100, PublishedBatch
 from crossbow_py.errors import UserError
 
 from .files import cifar10_batches, cifar_archive, cifar_batches, write_cifar
@@ -124,7 +124,7 @@ def test_load_of_a_file_of_the_published_length_and_another_md5_is_refused(
     path = tmp_path / "cifar-10-batches-py" / "test_batch"
     content = path.read_bytes()
     md5 = hashlib.md5(content).hexdigest()
-    monkeypatch.setattr(Cifar10, "TEST", (Batch("test_batch", len(content), md5),))
+    monkeypatch.setattr(Cifar10, "TEST", (PublishedBatch("test_batch", len(content), md5),))
     settings(tmp_path).load(progress=False)
     pixel = len(content) // 2
     path.write_bytes(content[:pixel] + bytes([content[pixel] ^ 1]) + content[pixel + 1 :])

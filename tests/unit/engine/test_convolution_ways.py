@@ -13,7 +13,7 @@ from crossbow_py.engine.fusion.convolution import (
     GROUPED,
     GROUPED_NCHW,
     IMPLICIT,
-    Choices,
+    ConvolutionChoices,
     Operators,
     key_of,
     ways,
@@ -79,15 +79,17 @@ def by_first_value(times):
 def test_fastest_way_is_taken_and_remembered_by_what_it_depends_on(tmp_path):
     remembered = Remembered("x", tmp_path / "ways.json")
     given = candidates([0.0, 5.0], [0.001, 5.0], [0.002, 5.0])
-    assert Choices(by_first_value({0.0: 3.0, 0.001: 1.0, 0.002: 2.0}), remembered).choose("key", given) == "b"
-    assert Choices(by_first_value({}), remembered).choose("key", given) == "b"  # times nothing
-    assert Choices(lambda _: 1.0, remembered).choose("key", candidates([0.0])) == "a"  # what is gone is not taken
+    times = by_first_value({0.0: 3.0, 0.001: 1.0, 0.002: 2.0})
+    assert ConvolutionChoices(times, remembered).choose("key", given) == "b"
+    assert ConvolutionChoices(by_first_value({}), remembered).choose("key", given) == "b"  # times nothing
+    choices = ConvolutionChoices(lambda _: 1.0, remembered)
+    assert choices.choose("key", candidates([0.0])) == "a"  # what is gone is not taken
 
 
 def test_remembered_way_that_gives_other_numbers_now_is_not_taken(tmp_path):
     remembered = Remembered("x", tmp_path / "ways.json")
     remembered.remember("key", "b")
-    choices = Choices(lambda _: 1.0, remembered)
+    choices = ConvolutionChoices(lambda _: 1.0, remembered)
     assert choices.choose("key", candidates([1.0], [1.5], [1.0])) == "a"
     assert choices.notes == ["Convolutions never run as b, which gave other numbers than the others."]
     assert remembered.recall("key") == "a"
@@ -98,7 +100,7 @@ def test_way_that_gives_other_numbers_or_fails_is_never_taken_and_said_once(tmp_
         raise ValueError("CompilationError: at 12:4\n no such type")
 
     given = {**candidates([1.0], [1.5], [float("nan")]), "d": fails}
-    choices = Choices(lambda run: 1.0 if run()[0] == 1.0 else 0.1, Remembered("x", tmp_path / "ways.json"))
+    choices = ConvolutionChoices(lambda run: 1.0 if run()[0] == 1.0 else 0.1, Remembered("x", tmp_path / "ways.json"))
     assert [choices.choose(key, given) for key in ("one", "two")] == ["a", "a"]
     assert choices.notes == [
         "Convolutions never run as b, which gave other numbers than the others.",
@@ -113,7 +115,7 @@ def test_way_that_cannot_be_timed_is_not_taken(tmp_path):
             raise RuntimeError("operation not permitted when stream is capturing")
         return 1.0
 
-    choices = Choices(milliseconds, Remembered("x", tmp_path / "ways.json"))
+    choices = ConvolutionChoices(milliseconds, Remembered("x", tmp_path / "ways.json"))
     assert choices.choose("key", candidates([1.0], [1.001])) == "a"
     assert "operation not permitted" in choices.notes[0]
 
@@ -122,7 +124,7 @@ def test_first_way_that_fails_is_an_error_as_nothing_else_is_known_to_be_right(t
     def fails():
         raise RuntimeError("cuDNN")
 
-    choices = Choices(lambda _: 1.0, Remembered("x", tmp_path / "ways.json"))
+    choices = ConvolutionChoices(lambda _: 1.0, Remembered("x", tmp_path / "ways.json"))
     with pytest.raises(RuntimeError, match="cuDNN"):
         choices.choose("key", {"first": fails, **candidates([1.0], [1.0])})
 

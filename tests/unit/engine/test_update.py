@@ -15,7 +15,8 @@ from crossbow_py.engine.native.library import load
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.engine.replicas import ReplicaBank, TrainedRow
-from crossbow_py.engine.update import NativeUpdate, StackedRows, Step, TorchUpdate, choose_update
+from crossbow_py.engine.update import NativeUpdate, StackedRows, Step, TorchUpdate
+from crossbow_py.engine.update_choice import choose_update
 
 CPU = torch.device("cpu")
 LENGTHS = (20_003, 37)  # no multiple of a chunk, a block or a vector register
@@ -254,7 +255,7 @@ def test_damaged_library_in_the_cache_is_made_anew(tmp_path):
 
 
 def test_library_that_computes_something_else_is_not_used(monkeypatch):
-    monkeypatch.setattr("crossbow_py.engine.update._CHECKED", set())  # another test may have found it right
+    monkeypatch.setattr("crossbow_py.engine.native.agreement._CHECKED", set())  # another test may have found it right
     monkeypatch.setattr(AveragingRule, "corrections", lambda self, out, weights, z, coefficients: None)
     update, message = choose_update(SGD(), SMA(), CPU, torch.float32)
     assert update.NAME == "torch"

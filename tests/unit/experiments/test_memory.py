@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.engine.memory import LearnerBytes, learner_bytes, predicted_bytes
-from crossbow_py.engine.precision import FP32
+from crossbow_py.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.common.machine import machine
 from experiments.common.rounds import Rounds, Setup
 from experiments.memory import measure, plot, report, run
 
 MIB = 2**20
+FLOATS = {"master_bytes": 4, "compute_bytes": 4}
 OWN = LearnerBytes(MIB, MIB, MIB, MIB, 0, 0, 6 * MIB)  # 10 MiB a learner
 
 
@@ -88,7 +88,7 @@ def test_held_bytes_are_those_of_the_rows_and_their_padding(executor: Any) -> No
     with Rounds(Setup("lenet", 4, 3, executor, "cpu", "fp32")) as rounds:
         bank = rounds.bank
         held = measure.held_bytes(bank)
-        own = learner_bytes(bank.layout.num_values, bank.buffer_layout.num_values, 1, FP32, 0)
+        own = learner_bytes(bank.layout.num_values, bank.buffer_layout.num_values, 1, **FLOATS, activations=0)
     assert 1 <= held / predicted_bytes(own, 3, at_once=1) < 1.01
 
 
@@ -96,8 +96,9 @@ def test_rounds_without_graphs_are_measured_and_predicted_within_five_percent() 
     setup = Setup("lenet", 8, 3, "fused", "cpu", "fp32")
     probed = measure.probe(setup)
     own = learner_bytes(
-        probed["num_values"], probed["num_buffer_values"], probed["num_states"], FP32, probed["activation_bytes"]
-    )
+        probed["num_values"], probed["num_buffer_values"], probed["num_states"], **FLOATS,
+        activations=probed["activation_bytes"],
+    )  # fmt: skip
     for asked in (setup, Setup("lenet", 8, 3, "serial", "cpu", "fp32")):
         found = run.with_prediction(measure.weigh(asked), own, 3, asked.executor)
         assert found["measured_bytes"] / found["predicted_bytes"] == pytest.approx(1, abs=0.05)

@@ -51,6 +51,12 @@ def done(study: SharedStudy, segment: Segment, value: float = 0.5) -> bool:
     return study.finish(segment, value, epochs=1.0, seconds=2.0)
 
 
+def why_failed(study: SharedStudy) -> dict[int, str]:
+    """Why trials failed, by trial."""
+    found = study.segment_results().items()
+    return {segment.trial: result.reason for segment, result in found if result.reason is not None}
+
+
 def optuna_trials(storage: BaseStorage | str) -> list[optuna.trial.FrozenTrial]:
     opened = open_storage(storage) if isinstance(storage, str) else storage
     return opened.get_all_trials(opened.get_study_id_from_name("mine"))

@@ -17,7 +17,8 @@ from crossbow_py.packing import roster as module
 from crossbow_py.packing.roster import Roster, SearchData
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.packing.width import BUDGET_S, Width
+from crossbow_py.packing.width import Width
+from crossbow_py.packing.width_measurement import BUDGET_S
 from crossbow_py.run_settings import Choices, RunSettings
 from tests.trainers import blobs
 

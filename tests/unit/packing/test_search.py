@@ -41,6 +41,7 @@ from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.packing.width import Width
 from crossbow_py.run_settings import Choices, RunSettings
 from tests.trainers import blobs
+from tests.unit.packing.shared_studies import why_failed
 
 SPACE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}, "batch_size": [4, 8]})
 ONE_SIZE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}})
@@ -134,7 +135,7 @@ class Setting:
 def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     """Packs of four, unmeasured."""
 
-    def width(settings: Any, choices: Any, trial: Any, template: Any, feed: Any, loss: Any, limit: int, *_: Any) -> Any:
+    def width(trials: Any, limit: int, *_: Any) -> Any:
         return Width(limit, {("serial", 1): 1.0}, "four by four"), []
 
     monkeypatch.setattr("crossbow_py.packing.roster.measured_width", width)
@@ -297,7 +298,7 @@ def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting, mon
     search._admit()
     assert len(search.places) == 9 and search.roster.is_alone
     search.close()
-    assert setting.study("third").num_workers() == 1  # but for itself all have left
+    assert setting.study("third").num_searchers() == 1  # but for itself all have left
 
 
 def test_workers_on_other_hosts_share_the_trials_and_are_no_company_while_packs_are_measured(
@@ -355,7 +356,7 @@ def test_worker_that_is_alone_waits_for_nobody_when_trials_fail(setting: Setting
     search = setting.search()
     search.hooks.sleep = slept.append
     assert search.run(never)
-    assert len(setting.study().reasons()) == 9 and slept == []
+    assert len(why_failed(setting.study())) == 9 and slept == []
 
 
 def waiting_segments(search: Search) -> list[Segment]:
@@ -404,7 +405,7 @@ def test_trial_that_raises_fails_with_its_reason_and_the_others_go_on(setting: S
     setting.space = ONE_SIZE
     setting.make = lambda trial: Breaking if trial == 2 else partial(nn.Linear, 4, 3)
     assert setting.search().run(never)
-    assert setting.study().reasons() == {2: "ArithmeticError: three rounds are enough"}
+    assert why_failed(setting.study()) == {2: "ArithmeticError: three rounds are enough"}
     states = [record.state for record in trial_records(setting.rules(), setting.study())]
     assert states.count(TrialState.FAILED) == 1 and states.count(TrialState.COMPLETE) == 1
 
@@ -422,7 +423,7 @@ def test_trial_that_raises_in_a_pack_is_found_by_training_each_alone(
 
     monkeypatch.setattr(Pack, "step", failing)
     assert setting.search().run(never)
-    assert setting.study().reasons() == {1: "ArithmeticError: odd"}
+    assert why_failed(setting.study()) == {1: "ArithmeticError: odd"}
     assert any("one at a time" in message for message in setting.messages)
 
 
@@ -438,7 +439,7 @@ def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, mo
 
     monkeypatch.setattr(Pack, "step", failing)
     assert setting.search().run(never)
-    assert max(widths) == 4 and set(widths[1:]) == {1, 2} and not setting.study().reasons()
+    assert max(widths) == 4 and set(widths[1:]) == {1, 2} and not why_failed(setting.study())
 
 
 @pytest.fixture
@@ -462,7 +463,7 @@ def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
 
     monkeypatch.setattr(places, "advance", short)
     assert side_by_side.search().run(never)
-    assert failed and not side_by_side.study().reasons()
+    assert failed and not why_failed(side_by_side.study())
 
 
 def test_trials_that_memory_does_not_seat_beside_each_other_train_alone(
@@ -482,7 +483,7 @@ def test_trials_that_memory_does_not_seat_beside_each_other_train_alone(
 
     monkeypatch.setattr(Pack, "seat", short)
     assert search.run(never)
-    assert banks and not side_by_side.study().reasons()
+    assert banks and not why_failed(side_by_side.study())
     assert set(num_held) == {0}  # half-made banks are gone when the next is made
 
 
@@ -589,7 +590,7 @@ def test_trial_on_a_cpu_whose_model_says_what_cuda_says_fails_alone(
 
     monkeypatch.setattr(Pack, "step", failing)
     assert setting.search().run(never)
-    assert setting.study().reasons() == {1: "RuntimeError: misaligned address"}
+    assert why_failed(setting.study()) == {1: "RuntimeError: misaligned address"}
 
 
 def values_of(setting: Setting) -> dict[Segment, Any]:
@@ -634,7 +635,7 @@ def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_w
 
     monkeypatch.setattr(roster, "probe", short)
     assert search.run(never)
-    assert 0 < max(beside) < 1 and not setting.study().reasons()  # in the middle of a segment
+    assert 0 < max(beside) < 1 and not why_failed(setting.study())  # in the middle of a segment
     assert values_of(setting) == whole
 
 
@@ -653,7 +654,7 @@ def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
 
     monkeypatch.setattr(roster, "probe", short)
     assert search.run(never)
-    assert setting.study().reasons() == dict.fromkeys(range(3, 9), "MemoryError")
+    assert why_failed(setting.study()) == dict.fromkeys(range(3, 9), "MemoryError")
     assert max(map(max, counts.values())) > 0
     assert {each[-1] for each in counts.values()} == {0}
 
@@ -725,7 +726,7 @@ def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_wit
     monkeypatch.setattr(Evaluator, "evaluate", short)
     assert search.run(never)
     assert sizes[: len(batches)] == batches and len(sizes) == len(batches) * 13
-    assert not setting.study().reasons() and any("evaluation" in message for message in setting.messages)
+    assert not why_failed(setting.study()) and any("evaluation" in message for message in setting.messages)
     ours = setting.study().results()
     assert all(ours[each] == pytest.approx(value) for each, (value, _) in whole.items())
 
@@ -744,14 +745,14 @@ def test_trial_that_no_memory_measures_fails(setting: Setting, monkeypatch: pyte
 
     monkeypatch.setattr(Evaluator, "evaluate", short)
     assert search.run(never)
-    assert setting.study().reasons() == dict.fromkeys((1, 3), "its evaluation failed: MemoryError")
+    assert why_failed(setting.study()) == dict.fromkeys((1, 3), "its evaluation failed: MemoryError")
     assert counts[0] > 0 and counts[-1] == 0
 
 
 def test_trial_whose_settings_are_refused_fails_and_the_others_go_on(setting: Setting) -> None:
     setting.rates = {0: -1.0, 4: 1e38}
     assert setting.search().run(never)
-    reasons = setting.study().reasons()
+    reasons = why_failed(setting.study())
     assert reasons == {0: "a learning rate below 0 goes uphill", 4: "its loss or gradient is not finite"}
     assert [message for message in setting.messages if "Trial 0 failed" in message]
 
@@ -968,7 +969,7 @@ def test_trial_that_raises_in_evaluation_fails_and_the_others_go_on(setting: Set
     setting.make = lambda trial: partial(Unmeasurable, 4, 3) if trial in (1, 3) else partial(nn.Linear, 4, 3)
     assert setting.search().run(never)
     reason = "its evaluation failed: ArithmeticError: no evaluation"
-    assert setting.study().reasons() == {1: reason, 3: reason}
+    assert why_failed(setting.study()) == {1: reason, 3: reason}
 
 
 def test_model_whose_validation_loss_is_not_finite_fails_though_it_has_an_accuracy(
@@ -983,7 +984,7 @@ def test_model_whose_validation_loss_is_not_finite_fails_though_it_has_an_accura
 
     monkeypatch.setattr(Pack, "evaluate", dead)
     assert setting.search().run(never)
-    assert setting.study().reasons() == {2: "its loss on the validation data is not finite"}
+    assert why_failed(setting.study()) == {2: "its loss on the validation data is not finite"}
 
 
 def test_tpe_like_searches_sample_no_more_trials_than_there_is_room_for(setting: Setting) -> None:

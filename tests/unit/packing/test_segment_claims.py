@@ -15,7 +15,7 @@ from crossbow_py.packing import leases
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.journal import StorageError
 from crossbow_py.packing.storage import open_storage
-from tests.unit.packing.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, worker
+from tests.unit.packing.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, why_failed, worker
 
 
 def test_segments_claimed_by_one_are_not_given_to_another(address: str) -> None:
@@ -35,7 +35,7 @@ def test_segment_finished_is_seen_by_all_and_not_claimed_again(address: str) -> 
     assert first.finish(SEGMENTS[0], float("nan"), epochs=1.5, seconds=7.0) and first.fail(SEGMENTS[1], "raised: x")
     assert first.held == ()
     assert second.results() == {SEGMENTS[0]: None, SEGMENTS[1]: None, SEGMENTS[2]: 0.25}
-    assert second.reasons() == {0: "its value at 1.5 epochs is nan", 1: "raised: x"}
+    assert why_failed(second) == {0: "its value at 1.5 epochs is nan", 1: "raised: x"}
     kept = second.segment_results()[SEGMENTS[2]]
     assert (kept.epochs, kept.seconds, kept.worker, dict(kept.attrs)) == (1.5, 7.0, "first", {"rows": 3})
     assert second.claim(SEGMENTS) == SEGMENTS[3:]
@@ -123,17 +123,17 @@ def test_workers_count_while_their_leases_last_and_until_they_leave(address: str
     clock = Clock()
     first, second = worker(address, "first", clock), worker(address, "second", clock)
     first.renew()
-    assert (first.num_workers(), second.num_workers()) == (1, 2)  # who asks counts too
+    assert (first.num_searchers(), second.num_searchers()) == (1, 2)  # who asks counts too
     second.claim(SEGMENTS[:1])
-    assert (first.num_workers(), second.num_workers()) == (2, 2)
+    assert (first.num_searchers(), second.num_searchers()) == (2, 2)
     clock.now += 5  # half of a lease: it is prolonged
     first.renew()
     clock.now += 8
-    assert second.num_workers() == 2 and first.num_workers() == 1
+    assert second.num_searchers() == 2 and first.num_searchers() == 1
     first.leave()
-    assert second.num_workers() == 1
+    assert second.num_searchers() == 1
     first.renew()
-    assert second.num_workers() == 2
+    assert second.num_searchers() == 2
 
 
 def test_workers_of_a_host_are_counted_by_the_machine_their_leases_name(
@@ -146,9 +146,9 @@ def test_workers_of_a_host_are_counted_by_the_machine_their_leases_name(
         monkeypatch.setattr(leases, "_host", lambda host=host: host)
         study.renew()
     monkeypatch.setattr(leases, "_host", lambda: hosts["first"])
-    assert (studies[0].num_workers(), studies[0].num_workers(here=True)) == (3, 2)
+    assert (studies[0].num_searchers(), studies[0].num_searchers(here=True)) == (3, 2)
     studies[1].leave()
-    assert (studies[0].num_workers(), studies[0].num_workers(here=True)) == (2, 1)
+    assert (studies[0].num_searchers(), studies[0].num_searchers(here=True)) == (2, 1)
 
 
 def test_segment_that_is_not_held_is_neither_finished_nor_given_back(address: str) -> None:
@@ -156,7 +156,7 @@ def test_segment_that_is_not_held_is_neither_finished_nor_given_back(address: st
     holder.claim(SEGMENTS[:1])
     assert done(other, SEGMENTS[0]) is False is other.fail(SEGMENTS[0], "raised: x")
     other.release(SEGMENTS[0])
-    assert holder.results() == {} == other.reasons() and other.free(SEGMENTS[:1]) == []
+    assert holder.results() == {} == why_failed(other) and other.free(SEGMENTS[:1]) == []
     assert done(holder, SEGMENTS[0]) is True and done(holder, SEGMENTS[0], 0.1) is False
     holder.release(SEGMENTS[0])
     assert other.results() == {SEGMENTS[0]: 0.5}

@@ -22,7 +22,7 @@ class Monitor(SystemMonitor):
     """A machine with a GPU."""
 
     def sample(self) -> SystemSample:
-        return SystemSample(3 * 2**30, 48 * 2**30, 64 * 2**30, 1.5, (GpuSample(0, 87.0, 12 * 2**30, 312.5, 61.0),))
+        return SystemSample(3 * 2**30, 48 * 2**30, 1.5, (GpuSample(0, 87.0, 12 * 2**30, 312.5, 61.0),))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-def test_images_per_s_after_two_updates_is_samples_over_time(clock: FakeClock) -> None:
+def test_whole_after_two_updates_is_samples_over_time(clock: FakeClock) -> None:
     meter = ThroughputMeter(clock)
     meter.start()
     clock.advance(2)
@@ -33,8 +33,8 @@ def test_images_per_s_after_two_updates_is_samples_over_time(clock: FakeClock) -
     clock.advance(2)
     meter.update(300)
     assert meter.elapsed_s == 4
-    assert meter.images_per_s == 100
-    assert meter.recent_images_per_s == 100
+    assert meter.whole.images_per_s == 100
+    assert meter.recent.images_per_s == 100
 
 
 def test_elapsed_with_pauses_leaves_them_out(clock: FakeClock) -> None:
@@ -52,27 +52,27 @@ def test_elapsed_with_pauses_leaves_them_out(clock: FakeClock) -> None:
     clock.advance(1)
     meter.update(20)
     assert meter.elapsed_s == 5
-    assert meter.images_per_s == 10
-    assert meter.recent_images_per_s == 10
+    assert meter.whole.images_per_s == 10
+    assert meter.recent.images_per_s == 10
 
 
-def test_recent_images_per_s_after_a_slowdown_forgets_what_left_the_window(clock: FakeClock) -> None:
+def test_recent_after_a_slowdown_forgets_what_left_the_window(clock: FakeClock) -> None:
     meter = ThroughputMeter(clock, window_s=2)
     meter.start()
     for samples in (100, 100, 10, 10):
         clock.advance(1)
         meter.update(samples)
-    assert meter.recent_images_per_s == 10
-    assert meter.images_per_s == 55
+    assert meter.recent.images_per_s == 10
+    assert meter.whole.images_per_s == 55
 
 
-def test_recent_images_per_s_with_rounds_longer_than_the_window_is_the_last_round(clock: FakeClock) -> None:
+def test_recent_with_rounds_longer_than_the_window_is_the_last_round(clock: FakeClock) -> None:
     meter = ThroughputMeter(clock, window_s=1)
     meter.start()
     for samples in (100, 50):
         clock.advance(10)
         meter.update(samples)
-    assert meter.recent_images_per_s == 5
+    assert meter.recent.images_per_s == 5
 
 
 def test_start_with_earlier_time_counts_it_as_elapsed_but_in_no_rate(clock: FakeClock) -> None:
@@ -81,7 +81,7 @@ def test_start_with_earlier_time_counts_it_as_elapsed_but_in_no_rate(clock: Fake
     clock.advance(2)
     meter.update(10)
     assert meter.elapsed_s == 62
-    assert meter.images_per_s == meter.recent_images_per_s == meter.lap().images_per_s == 5
+    assert meter.whole.images_per_s == meter.recent.images_per_s == meter.lap().images_per_s == 5
 
 
 def test_lap_twice_covers_only_what_came_in_between(clock: FakeClock) -> None:
@@ -98,7 +98,7 @@ def test_lap_twice_covers_only_what_came_in_between(clock: FakeClock) -> None:
 
 def test_rates_before_any_time_has_passed_are_zero(clock: FakeClock) -> None:
     meter = ThroughputMeter(clock)
-    assert meter.elapsed_s == meter.images_per_s == meter.recent_images_per_s == 0
+    assert meter.elapsed_s == meter.whole.images_per_s == meter.recent.images_per_s == 0
     meter.start()
     meter.update(10)
-    assert meter.images_per_s == meter.recent_images_per_s == 0
+    assert meter.whole.images_per_s == meter.recent.images_per_s == 0

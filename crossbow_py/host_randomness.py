@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+
+def host_state() -> Hashable:
+    """What Python's and NumPy's stand at: another value after a draw, which a graph would repeat."""
+    state = np.random.get_state(legacy=False)
+    generator, kept = state["state"], (state["has_gauss"], state["gauss"])  # it draws normal values by twos
+    return random.getstate(), generator["key"].tobytes(), generator["pos"], kept
 
 
 @contextmanager

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from crossbow_py.data.host_randomness import kept_host_state
-from crossbow_py.engine.host_randomness import host_state
+from crossbow_py.host_randomness import host_state, kept_host_state
 
 DRAWS = {"random": random.random, "gauss": lambda: random.gauss(0, 1), "rand": np.random.rand, "randn": np.random.randn}
 

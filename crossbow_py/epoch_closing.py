@@ -1,0 +1,75 @@
+"""What becomes of an epoch once nothing is in flight: it is evaluated and recorded, and the next one begins."""
+
+from __future__ import annotations
+
+from crossbow_py.evaluation import Evaluation
+from crossbow_py.learning_measurement import LearningMeasurement
+from crossbow_py.reporter import Reporter, epoch_record
+from crossbow_py.run import Run
+from crossbow_py.stopping import StopConditions
+from crossbow_py.telemetry.events import LearningStatistics
+from crossbow_py.telemetry.throughput import ThroughputMeter
+
+Measured = tuple[Evaluation, tuple[Evaluation, ...]]
+
+
+class EpochCloser:
+    """Owned by the training loop, which drains before each call. All ranks together.
+
+    Args:
+        run: what is trained.
+        reporter: who hears of it.
+        meter: of the training time, which stands still meanwhile.
+        stops: of which the target accuracy is looked at.
+    """
+
+    def __init__(self, run: Run, reporter: Reporter, meter: ThroughputMeter, stops: StopConditions) -> None:
+        self._run, self._state, self._stops = run, run.state, stops
+        self._reporter, self._meter, self._watch = reporter, meter, run.parts.ranks.watch
+        self._measured = "validation" if run.parts.validation_feed else "test"
+        self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
+        self._final: Measured | None = None
+
+    def close(self, learning_rate: float) -> None:
+        """Evaluate, record with the learning rate of the last round, and start the next epoch."""
+        run, state = self._run, self._state
+        run.check_z()
+        self._meter.pause()
+        self._watch.doing = f"the evaluation after round {state.round_index - 1}"
+        measured = run.evaluate(self._measured)
+        state.elapsed_s = self._meter.elapsed_s
+        if measured:
+            state.note_evaluation(measured[0].accuracy, measured[0].loss, self._stops.target_accuracy)
+        self._final = measured if self._measured == "test" else None
+        learning = self._measure_learning()
+        run.add_up_epoch()
+        lap = self._meter.lap()
+        self._reporter.epoch(epoch_record(run, lap, learning_rate, measured, self._measured, learning))
+        self._reporter.predictions(run, measured)
+        state.last_recorded = state.samples_seen
+        state.close_epoch(run.num_samples)
+        self._meter.resume()
+
+    def _measure_learning(self) -> LearningStatistics | None:
+        """Where it is asked for; the meter is paused."""
+        if self._learning is None:
+            return None
+        self._watch.doing = f"the statistics of learning after round {self._state.round_index - 1}"
+        measured = self._learning.measure(self._measured)
+        for note in self._learning.take_notes():
+            self._reporter.message(note)
+        return measured
+
+    def close_partial(self, learning_rate: float) -> None:
+        """Record where a run stopped inside an epoch; the epoch's sums are kept, for a resume with a later stop."""
+        kept = self._state.open_epoch
+        self.close(learning_rate)
+        self._state.reopen_epoch(kept)
+
+    def final(self, measures: bool) -> Measured | None:
+        """The evaluation of the model on test data: the last epoch's if that was of it, else one made now if asked."""
+        if self._state.last_recorded != self._state.samples_seen:
+            self._final = None  # of an earlier model
+        if self._final is None and measures:
+            self._final = self._run.evaluate("test")
+        return self._final
