@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 screenshot(f"{address}#{page}", IMAGES / f"{name}.png", size)
         report = [sys.executable, "-m", "crossbow_py.report", *(f"runs/{name}" for name in RUNS), "output_dir=report"]
         subprocess.run(report, cwd=folder, check=True)
-        screenshot((folder / "report" / "report.html").resolve().as_uri(), IMAGES / "report.png", (1200, 2250))
+        screenshot((folder / "report" / "report.html").resolve().as_uri(), IMAGES / "report.png", (1200, 1640))
     print(f"written to {IMAGES.relative_to(ROOT)}: {', '.join([*PAGES, 'report'])}")
     return 0
 

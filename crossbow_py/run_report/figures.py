@@ -10,9 +10,27 @@ from crossbow_py.telemetry.console import clock_time
 _SECONDS_SPELLED_OUT = 120  # from there on minutes
 
 
-def figures(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Each figure by its name, with what every run has; those that no run has are left out."""
-    rows = [(name, [text(run) for run in runs]) for name, text in _FIGURES]
+Rows = list[tuple[str, list[str]]]
+
+
+def figures(runs: Sequence[RunRecord]) -> Rows:
+    """Each figure by its name, with what every run has: what came out, and the settings that are not alike.
+
+    What no run has is left out.
+    """
+    return [
+        *_rows(_RESULTS, runs),
+        *((name, values) for name, values in _rows(_SETTINGS, runs) if len(set(values)) > 1),
+    ]
+
+
+def alike(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """The settings that are the same for all runs."""
+    return [(name, values[0]) for name, values in _rows(_SETTINGS, runs) if len(set(values)) == 1]
+
+
+def _rows(kinds: Sequence[_Kind], runs: Sequence[RunRecord]) -> Rows:
+    rows = [(name, [text(run) for run in runs]) for name, text in kinds]
     return [(name, values) for name, values in rows if any(values)]
 
 
@@ -47,7 +65,8 @@ def _setting(key: str) -> Callable[[RunRecord], str]:
     return lambda run: str(run.summary.get(key, run.config.get(key, "")))
 
 
-_FIGURES: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
+_Kind = tuple[str, Callable[[RunRecord], str]]
+_RESULTS: tuple[_Kind, ...] = (
     ("status", lambda run: run.status.replace("_", " ")),
     ("test accuracy", _number("test_accuracy", ".4f", "test_accuracy")),
     ("best test accuracy", _number("best_test_accuracy", ".4f")),
@@ -58,6 +77,8 @@ _FIGURES: tuple[tuple[str, Callable[[RunRecord], str]], ...] = (
     ("images/s", _number("images_per_s", ",.0f", "images_per_s")),
     ("epochs", _number("epochs", ".4g", "epoch")),
     ("samples seen", _number("samples_seen", ",.0f", "samples_seen")),
+)
+_SETTINGS: tuple[_Kind, ...] = (
     ("model", _setting("model")),
     ("data", _setting("data")),
     ("averaging", _setting("averaging")),

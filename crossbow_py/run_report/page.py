@@ -11,7 +11,7 @@ from typing import Any
 
 from crossbow_py.run_report.charts import Chart, colour
 from crossbow_py.run_report.differences import differing
-from crossbow_py.run_report.figures import figures
+from crossbow_py.run_report.figures import alike, figures
 from crossbow_py.run_report.reading import RunRecord, number
 from crossbow_py.settings import written
 from crossbow_py.version import __version__
@@ -61,7 +61,9 @@ def _notes(runs: Sequence[RunRecord]) -> str:
 
 def _figures(runs: Sequence[RunRecord]) -> str:
     rows = [[escape(name), *map(escape, values)] for name, values in figures(runs)]
-    return _table(["", *_names(runs)], rows)
+    same = " · ".join(f"{name} {value}" for name, value in alike(runs))
+    note = f'<p class="note">{"All runs: " if len(runs) > 1 else ""}{escape(same)}</p>' if same else ""
+    return note + _table(["", *_names(runs)], rows)
 
 
 def _names(runs: Sequence[RunRecord]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crossbow_py.run_report.figures import figures
+from crossbow_py.run_report.figures import alike, figures
 from crossbow_py.run_report.reading import RunRecord
 
 SUMMARY = {"test_accuracy": 0.98765, "time_to_accuracy_s": 12.34, "train_time_s": 725.0, "images_per_s": 12345.6,
@@ -28,6 +28,17 @@ def test_figures_of_a_run_that_ended_are_those_of_its_summary_and_of_another_tho
         "learners a device": ["4", "2"],
         "seed": ["", "3"],
     }
+    assert alike([ended, killed]) == []
+
+
+def test_settings_that_are_alike_stand_apart_from_the_table() -> None:
+    runs = [
+        RunRecord(name, Path(name), "finished", summary={"model": "mlp", "seed": seed, "precision": "fp32"})
+        for seed, name in enumerate("ab")
+    ]
+    assert dict(figures(runs)) == {"status": ["finished"] * 2, "seed": ["0", "1"]}
+    assert alike(runs) == [("model", "mlp"), ("precision", "fp32")]
+    assert [name for name, _ in alike(runs[:1])] == ["model", "precision", "seed"]
 
 
 def test_figures_of_a_damaged_summary_are_left_out() -> None:
