@@ -33,6 +33,7 @@ from crossbow_py.errors import (
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.recorded_config import composed
 from crossbow_py.run_folder import RUNS, time_name
+from crossbow_py.run_report.sweep import sweep_lines
 from crossbow_py.settings import suggestion
 from crossbow_py.signals import EXIT_INTERRUPTED, StopSignal
 
@@ -93,14 +94,16 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
     """All configurations are composed before the first job starts, so that a mistake in the last one shows at once."""
     now = time_name()
     configs = [_in_own_folder(composed(texts, kind), swept, now) for texts, swept in expand_sweeps(overrides)]
-    worst = 0
+    worst, speaks = 0, os.environ.get("RANK", "0") == "0"  # of ranks, one
     for number, config in enumerate(configs, start=1):
-        if os.environ.get("RANK", "0") == "0":  # of ranks, one speaks
+        if speaks:
             print(f"run {number} of {len(configs)}", flush=True)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
         if code in StopSignal.EXIT_CODES.values():
             break
+    for line in sweep_lines([Path(config.output_dir) for config in configs if config.output_dir]) if speaks else ():
+        print(line, flush=True)
     return worst
 
 

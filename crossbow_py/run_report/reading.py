@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-    EventAccumulator,
-)
-
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
@@ -229,6 +225,11 @@ def _read_curves(folder: Path, notes: list[str]) -> dict[str, list[Point]]:
     if not folder.is_dir():
         notes.append(f"no {TENSORBOARD_FOLDER}/: curves have a point an epoch")
         return {}
+    # A tenth of a second, which other commands need not wait for.
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]  # noqa: PLC0415
+        EventAccumulator,
+    )
+
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1, "tensors": 1})
     try:
         events.Reload()

@@ -1,0 +1,28 @@
+"""What a sweep came to: a line of text a run, and how to look further."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from crossbow_py.run_report.figures import figures
+from crossbow_py.run_report.reading import MOST_RUNS, RunRecord
+from crossbow_py.telemetry.records import read_summary
+from crossbow_py.text_table import columns
+
+_SHOWN = ("status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s")
+
+
+def sweep_lines(folders: Sequence[Path]) -> list[str]:
+    """A table of the runs among `folders` that have ended; nothing for fewer than two."""
+    ended = [(folder, summary) for folder in folders if (summary := read_summary(folder))]
+    if len(ended) < 2:
+        return []
+    runs = [RunRecord(folder.name, folder, str(summary.get("status")), summary=summary) for folder, summary in ended]
+    shown = [(name, values) for name, values in figures(runs) if name in _SHOWN]
+    rows = [[run.name, *(values[place] for _, values in shown)] for place, run in enumerate(runs)]
+    parents = {run.folder.parent for run in runs}
+    lines = ["", *columns(["run", *(name for name, _ in shown)], rows)]
+    if len(parents) == 1 and len(runs) <= MOST_RUNS:
+        lines += ["", f"compare them: python -m crossbow_py.report {parents.pop()}"]
+    return lines
