@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,13 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write one results file, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(result, indent=1) + "\n")
+
+
+def draw_after(path: Path, plot: str) -> None:
+    """Draw a results file with the main program of the module `plot`; matplotlib is an extra."""
+    try:
+        script = import_module(plot)
+    except ImportError as error:
+        print(f"no picture: {error}; pip install '.[plots]', then python {plot.replace('.', '/')}.py {path}")
+        return
+    script.main([str(path)])

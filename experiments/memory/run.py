@@ -25,7 +25,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
 from experiments.common.arguments import count
 from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.results import draw_after, write_result
 from experiments.common.rounds import ExecutorName, Setup
 from experiments.memory.report import result_text
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         write_result(options.json, result)
         print(f"written to {options.json}")
-        _draw(options.json)
+        draw_after(options.json, "experiments.memory.plot")
     return 0
 
 
@@ -106,16 +106,6 @@ def measure(asked: Mapping[str, Any]) -> dict[str, int]:
         raise MeasurementError(lines[-1] if lines else f"it ended with code {done.returncode}")
     found: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
-
-
-def _draw(path: Path) -> None:
-    """The picture, beside the results; matplotlib is an extra."""
-    try:
-        from experiments.memory.plot import draw_file  # noqa: PLC0415
-    except ImportError as error:
-        print(f"no picture: {error}; pip install '.[plots]', then python experiments/memory/plot.py {path}")
-        return
-    print(f"drawn to {draw_file(path)}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,7 +23,7 @@ from crossbow_py.engine.precision import BF16, PrecisionName, choose_device, cho
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
 from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.results import draw_after, write_result
 from experiments.throughput import planning
 from experiments.throughput.ahead import compile_ahead
 from experiments.throughput.analysis import analyse, analysis_s, analysis_text
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         write_result(options.json, result)
         print(f"written to {options.json}")
-        _draw(options.json)
+        draw_after(options.json, "experiments.throughput.suite_plot")
     return 0
 
 
@@ -163,17 +163,6 @@ def measure_model(workload: Workload, plan: Plan, budget_s: float) -> Campaign:
     with Campaign(workload, plan, budget_s) as campaign:
         campaign.run()
     return campaign
-
-
-def _draw(path: Path) -> None:
-    """The pictures, beside the results; matplotlib is an extra."""
-    try:
-        from experiments.throughput.suite_plot import draw_files  # noqa: PLC0415
-    except ImportError as error:
-        print(f"no pictures: {error}; pip install '.[plots]', then python experiments/throughput/suite_plot.py {path}")
-        return
-    for picture in draw_files(path):
-        print(f"drawn to {picture}")
 
 
 def _parser() -> argparse.ArgumentParser:
