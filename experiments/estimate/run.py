@@ -21,8 +21,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.sizing.memory import LearnerModel
 from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import draw_after, write_result
+from experiments.common.machine import ROOT, machine
+from experiments.common.results import draw_after, show_and_write
 from experiments.estimate.estimated import estimate
 from experiments.estimate.report import result_text
 from experiments.estimate.supplied import SECONDS, Supply, compare
@@ -50,10 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.repetitions:
         result["searches"] = time_searches(list(dict.fromkeys(options.models)), options.repetitions)
         result["command"] = time_command(options.command_repetitions)
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    show_and_write(result, result_text, options.json)
     if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
         draw_after(options.json, "experiments.estimate.plot")
     return 0
 

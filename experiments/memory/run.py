@@ -24,8 +24,8 @@ from crossbow_py.engine.precision import choose_device, choose_precision
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
 from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import draw_after, write_result
+from experiments.common.machine import ROOT, machine
+from experiments.common.results import draw_after, show_and_write
 from experiments.common.rounds import ExecutorName, Setup
 from experiments.memory.report import result_text
 
@@ -58,10 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in dict.fromkeys(options.models):
         setup = Setup(model, options.batch_size, 1, "serial", device.type, precision)  # type: ignore[arg-type]
         measure_model(setup, sorted(set(options.num_learners)), result)
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    show_and_write(result, result_text, options.json)
     if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
         draw_after(options.json, "experiments.memory.plot")
     return 0
 

@@ -22,8 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.engine.precision import BF16, PrecisionName, choose_device, choose_precision
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
 from experiments.throughput.comparison import Measurement, measure, plan_sides, ratios, to_row
 from experiments.throughput.gate import Visit, Window
 from experiments.throughput.mps import MpsError, SideGroup, daemon, start_side
@@ -55,10 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SideError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
+    show_and_write(result, result_text, options.json)
     return 0
 
 

@@ -22,8 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.engine.precision import BF16, PrecisionName, choose_device, choose_precision
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import draw_after, write_result
+from experiments.common.machine import machine
+from experiments.common.results import draw_after, show_and_write
 from experiments.throughput import planning
 from experiments.throughput.ahead import compile_ahead
 from experiments.throughput.analysis import analyse, analysis_s, analysis_text
@@ -60,10 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         parser.error(str(error))
     result = measure_models(options, device.type, precision, begun_s)
-    print(f"\n{result_text(result)}\n\n{analysis_text(result)}\n\n{machine_line(result['machine'])}")
+    show_and_write(result, lambda found: f"{result_text(found)}\n\n{analysis_text(found)}", options.json)
     if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
         draw_after(options.json, "experiments.throughput.suite_plot")
     return 0
 
