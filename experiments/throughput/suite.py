@@ -24,6 +24,7 @@ from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
 from experiments.common.machine import machine
 from experiments.common.results import draw_after, show_and_write
+from experiments.common.windows import MAX_FOREIGN_SHARE
 from experiments.throughput import planning
 from experiments.throughput.ahead import compile_ahead
 from experiments.throughput.analysis import analyse, analysis_s, analysis_text
@@ -173,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=positive, default=MINUTES, help="all of it takes no longer (default %(default)s)")
     add("--passes", type=count, default=Limits.passes, help="windows a cell (default %(default)s)")
     add("--window-s", type=positive, default=Limits.window_s, help="length of a window (default %(default)s)")
-    add("--max-foreign-share", type=positive, default=0.15,
+    add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")

@@ -13,8 +13,7 @@ from experiments.common.arguments import count, positive
 from experiments.common.machine import machine
 from experiments.common.packs.comparison import Method, PackCell, measure_panel, mixed_rows, rows_of
 from experiments.common.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
-
-MAX_FOREIGN_SHARE = 0.15
+from experiments.common.windows import MAX_FOREIGN_SHARE
 
 
 def measuring_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:

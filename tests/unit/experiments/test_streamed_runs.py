@@ -10,7 +10,7 @@ import torch
 
 from crossbow_py.errors import UserError
 from experiments.common import windows
-from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, one_thread, photographs
+from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, photographs
 from experiments.common.windows import Mark, Window, Windows, window_of
 from tests.unit.data.images.pictures import write_part
 
@@ -76,13 +76,6 @@ def test_network_has_five_layers_with_weights() -> None:
     network = five_layers(4, 3)
     assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 3)
     assert sum(1 for parameter in network.parameters() if parameter.ndim > 1) == 5
-
-
-def test_one_thread_gives_the_others_back() -> None:
-    before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 def test_models_on_one_feed_share_every_batch(photos: Path) -> None:
