@@ -238,14 +238,6 @@ def test_fused_round_that_fails_says_which_and_why():
     runner.close()
 
 
-@pytest.fixture
-def two_cores():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("executor", ["fused", "fused_threads"])
 def test_looped_operators_are_named_once_in_a_note(executor, two_cores):
     network = networks.LstmClassifier

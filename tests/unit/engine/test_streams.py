@@ -28,7 +28,7 @@ from crossbow_py.engine.scheduler import learner_stream
 from crossbow_py.errors import LearnerError, UserError
 from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import OnlyLaunches, RecordingStreams, ShuffledStreams
-from tests.support import features, linear_model, make_tasks, norm_model, plan
+from tests.support import features, linear_model, make_tasks, norm_model, norm_with_dropout, plan
 
 IMAGES = features(48, (3, 6, 6))
 
@@ -66,12 +66,6 @@ CLOSE = [
     "host wait all",
     "release learning(0)", "release learning(1)", "release correction(0)", "release correction(1)", "release averaging",
 ]  # fmt: skip
-
-
-def with_dropout():
-    model = norm_model()
-    model.insert(4, nn.Dropout(0.3))
-    return model
 
 
 def run(runner, tasks, num_rounds, rate=lambda n: 0.05):
@@ -195,7 +189,7 @@ def test_executor_is_ready_once_the_round_before_the_last_is_over_on_every_learn
 
 
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), SGD(nesterov=True, clip_norm=0.5), AdamW()], ids=repr)
-@pytest.mark.parametrize("make_model", [norm_model, with_dropout])
+@pytest.mark.parametrize("make_model", [norm_model, norm_with_dropout])
 @pytest.mark.parametrize("order", ["rows", "blocks"])
 def test_streams_after_twenty_rounds_in_float64_equal_serial(optimizer, make_model, order):
     ours, reference = (
@@ -210,7 +204,7 @@ def test_streams_after_twenty_rounds_in_float64_equal_serial(optimizer, make_mod
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3), Independent()])
 def test_any_order_that_streams_and_events_allow_gives_what_serial_gives(seed, rule):
-    ours, reference = (make_tasks(with_dropout, num_learners=3, rule=rule, data=IMAGES) for _ in range(2))
+    ours, reference = (make_tasks(norm_with_dropout, num_learners=3, rule=rule, data=IMAGES) for _ in range(2))
     outcomes = run(StreamsExecutor(ours, ShuffledStreams(seed)), ours, 20)
     expected = run(SerialExecutor(reference), reference, 20)
     assert_banks_equal(ours.bank, reference.bank)
@@ -338,7 +332,7 @@ def test_bodies_that_are_captured_ask_the_host_for_no_value():
 
 
 def test_model_with_dropout_learns_in_graphs_with_masks_drawn_ahead_of_them():
-    tasks, device = make_tasks(with_dropout, data=IMAGES), RecordingStreams()
+    tasks, device = make_tasks(norm_with_dropout, data=IMAGES), RecordingStreams()
     runner = StreamsExecutor(tasks, device)
     run(runner, tasks, 4)  # graphs of the recording device refuse to draw
     assert runner.notes == []

@@ -9,16 +9,7 @@ import pytest
 
 from experiments.common.recorded_report import table_of
 from experiments.flowers import run
-from tests.unit.data.images.pictures import write_part
 from tests.unit.experiments.samples import cells
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """A folder of nine training images."""
-    write_part(tmp_path / "photos" / "train")
-    write_part(tmp_path / "photos" / "val", per_class=1)
-    return tmp_path / "photos"
 
 
 def test_run_on_photographs_is_recorded_with_its_wait_for_data_also_when_given_again(

@@ -128,10 +128,3 @@ def test_measurement_from_the_command_line_writes_its_result(
     assert all(cell["fetch_ms"] > 0 and cell["step_ms"] > 0 for cell in written["cells"])
     assert (written["num_workers"], written["images"]) == ([0, 1], 9)
     assert "9 training images of photos, crops of 64 x 64" in capsys.readouterr().out
-
-
-def test_measurement_without_images_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run.main(["--folder", str(tmp_path / "none")])
-    assert caught.value.code == 2
-    assert "is not there" in capsys.readouterr().err
