@@ -132,6 +132,19 @@ def run_rounds(
     return [loss for outcome in outcomes for loss in outcome.losses]
 
 
+def bank_reseeded_in_the_middle(make_runner: Callable[[RoundTasks], Executor], tasks: RoundTasks) -> ReplicaBank:
+    """After five rounds, learner 1 reseeded beside 0 and 2, and five more."""
+    runner = make_runner(tasks)
+    for n in range(10):
+        if n == 5:
+            runner.drain()
+            tasks.bank.reseed([1], tasks.bank.central_buffers([0, 2]))
+        runner.submit(plan(tasks, n, 0.01))
+    runner.drain()
+    runner.close()
+    return tasks.bank
+
+
 def assert_learners_equal(ours: ReplicaBank, reference: ReplicaBank, tolerance: float = 1e-8) -> None:
     """Equal learners and z of two banks whatever their order and room: norms to a tolerance, the rest to the bit."""
     k = reference.num_learners

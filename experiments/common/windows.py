@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -102,6 +102,14 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     return {"median": round(median(values), 4), "minimum": round(min(values), 4), "maximum": round(max(values), 4)}
+
+
+def dropped_windows(method: Mapping[str, Any], then: str = "dropped and tried again") -> str:
+    """What became of the windows in which others were busy, as the end of a sentence."""
+    if not method["foreign_load_known"]:
+        return "this kernel does not tell whether others were busy meanwhile, so no window was dropped."
+    share = f"{100 * method['max_foreign_share']:g} %"
+    return f"windows during which others took more than {share} of the cores were {then}."
 
 
 def load_with_ended() -> LoadSnapshot:

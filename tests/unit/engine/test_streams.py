@@ -21,7 +21,15 @@ from crossbow_py.engine.scheduler import learner_stream
 from crossbow_py.errors import LearnerError, UserError
 from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import features, linear_model, make_tasks, norm_model, norm_with_dropout, plan
+from tests.support import (
+    bank_reseeded_in_the_middle,
+    features,
+    linear_model,
+    make_tasks,
+    norm_model,
+    norm_with_dropout,
+    plan,
+)
 
 IMAGES = features(48, (3, 6, 6))
 # Round 0 and 1 warm up: every task runs eagerly. Streams: s0 and s1 are the learners', high is averaging.
@@ -275,19 +283,10 @@ def poison(tasks, start, value):
 
 
 def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
-    banks = []
-    for executor in (SerialExecutor, lambda tasks: StreamsExecutor(tasks, RecordingStreams())):
-        tasks = make_tasks(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES)
-        runner = executor(tasks)
-        for n in range(5):
-            runner.submit(plan(tasks, n, 0.01))
-        runner.drain()
-        tasks.bank.reseed([1], tasks.bank.central_buffers([0, 2]))
-        for n in range(5, 10):
-            runner.submit(plan(tasks, n, 0.01))
-        runner.drain()
-        runner.close()
-        banks.append(tasks.bank)
+    banks = [
+        bank_reseeded_in_the_middle(each, make_tasks(norm_model, num_learners=3, optimizer=AdamW(), data=IMAGES))
+        for each in (SerialExecutor, lambda tasks: StreamsExecutor(tasks, RecordingStreams()))
+    ]
     assert banks[1].step_counts == [10, 5, 10]
     assert_banks_equal(banks[1], banks[0])
 
