@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fork_server import one_for_all
 from tests.triton_version import has_interpreter
 
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
@@ -73,6 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and pytest -m gpu"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server() -> Iterator[None]:
+    """Whatever a test has changed, processes are forked from a server that has imported all that any of them needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "set_forkserver_preload", one_for_all())
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,8 @@ from tests.support import features, make_tasks, plan
 ZOO = {
     "mlp": (1, 28, 28),
     "lenet": (1, 28, 28),
-    **{f"resnet{depth}": (3, 32, 32) for depth in (20, 32, 44, 56, 110)},
+    "resnet20": (3, 16, 16),
+    **{f"resnet{depth}": (3, 32, 32) for depth in (32, 44, 56, 110)},
     "vgg16": (3, 32, 32),
 }
 LOOPED = {networks.LstmClassifier: ["lstm"]}  # the one operator here without a rule
