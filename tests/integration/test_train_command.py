@@ -276,11 +276,11 @@ def test_more_learners_than_memory_holds_is_the_users_mistake(capsys: pytest.Cap
 
 
 def test_summary_of_a_resumed_run_is_of_the_whole_run() -> None:
-    assert train("max_epochs=1", "output_dir=run") == 0
+    assert train("max_epochs=5", "output_dir=run") == 0
     first = read_summary(Path("run"))
-    assert train("max_epochs=1", "output_dir=run", "resume=auto") == 0
+    assert train("max_epochs=5", "output_dir=run", "resume=auto") == 0
     again = read_summary(Path("run"))
-    assert again["images_per_s"] == pytest.approx(first["images_per_s"], rel=0.2)
+    assert again["images_per_s"] == pytest.approx(first["images_per_s"], rel=0.5)  # the last checkpoint takes time, too
     assert again["wall_time_s"] > again["train_time_s"] > 0
 
 
