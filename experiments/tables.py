@@ -27,10 +27,11 @@ from experiments.common import headline, keys
 from experiments.common.cells import report as cells_report
 from experiments.common.machine import ROOT, machine_line
 from experiments.common.markdown import replace_blocks
+from experiments.common.recorded_report import table_of
 from experiments.common.results import EXPERIMENTS, read_results
 from experiments.estimate import report as estimate_report
 from experiments.faults import report as faults_report
-from experiments.flowers import report as flowers_report
+from experiments.flowers.run import RUNS as FLOWERS_RUNS
 from experiments.gradient_noise import report as gradient_noise_report
 from experiments.hyperband import report as hyperband_report
 from experiments.loader import report as loader_report
@@ -40,7 +41,7 @@ from experiments.overhead import report as overhead_report
 from experiments.pack_step_time import report as pack_step_time_report
 from experiments.preprocessing import report as preprocessing_report
 from experiments.ranks import report as ranks_report
-from experiments.resnet32_cifar10.report import summary_table
+from experiments.resnet32_cifar10.run import RUNS as RESNET32_RUNS
 from experiments.scaling import report as scaling_report
 from experiments.throughput import suite_report
 from experiments.throughput.analysis import analysis_text
@@ -96,7 +97,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "machine": _machine,
     },
     "faults": {"all": faults_report.result_text, "machine": _machine},
-    "flowers": {"summary": flowers_report.summary_table, "machine": _machine},
+    "flowers": {"summary": table_of(FLOWERS_RUNS), "machine": _machine},
     "gradient_noise": {
         "all": gradient_noise_report.result_text,
         "statistics": gradient_noise_report.statistics_table,
@@ -128,7 +129,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "machine": _machine,
     },
     "ranks": {"all": ranks_report.result_text, "ratios": ranks_report.ratios_table, "machine": _machine},
-    "resnet32_cifar10": {"summary": summary_table, "machine": _machine},
+    "resnet32_cifar10": {"summary": table_of(RESNET32_RUNS), "machine": _machine},
     "scaling": {"all": scaling_report.result_text, "machine": _machine},
     "sma_settings": _CELLS,
     "time_to_accuracy": {"all": time_report.result_text, "first_target": _time_headline, "machine": _machine},

@@ -7,12 +7,15 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
 
+from tests.fork_server import one_for_all
 from tests.triton_version import has_interpreter
 
 hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
@@ -74,6 +77,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs CUDA, and pytest -m gpu"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_fork_server() -> Iterator[None]:
+    """Whatever a test has changed, processes are forked from a server that has imported all that any of them needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "set_forkserver_preload", one_for_all())
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     """Every test starts from the same generator states."""
@@ -115,6 +126,12 @@ def _restore(environment: dict[str, str], torch_settings: tuple[int, torch.dtype
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(gradients)
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the current one."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 
 from crossbow_py.distributed.process_group import joined
-from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
+from experiments.common.ports import free_port
 
 PATIENCE_S = 60.0
 # With them what torch.export would import in every rank that fuses, which takes seconds.
@@ -51,7 +50,7 @@ def started(
 ) -> Iterator[list[tuple[ForkServerProcess, Connection]]]:
     """The processes, killed in the end."""
     context = _context()
-    port, processes = _free_port(), list[tuple[ForkServerProcess, Connection]]()
+    port, processes = free_port(), list[tuple[ForkServerProcess, Connection]]()
     try:
         for rank in range(num_ranks):
             mine, its = context.Pipe(duplex=False)
@@ -103,13 +102,6 @@ def _environment(rank: int, num_ranks: int, num_nodes: int, port: int) -> dict[s
     }
 
 
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
-
-
 def _run(
     environment: dict[str, str],
     timeout_s: float,
@@ -126,8 +118,3 @@ def _run(
         with contextlib.suppress(Exception):
             traceback.print_exc()
         connection.send(Raised(type(error).__name__, str(error), getattr(error, "exit_code", None)))
-
-
-def rank_and_sum(ranks: Ranks) -> tuple[int, list[float]]:
-    """The least there is to run on ranks."""
-    return ranks.rank, ranks.sum([float(ranks.rank), 1.0])

@@ -69,9 +69,9 @@ def events(folder: Path | str = "search") -> list[tuple[str, tuple[int, int], st
     return found
 
 
-def trained_by_command(folder: Path | str = "search") -> dict[str, Any]:
+def trained_by_command() -> dict[str, Any]:
     """The last line of metrics of the run that the best trial's command starts, called in process."""
-    words = shlex.split(report(folder)["best"]["command"])
+    words = shlex.split(report()["best"]["command"])
     assert words[:3] == ["python", "-m", "crossbow_py.train"]
     assert train.main([*words[3:], "output_dir=again"]) == 0
     return read_metrics(Path("again/metrics.jsonl"))[-1]

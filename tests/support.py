@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, AveragingRule, Stage
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.feeds import Feed, make_feed
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.optimizers import SGD, Optimizer
@@ -32,7 +32,7 @@ def linear_model() -> nn.Module:
     return model
 
 
-def norm_model() -> nn.Module:
+def norm_model() -> nn.Sequential:
     """A small convolutional network with BatchNorm, channels-last blocks and a frozen parameter."""
     torch.manual_seed(2)
     model = nn.Sequential(
@@ -47,11 +47,23 @@ def norm_model() -> nn.Module:
     return model
 
 
+def norm_with_dropout() -> nn.Sequential:
+    """`norm_model` with dropout before its linear layer."""
+    model = norm_model()
+    model.insert(4, nn.Dropout(0.3))
+    return model
+
+
 def features(num_samples: int, shape: tuple[int, ...] = (4,), num_classes: int = 3) -> tuple[Tensor, Tensor]:
     """Random inputs and targets, always the same."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn((num_samples, *shape), generator=generator)
     return inputs, torch.randint(0, num_classes, (num_samples,), generator=generator)
+
+
+def feed_of(inputs: Tensor, targets: Tensor, precision: Precision = FP64) -> Feed:
+    """For evaluators: in batches of one."""
+    return make_feed((inputs, targets), 1, channels_last=True, dtype=precision.compute)
 
 
 def make_tasks(
@@ -118,6 +130,19 @@ def run_rounds(
     finally:
         runner.close()
     return [loss for outcome in outcomes for loss in outcome.losses]
+
+
+def bank_reseeded_in_the_middle(make_runner: Callable[[RoundTasks], Executor], tasks: RoundTasks) -> ReplicaBank:
+    """After five rounds, learner 1 reseeded beside 0 and 2, and five more."""
+    runner = make_runner(tasks)
+    for n in range(10):
+        if n == 5:
+            runner.drain()
+            tasks.bank.reseed([1], tasks.bank.central_buffers([0, 2]))
+        runner.submit(plan(tasks, n, 0.01))
+    runner.drain()
+    runner.close()
+    return tasks.bank
 
 
 def assert_learners_equal(ours: ReplicaBank, reference: ReplicaBank, tolerance: float = 1e-8) -> None:

@@ -11,10 +11,10 @@ from crossbow_py import Listener, Trainer
 from tests.support import linear_model
 
 
-def blobs(num_samples: int, num_classes: int = 3) -> tuple[Tensor, Tensor]:
-    """Four features around one corner per class, well apart: a linear model gets every sample right."""
+def blobs(num_samples: int) -> tuple[Tensor, Tensor]:
+    """Four features around one corner for each of three classes, well apart: a linear model gets every sample right."""
     generator = torch.Generator().manual_seed(4)
-    targets = torch.arange(num_samples) % num_classes
+    targets = torch.arange(num_samples) % 3
     inputs = 4.0 * nn.functional.one_hot(targets, 4) + 0.1 * torch.randn(num_samples, 4, generator=generator)
     return inputs, targets
 

@@ -17,6 +17,7 @@ from typing import Any
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.telemetry.records import read_metrics
 from experiments.common.machine import ROOT
+from experiments.common.ports import free_port
 from experiments.faults import processes
 from experiments.faults.processes import Start
 
@@ -97,7 +98,7 @@ def outcome(folder: Path) -> tuple[bytes, list[tuple[Any, ...]]]:
 def start_with_own_mounts(arguments: Sequence[str], log: Path, rank: int, num_ranks: int, shared: Path) -> Start:
     """As `processes.start`, but one rank sees `shared` by a mount of its own, which others' do not follow."""
     context = multiprocessing.get_context("forkserver")
-    port = processes.free_port()
+    port = free_port()
     begun = []
     for each in range(num_ranks):
         environment = processes.rank_environment(each, num_ranks, port)

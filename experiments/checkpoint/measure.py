@@ -17,8 +17,8 @@ from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.models import MODELS
 from experiments.checkpoint.training import BATCH_SIZE, Training
+from experiments.common.windows import MAX_FOREIGN_SHARE
 
-MAX_FOREIGN_SHARE = 0.15
 TARGET = 0.02
 # Images and classes of the data sets they are made for.
 _DATA = {"resnet50": ((3, 224, 224), 1000), "resnet32": ((3, 32, 32), 10)}

@@ -14,21 +14,14 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.common.pictures import save_picture
 
 EXPERIMENT = "checkpoint"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "cost.png"
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    results = {name: result for name, result in read_results(EXPERIMENT).items() if result["n"]}
-    if not results:
-        print("error: there are no results yet; run experiments/checkpoint/run.py first.", file=sys.stderr)
-        return 2
-    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture(EXPERIMENT, "results/cost.png", draw, keep=lambda result: bool(result["n"]))
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from experiments.checkpoint.measure import WRITTEN_MODELS, measure_checkpoints
 from experiments.checkpoint.report import result_text
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line, usable_cores
-from experiments.common.results import write_result
+from experiments.common.machine import machine, usable_cores
+from experiments.common.results import show_and_write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,10 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.model, options.num_learners, options.beside, options.threads, options.seconds, Path(folder)
         )
     result = {"machine": facts, **found}
-    print(f"\n{result_text(result)}\n\n{machine_line(facts)}")
-    if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
+    show_and_write(result, result_text, options.json)
     return 0
 
 

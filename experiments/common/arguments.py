@@ -21,3 +21,8 @@ def positive(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number greater than 0, got {text!r}")
     return number
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    """Whole numbers between commas; argparse turns a ValueError into its own message."""
+    return tuple(int(seed) for seed in text.split(","))

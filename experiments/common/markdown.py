@@ -20,6 +20,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
 
 
+def number(value: float | None, form: str) -> str:
+    """As a cell of a table."""
+    return NONE if value is None else format(value, form)
+
+
 def replace_blocks(text: str, build: Callable[[str], str]) -> str:
     """`text` with whatever stands between `<!-- table:NAME -->` and `<!-- end -->` replaced by `build(NAME)`.
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import mean
 from typing import Any
 
+from experiments.common.cells.summary import first_at
 from experiments.common.markdown import NONE, markdown_table
+from experiments.common.recorded_runs import RecordedRuns
 
 Result = Mapping[str, Any]
+
+
+def table_of(recorded: RecordedRuns) -> Callable[[Result], str]:
+    """The summary table of one experiment."""
+    return lambda result: summary_table(result, recorded.target_accuracy)
 
 
 def summary_table(result: Result, target_accuracy: float) -> str:
@@ -28,7 +35,7 @@ def summary_table(result: Result, target_accuracy: float) -> str:
 
 
 def _summary_row(run: Mapping[str, Any], target_accuracy: float) -> list[str]:
-    summary, reached = run["summary"], first_at_target(run, target_accuracy)
+    summary, reached = run["summary"], first_at(run, target_accuracy)
     return [
         str(summary["seed"]),
         str(summary["num_learners"]),
@@ -49,9 +56,3 @@ def _data_cells(run: Mapping[str, Any]) -> list[str]:
     """Of a run whose data lived on the device, and of records older than these numbers, nothing is known."""
     num_workers, wait_share = (run["summary"].get(key) for key in ("num_workers", "data_wait_share"))
     return [NONE if num_workers is None else str(num_workers), NONE if wait_share is None else f"{wait_share:.1%}"]
-
-
-def first_at_target(run: Mapping[str, Any], target_accuracy: float) -> Mapping[str, Any] | None:
-    """The record of the first epoch that reached the target; None when none did."""
-    reached = (record for record in run["epochs"] if (record["test_accuracy"] or 0.0) >= target_accuracy)
-    return next(reached, None)

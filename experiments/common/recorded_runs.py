@@ -16,6 +16,7 @@ from typing import Any
 from crossbow_py.config_files import read_yaml
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train import main as train
+from experiments.common.arguments import seeds
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import results_folder, write_result
 
@@ -99,16 +100,11 @@ def without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parser(recorded: RecordedRuns) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Trains an experiment, one run a seed, and writes results/NAME.json.")
-    add, seeds = parser.add_argument, ",".join(map(str, recorded.seeds))
+    add, shown = parser.add_argument, ",".join(map(str, recorded.seeds))
     add("--experiment", default=recorded.experiment, help="of the command line (default %(default)s)")
     add("--name", help="name of the results file (default: the experiment's)")
-    add("--seeds", type=_seeds, default=recorded.seeds, metavar="0,1,...", help=f"one run each (default {seeds})")
+    add("--seeds", type=seeds, default=recorded.seeds, metavar="0,1,...", help=f"one run each (default {shown})")
     add("--runs", type=Path, default=ROOT / "runs", help="where run folders lie (default runs/ in the checkout)")
     add("--results", type=Path, default=results_folder(recorded.folder), help="default: results/ beside the script")
     add("overrides", nargs="*", metavar="key=value", help="as for crossbow_py.train")
     return parser
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """Whole numbers between commas; argparse turns a ValueError into its own message."""
-    return tuple(int(seed) for seed in text.split(","))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from crossbow_py.telemetry.records import write_atomically
-from experiments.common.machine import ROOT
+from experiments.common.machine import ROOT, machine_line
 
 EXPERIMENTS = ROOT / "experiments"
 
@@ -27,3 +28,21 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
     """Write one results file, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(result, indent=1) + "\n")
+
+
+def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str], path: Path | None) -> None:
+    """To the terminal, and to the results file if there is to be one."""
+    print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
+    if path:
+        write_result(path, result)
+        print(f"written to {path}")
+
+
+def draw_after(path: Path, plot: str) -> None:
+    """Draw a results file with the main program of the module `plot`; matplotlib is an extra."""
+    try:
+        script = import_module(plot)
+    except ImportError as error:
+        print(f"no picture: {error}; pip install '.[plots]', then python {plot.replace('.', '/')}.py {path}")
+        return
+    script.main([str(path)])

@@ -7,14 +7,11 @@ notes the time and what of it was spent waiting for data.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import nn
 
 from crossbow_py import SGD, Augmentation, Independent, Trainer
@@ -22,9 +19,9 @@ from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.images.source import ImageFolder
 from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.errors import UserError
-from crossbow_py.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.foreign_load import foreign_share
 from crossbow_py.supply import WorkerSupply
-from experiments.common.windows import Mark, Window, window_of
+from experiments.common.windows import Mark, Window, load_with_ended, window_of
 
 SIZE = 64
 _SAMPLES_AN_EPOCH = 20_000  # so many that no window meets the end of an epoch
@@ -127,9 +124,9 @@ class StreamedRun:
     ) -> tuple[list[Mark], float | None]:
         """The marks of a stretch of training, and the share of the cores that others took meanwhile."""
         self._feed.use_workers(num_workers)
-        self._rounds.marks, before = [], _load()
+        self._rounds.marks, before = [], load_with_ended()
         self._trainer.fit(max_rounds=max_rounds, max_time_s=max_time_s)
-        return self._rounds.marks, foreign_share(before, _load())
+        return self._rounds.marks, foreign_share(before, load_with_ended())
 
 
 def photographs(folder: str) -> Photographs:
@@ -155,21 +152,3 @@ def five_layers(width: int, num_classes: int) -> nn.Module:
 
 def _pooled() -> list[nn.Module]:
     return [nn.MaxPool2d(3, stride=2), nn.ReLU(inplace=True)]
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch computes on one core under it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _load() -> LoadSnapshot:
-    """Now, with the time of worker processes, which have ended, counted as our own."""
-    times = os.times()
-    own_s = times.user + times.system + times.children_user + times.children_system
-    return replace(LoadSnapshot.take(), own_s=own_s)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-MAX_FOREIGN_SHARE = 0.15
+from crossbow_py.foreign_load import LoadSnapshot
+
+MAX_FOREIGN_SHARE = 0.15  # a window in which others took more of the cores is of no use
 _ATTEMPTS, _RETRY_AFTER_S = 3, 0.3
 
 
@@ -99,3 +102,18 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     return {"median": round(median(values), 4), "minimum": round(min(values), 4), "maximum": round(max(values), 4)}
+
+
+def dropped_windows(method: Mapping[str, Any], then: str = "dropped and tried again") -> str:
+    """What became of the windows in which others were busy, as the end of a sentence."""
+    if not method["foreign_load_known"]:
+        return "this kernel does not tell whether others were busy meanwhile, so no window was dropped."
+    share = f"{100 * method['max_foreign_share']:g} %"
+    return f"windows during which others took more than {share} of the cores were {then}."
+
+
+def load_with_ended() -> LoadSnapshot:
+    """Now, with the time of processes that have ended, such as workers, counted as our own."""
+    times = os.times()
+    own_s = times.user + times.system + times.children_user + times.children_system
+    return replace(LoadSnapshot.take(), own_s=own_s)

@@ -21,8 +21,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.sizing.memory import LearnerModel
 from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import ROOT, machine
+from experiments.common.results import draw_after, show_and_write
 from experiments.estimate.estimated import estimate
 from experiments.estimate.report import result_text
 from experiments.estimate.supplied import SECONDS, Supply, compare
@@ -50,11 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.repetitions:
         result["searches"] = time_searches(list(dict.fromkeys(options.models)), options.repetitions)
         result["command"] = time_command(options.command_repetitions)
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    show_and_write(result, result_text, options.json)
     if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
-        _draw(options.json)
+        draw_after(options.json, "experiments.estimate.plot")
     return 0
 
 
@@ -142,16 +140,6 @@ def _children_s() -> float:
 
 def _output_of(arguments: Sequence[str]) -> str:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
-def _draw(path: Path) -> None:
-    """The picture, beside the results; matplotlib is an extra."""
-    try:
-        from experiments.estimate.plot import draw_file  # noqa: PLC0415
-    except ImportError as error:
-        print(f"no picture: {error}; pip install '.[plots]', then python experiments/estimate/plot.py {path}")
-        return
-    print(f"drawn to {draw_file(path)}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from crossbow_py import train
+from experiments.common.ports import free_port
 
 _PATIENCE_S = 60.0
 _PRELOADED = ["torch", "crossbow_py.train", "crossbow_py.trainer"]
@@ -71,14 +71,6 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     numbers = {name: str(value) for name, value in names.items()}
     return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> int:
-    """One of this host that nobody listens on."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def train_here(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.common.cells.report import accuracy, notes
 from experiments.common.cells.summary import Result, Run, by_cell, estimate, has_diverged
-from experiments.common.markdown import NONE, markdown_table
+from experiments.common.markdown import markdown_table, number
 
 Records = Sequence[Any]
 _THIRDS = ("first third", "second third", "last third")
@@ -49,9 +49,9 @@ def statistics_table(result: Result) -> str:
         scales = [noise_scale_samples([r for each in part for r in each]) for part in thirds(evaluations)]
         middle, last = [r for each in thirds(evaluations)[1] for r in each], evaluations[-1]
         rows.append([
-            name, str(runs[0]["summary"]["num_learners"]), *(_number(scale, ",.0f") for scale in scales),
-            *(_number(mean_of(middle, key), form) for key, form in (("spread", ".3g"), ("agreement", ".4f"))),
-            _number(mean_of(last, "sharpness"), ".3g"),
+            name, str(runs[0]["summary"]["num_learners"]), *(number(scale, ",.0f") for scale in scales),
+            *(number(mean_of(middle, key), form) for key, form in (("spread", ".3g"), ("agreement", ".4f"))),
+            number(mean_of(last, "sharpness"), ".3g"),
             accuracy(estimate([record["test_accuracy"] for record in last])), str(len(last)),
         ])  # fmt: skip
     return markdown_table(header, rows)
@@ -61,10 +61,6 @@ def thirds(evaluations: Sequence[Records]) -> list[Sequence[Records]]:
     """As even as they go."""
     bounds = [round(place * len(evaluations) / len(_THIRDS)) for place in range(len(_THIRDS) + 1)]
     return [evaluations[first:end] for first, end in pairwise(bounds)]
-
-
-def _number(value: float | None, form: str) -> str:
-    return NONE if value is None else f"{value:{form}}"
 
 
 def result_text(result: Result) -> str:

@@ -18,8 +18,8 @@ from crossbow_py.data.mnist import Mnist
 from crossbow_py.engine.precision import choose_device
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
 from experiments.hyperband.measure import measure_hyperband
 from experiments.hyperband.report import result_text
 
@@ -43,10 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     measured = measure_hyperband(options.overrides or default_search(), options.repetitions, device)
     result = {"machine": machine(), **measured}
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
+    show_and_write(result, result_text, options.json)
     return 0
 
 

@@ -14,23 +14,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.common.pictures import save_picture
 from experiments.loader.sides import PILLOW
 
 EXPERIMENT = "loader"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "images_per_s.png"
 _OURS, _PILLOW = "#0072B2", "#999999"
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    results = read_results(EXPERIMENT)
-    if not results:
-        print("error: there are no results yet; run experiments/loader/run.py first.", file=sys.stderr)
-        return 2
-    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture(EXPERIMENT, "results/images_per_s.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:

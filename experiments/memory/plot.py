@@ -5,8 +5,6 @@ python experiments/memory/plot.py experiments/memory/results/memory_cpu.json
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from experiments.common.pictures import draw_beside
 from experiments.memory.report import Result, rows_of
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
@@ -26,17 +25,7 @@ _MIB = 2**20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw one results file, beside it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("result", type=Path, help="a results file of run.py")
-    print(f"drawn to {draw_file(parser.parse_args(argv).result)}")
-    return 0
-
-
-def draw_file(path: Path) -> Path:
-    """Draw a results file; returns the picture's path."""
-    picture = path.with_suffix(".png")
-    draw(json.loads(path.read_text())).savefig(picture, dpi=130, metadata={"Software": None})
-    return picture
+    return draw_beside(__doc__, draw, argv)
 
 
 def draw(result: Result) -> Figure:

@@ -24,8 +24,8 @@ from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
 from crossbow_py.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import ROOT, machine
+from experiments.common.results import draw_after, show_and_write
 from experiments.common.rounds import ExecutorName, Setup
 from experiments.memory.report import result_text
 
@@ -58,11 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in dict.fromkeys(options.models):
         setup = Setup(model, options.batch_size, 1, "serial", device.type, precision)  # type: ignore[arg-type]
         measure_model(setup, sorted(set(options.num_learners)), result)
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
+    show_and_write(result, result_text, options.json)
     if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
-        _draw(options.json)
+        draw_after(options.json, "experiments.memory.plot")
     return 0
 
 
@@ -108,16 +106,6 @@ def measure(asked: Mapping[str, Any]) -> dict[str, int]:
         raise MeasurementError(lines[-1] if lines else f"it ended with code {done.returncode}")
     found: dict[str, int] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
-
-
-def _draw(path: Path) -> None:
-    """The picture, beside the results; matplotlib is an extra."""
-    try:
-        from experiments.memory.plot import draw_file  # noqa: PLC0415
-    except ImportError as error:
-        print(f"no picture: {error}; pip install '.[plots]', then python experiments/memory/plot.py {path}")
-        return
-    print(f"drawn to {draw_file(path)}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,8 +17,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.common.arguments import count
 from experiments.common.packs.models import BUILDS
-from experiments.common.packs.running import device_of, measure_panels, measuring_parser, show_and_write
+from experiments.common.packs.running import device_of, measure_panels, measuring_parser
 from experiments.common.packs.workloads import prepare_packs
+from experiments.common.results import show_and_write
 from experiments.model_batch.figures import FIGURES, panels_of
 from experiments.model_batch.report import result_text
 

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from crossbow_py.engine.intra_op import intra_op_threads
 from experiments.common.streamed_runs import (
     SIZE,
     Setup,
     StreamedRun,
     five_layers,
-    one_thread,
     photographs,
 )
 from experiments.common.windows import MAX_FOREIGN_SHARE, Windows
@@ -54,7 +54,7 @@ def measure_preprocessing(
         UserError: there are no such images.
     """
     images, sides = photographs(folder), sides_of(num_models)
-    with one_thread():
+    with intra_op_threads(1):
         # The two shared sides of as many models are one run, fed now this way and now that.
         runs = {key: StreamedRun(Setup(WIDTH, BATCH, *key), images) for key in dict.fromkeys(map(_key, sides))}
         for run in runs.values():

@@ -15,24 +15,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.common.pictures import save_picture
 from experiments.preprocessing.measure import LOOP, OWN, WORKER
 from experiments.preprocessing.report import MODELBATCH, TARGET_SHARE
 
 EXPERIMENT = "preprocessing"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "shares.png"
 _COLORS = {OWN: "#999999", LOOP: "#0072B2", WORKER: "#009E73"}
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    results = read_results(EXPERIMENT)
-    if not results:
-        print("error: there are no results yet; run experiments/preprocessing/run.py first.", file=sys.stderr)
-        return 2
-    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture(EXPERIMENT, "results/shares.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:

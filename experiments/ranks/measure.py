@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from experiments.common.ports import free_port
 from experiments.common.windows import spread
 from experiments.ranks.sides import BUCKETS_MB, serve
 from experiments.scaling.ranks import Measured, RankPair
 
-RANKS = 2
 DDP = tuple(f"ddp_{size}" for size in BUCKETS_MB)
 SIDES = ("sma", "apart", "alone", *DDP)
 
@@ -23,9 +22,7 @@ class Pair(RankPair):
         return serve
 
     def _new_store(self) -> str:
-        with socket.socket() as bound:
-            bound.bind(("127.0.0.1", 0))
-            return str(bound.getsockname()[1])
+        return str(free_port())
 
 
 def measure_ranks(model: str, batch_size: int, num_rounds: int, repetitions: int) -> dict[str, Any]:

@@ -14,22 +14,15 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.common.pictures import save_picture
 from experiments.ranks.report import NAMES
 
 EXPERIMENT = "ranks"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "ranks.png"
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    results = read_results(EXPERIMENT)
-    if not results:
-        print("error: there are no results yet; run experiments/ranks/run.py first.", file=sys.stderr)
-        return 2
-    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture(EXPERIMENT, "results/ranks.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.arguments import count
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
 from experiments.ranks.measure import measure_ranks
 from experiments.ranks.report import result_text
 
@@ -33,10 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     measured = measure_ranks(options.model, options.batch_size, options.rounds, options.repetitions)
     result = {"machine": machine(), **measured}
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
+    show_and_write(result, result_text, options.json)
     return 0
 
 

@@ -19,8 +19,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.arguments import count
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
 from experiments.scaling.fitting import between, fit_line, variation
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
@@ -51,10 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dropped": dropped,
         **measured,
     }
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if given.json:
-        write_result(given.json, result)
-        print(f"written to {given.json}")
+    show_and_write(result, result_text, given.json)
     return 0
 
 

@@ -34,13 +34,12 @@ from crossbow_py.host import usable_core_ids
 from crossbow_py.parts import Parts
 from crossbow_py.telemetry.timeline import Timeline
 from experiments.common.rounds import build_model, input_shape, num_classes
+from experiments.common.windows import MAX_FOREIGN_SHARE
 
 NUM_RANKS = 2
-MAX_FOREIGN_SHARE = 0.15
 _NUM_IMAGES = 512
 _WARM_UP_ROUNDS = 3
 _REPLY_WITHIN_S = 300.0
-_NS_PER_S = 1e9
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.arguments import count
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
 from experiments.scaling.inputs import GPU, GPU_COUNTS, SYNCHRONOUS, WORKLOADS
 from experiments.scaling.network import NETWORKS
 from experiments.scaling.report import SIMULATED, result_text
@@ -46,10 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": stragglers(workload, NETWORKS[0], GPU_COUNTS[-1], given.rounds),
         },
     }
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if given.json:
-        write_result(given.json, result)
-        print(f"written to {given.json}")
+    show_and_write(result, result_text, given.json)
     return 0
 
 

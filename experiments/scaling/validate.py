@@ -19,8 +19,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from experiments.common.arguments import count
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import read_results, write_result
+from experiments.common.machine import machine
+from experiments.common.results import read_results, show_and_write
 from experiments.common.windows import spread
 from experiments.scaling.calibrate import CASES, all_reduce_s
 from experiments.scaling.inputs import PARAMETERS
@@ -53,10 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "repetitions": given.repetitions,
         "rows": rows,
     }
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if given.json:
-        write_result(given.json, result)
-        print(f"written to {given.json}")
+    show_and_write(result, result_text, given.json)
     return 0
 
 

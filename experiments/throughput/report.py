@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.common.markdown import NONE, markdown_table
+from experiments.common.windows import dropped_windows
 from experiments.throughput.sides import AVERAGING_WORDS, SINGLE_SIDES
 
 Result = Mapping[str, Any]
@@ -48,15 +49,12 @@ def rounds_table(result: Result) -> str:
 def notes(result: Result) -> str:
     """What was measured and how, in a line or two."""
     method = result["method"]
-    share = f"{100 * method['max_foreign_share']:g} %"
     text = (
         f"{result['model']}, b={result['batch_size']}, {result['data']} images on {result['device']}: median of "
         f"{method['repetitions']} windows of {method['seconds']:g} s a side, all sides taking turns in random order; "
         "ratios are medians over repetitions"
     )
-    if not method["foreign_load_known"]:
-        return f"{text}; this kernel does not tell whether others were busy meanwhile, so no window was dropped."
-    return f"{text}; windows during which others took more than {share} of the cores were dropped and tried again."
+    return f"{text}; {dropped_windows(method)}"
 
 
 def choices(result: Result) -> list[str]:

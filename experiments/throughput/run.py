@@ -22,8 +22,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.engine.precision import BF16, PrecisionName, choose_device, choose_precision
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
+from experiments.common.windows import MAX_FOREIGN_SHARE
 from experiments.throughput.comparison import Measurement, measure, plan_sides, ratios, to_row
 from experiments.throughput.gate import Visit, Window
 from experiments.throughput.mps import MpsError, SideGroup, daemon, start_side
@@ -55,10 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SideError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
+    show_and_write(result, result_text, options.json)
     return 0
 
 
@@ -144,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sides", choices=(*ALL_SIDES, *PEER_SIDES), nargs="+", help="default: all that run on the device, no peers")
     add("--seconds", type=positive, default=2.5, help="length of a window (default %(default)s)")
     add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
-    add("--max-foreign-share", type=positive, default=0.15,
+    add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--json", type=Path, metavar="PATH", help="write the results there")

@@ -22,8 +22,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.engine.precision import BF16, PrecisionName, choose_device, choose_precision
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import draw_after, show_and_write
+from experiments.common.windows import MAX_FOREIGN_SHARE
 from experiments.throughput import planning
 from experiments.throughput.ahead import compile_ahead
 from experiments.throughput.analysis import analyse, analysis_s, analysis_text
@@ -60,11 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         parser.error(str(error))
     result = measure_models(options, device.type, precision, begun_s)
-    print(f"\n{result_text(result)}\n\n{analysis_text(result)}\n\n{machine_line(result['machine'])}")
+    show_and_write(result, lambda found: f"{result_text(found)}\n\n{analysis_text(found)}", options.json)
     if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
-        _draw(options.json)
+        draw_after(options.json, "experiments.throughput.suite_plot")
     return 0
 
 
@@ -165,17 +164,6 @@ def measure_model(workload: Workload, plan: Plan, budget_s: float) -> Campaign:
     return campaign
 
 
-def _draw(path: Path) -> None:
-    """The pictures, beside the results; matplotlib is an extra."""
-    try:
-        from experiments.throughput.suite_plot import draw_files  # noqa: PLC0415
-    except ImportError as error:
-        print(f"no pictures: {error}; pip install '.[plots]', then python experiments/throughput/suite_plot.py {path}")
-        return
-    for picture in draw_files(path):
-        print(f"drawn to {picture}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
@@ -186,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=positive, default=MINUTES, help="all of it takes no longer (default %(default)s)")
     add("--passes", type=count, default=Limits.passes, help="windows a cell (default %(default)s)")
     add("--window-s", type=positive, default=Limits.window_s, help="length of a window (default %(default)s)")
-    add("--max-foreign-share", type=positive, default=0.15,
+    add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")

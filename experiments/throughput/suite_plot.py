@@ -47,22 +47,16 @@ _AUTO: dict[str, Any] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw results files that are there already; returns the exit code."""
+    """Draw both pictures of a results file, beside it; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("result", type=Path, help="what suite.py --json wrote")
-    for path in draw_files(parser.parse_args(argv).result):
-        print(f"drawn to {path}")
-    return 0
-
-
-def draw_files(path: Path) -> list[Path]:
-    """Both pictures, beside the results file; returns where."""
+    path: Path = parser.parse_args(argv).result
     result = json.loads(path.read_text())
-    pictures = {"by_learners": draw_by_learners, "by_batch_size": draw_by_batch_size}
-    paths = {path.with_name(f"{path.stem}_{name}.png"): draw for name, draw in pictures.items()}
-    for picture, draw in paths.items():
+    for name, draw in (("by_learners", draw_by_learners), ("by_batch_size", draw_by_batch_size)):
+        picture = path.with_name(f"{path.stem}_{name}.png")
         draw(result).savefig(picture, dpi=110, metadata={"Software": None})
-    return list(paths)
+        print(f"drawn to {picture}")
+    return 0
 
 
 def draw_by_learners(result: Result) -> Figure:

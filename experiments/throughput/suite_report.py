@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from experiments.common.markdown import NONE, markdown_table
+from experiments.common.windows import dropped_windows
 from experiments.throughput.comparison import Measurement, paired_ratios, ratios, to_row
 from experiments.throughput.peer_report import absent, peers_table, with_equal_batches
 from experiments.throughput.peers import PEER_SIDES
@@ -177,10 +178,7 @@ def notes(result: Result) -> str:
         f"{method['window_s']:g} s and at least a round, in {method['passes']} passes over all cells of a model; "
         f"ratios are medians over passes; all of it took {method['took_s']:.0f} s"
     )
-    if not method["foreign_load_known"]:
-        return f"{text}; this kernel does not tell whether others were busy meanwhile, so no window was dropped."
-    share = f"{100 * method['max_foreign_share']:g} %"
-    return f"{text}; windows during which others took more than {share} of the cores were dropped."
+    return f"{text}; {dropped_windows(method, then='dropped')}"
 
 
 def models(result: Result) -> list[str]:

@@ -14,23 +14,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.common.pictures import save_picture
 from experiments.update_bandwidth.report import label
 
 EXPERIMENT = "update_bandwidth"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "bandwidth.png"
 _COLORS = {"update": "#0072B2", "copy": "#999999"}
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    results = read_results(EXPERIMENT)
-    if not results:
-        print("error: there are no results yet; run experiments/update_bandwidth/run.py first.", file=sys.stderr)
-        return 2
-    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture(EXPERIMENT, "results/bandwidth.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import markdown_table, number
 
 Result = Mapping[str, Any]
 _NAMES = {"whole": "gate and update", "gate": "of this, the gate", "update": "of this, the update"}
@@ -23,7 +23,7 @@ def bandwidth_table(result: Result) -> str:
         [
             label(row),
             f"{row['mb']:,.0f}",
-            _number(row["gb_per_s"], ".1f"),
+            number(row["gb_per_s"], ".1f"),
             "1" if row["name"] == result["copy"] else _ratio(row),
             str(row["n"]),
             str(row["dropped"]),
@@ -51,7 +51,3 @@ def _ratio(row: Mapping[str, Any]) -> str:
     if row["ratio"] is None:
         return "–"
     return f"{row['ratio']:.2f} ({row['minimum']:.2f}–{row['maximum']:.2f})"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -17,8 +17,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.engine.precision import choose_device
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
 from experiments.throughput.workloads import WORKLOAD_MODELS
 from experiments.update_bandwidth.measure import measure_update
 from experiments.update_bandwidth.report import result_text
@@ -42,10 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
     except UserError as error:
         parser.error(str(error))
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if options.json:
-        write_result(options.json, result)
-        print(f"written to {options.json}")
+    show_and_write(result, result_text, options.json)
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from crossbow_py.data.loader import BATCHES_A_WORKER
 from crossbow_py.data.streamed import Key
+from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.host import Host, read_host
 from crossbow_py.sizing.workers import Loading, recommend
 from experiments.common.streamed_runs import (
@@ -19,7 +20,6 @@ from experiments.common.streamed_runs import (
     Photographs,
     Setup,
     StreamedRun,
-    one_thread,
     photographs,
 )
 from experiments.common.windows import MAX_FOREIGN_SHARE, Windows
@@ -84,7 +84,7 @@ def measure_workers(
         for network in NETWORKS
         for size in sorted(set(batch_sizes))
     ]
-    with one_thread():
+    with intra_op_threads(1):
         pace = Pace(seconds, fetch_seconds(images))
         runs = [StreamedRun(Setup(NETWORKS[cell.network], cell.batch_size), images) for cell in cells]
         for run in runs:

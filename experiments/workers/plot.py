@@ -15,24 +15,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.common.pictures import save_picture
 from experiments.workers.measure import NETWORKS
 
 EXPERIMENT = "workers"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "images_per_s.png"
 _COLORS = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 _RING: dict[str, Any] = {"markersize": 13, "markerfacecolor": "none", "markeredgecolor": "black"}
 
 
 def main() -> int:
     """Draw all results; returns the exit code."""
-    results = read_results(EXPERIMENT)
-    if not results:
-        print("error: there are no results yet; run experiments/workers/run.py first.", file=sys.stderr)
-        return 2
-    draw(results).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
+    return save_picture(EXPERIMENT, "results/images_per_s.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:

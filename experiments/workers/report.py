@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.common.markdown import markdown_table, number
 from experiments.workers.measure import NEAR_BEST
 
 Result = Mapping[str, Any]
@@ -54,16 +54,12 @@ def _row(cell: Mapping[str, Any]) -> list[str]:
     return [
         cell["network"],
         str(cell["batch_size"]),
-        _number(cell["fetch_ms"], ".2f"),
-        _number(cell["step_ms"], ".2f"),
-        *(_number(row["images_per_s"], ",.0f") for row in cell["rows"]),
-        _number(cell["best"], "d"),
-        _number(cell["needed"], "d"),
-        _number(cell["recommended"], "d"),
+        number(cell["fetch_ms"], ".2f"),
+        number(cell["step_ms"], ".2f"),
+        *(number(row["images_per_s"], ",.0f") for row in cell["rows"]),
+        number(cell["best"], "d"),
+        number(cell["needed"], "d"),
+        number(cell["recommended"], "d"),
         "–" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})",
         "–" if ratio is None else "yes" if is_near(cell) else "no",
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
 from experiments.workers.measure import measure_workers
 from experiments.workers.report import result_text
 
@@ -41,10 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         parser.error(str(error))
     result = {"machine": machine(), **measured}
-    print(f"\n{result_text(result)}\n\n{machine_line(result['machine'])}")
-    if given.json:
-        write_result(given.json, result)
-        print(f"written to {given.json}")
+    show_and_write(result, result_text, given.json)
     return 0
 
 

@@ -51,12 +51,6 @@ def run(executor, tasks, num_rounds, rate=lambda n: 0.05):
     return [pair for o in outcomes for pair in zip(o.losses, o.num_correct, strict=True)]
 
 
-def with_dropout():
-    model = norm_model()
-    model.insert(4, nn.Dropout(0.3))
-    return model
-
-
 class Batches(Feed):
     """Another feed's batches, in one step alone."""
 

@@ -55,13 +55,8 @@ def test_executors_of_cpu_threads_are_refused_on_cuda(executor):
         Ensemble([dense(0)], executor=executor, device="cuda")
 
 
-@pytest.mark.parametrize("executor", ["fused", "subarrays2", "streams"])
-def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer(executor):
-    models, batches = [dense(seed) for seed in range(4)], torch.randn(20, 8, 3, 6, 6, device=CUDA)
-    ensemble, streams = Ensemble(models, executor=executor, device="cuda"), [torch.cuda.Stream() for _ in range(2)]
-    ensemble.predict(batches[0])
-    torch.cuda.synchronize()
-    found = []
+def assert_right_from_two_streams(ensemble, models, batches):
+    streams, found = [torch.cuda.Stream() for _ in range(2)], []
     for index, batch in enumerate(batches):
         with torch.cuda.stream(streams[index % 2]):
             found.append(ensemble.members(batch))
@@ -70,6 +65,15 @@ def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer
         for own, batch in zip(found, batches, strict=True):
             expected = torch.stack([model(batch.cpu()).softmax(1) for model in models])
             assert (own.cpu() - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("executor", ["fused", "subarrays2", "streams"])
+def test_captured_ensemble_called_from_several_streams_gives_each_its_own_answer(executor):
+    models, batches = [dense(seed) for seed in range(4)], torch.randn(20, 8, 3, 6, 6, device=CUDA)
+    ensemble = Ensemble(models, executor=executor, device="cuda")
+    ensemble.predict(batches[0])
+    torch.cuda.synchronize()
+    assert_right_from_two_streams(ensemble, models, batches)
 
 
 @pytest.mark.parametrize("executor", ["fused", "streams"])
@@ -89,20 +93,13 @@ def test_graphs_are_kept_for_the_last_shapes_alone_and_share_memory(executor):
 
 
 def test_graphs_of_several_shapes_called_from_several_streams_give_each_its_own_answer():
-    models, streams = [dense(seed) for seed in range(4)], [torch.cuda.Stream() for _ in range(2)]
+    models = [dense(seed) for seed in range(4)]
     batches = [torch.randn(size, 3, 6, 6, device=CUDA) for size in (8, 64, 3, 16) * 10]
     with Ensemble(models, executor="streams", device="cuda") as ensemble, torch.no_grad():
         for batch in batches[:4]:
             ensemble.predict(batch)
         torch.cuda.synchronize()
-        found = []
-        for index, batch in enumerate(batches):
-            with torch.cuda.stream(streams[index % 2]):
-                found.append(ensemble.members(batch))
-        torch.cuda.synchronize()
-        for own, batch in zip(found, batches, strict=True):
-            expected = torch.stack([model(batch.cpu()).softmax(1) for model in models])
-            assert (own.cpu() - expected).abs().max() <= 1e-5
+        assert_right_from_two_streams(ensemble, models, batches)
 
 
 def test_models_that_draw_are_run_by_streams_without_a_graph():

@@ -21,8 +21,8 @@ from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
-from tests.gpu.support import Batches, Counting, Eager, run, tasks_on_cuda, with_dropout
-from tests.support import assert_learners_equal, features, norm_model, plan
+from tests.gpu.support import Batches, Counting, Eager, run, tasks_on_cuda
+from tests.support import assert_learners_equal, features, norm_model, norm_with_dropout, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +72,7 @@ def test_optimizers_at_a_rate_that_changes_every_round_capture_once_and_equal_se
     def rate(index):
         return 0.1 / (index + 1)
 
-    ours, reference = (fused_tasks(with_dropout, optimizer=optimizer) for _ in range(2))
+    ours, reference = (fused_tasks(norm_with_dropout, optimizer=optimizer) for _ in range(2))
     device = Counting(ours.bank.device)
     found = run(lambda tasks: FusedExecutor(tasks, device), ours, 20, rate)
     assert_outcomes_equal(found, run(SerialExecutor, reference, 20, rate))
@@ -91,7 +91,7 @@ def test_any_number_of_learners_equals_serial(num_learners):
 def test_independent_learners_that_share_their_batches_equal_serial():
     banks = []
     for executor in (FusedExecutor, SerialExecutor):
-        tasks = fused_tasks(with_dropout, rule=Independent())
+        tasks = fused_tasks(norm_with_dropout, rule=Independent())
         runner = executor(tasks)
         for n in range(8):
             runner.submit(dataclasses.replace(plan(tasks, n, 0.05), starts=(n * 4,) * 3))
@@ -131,7 +131,7 @@ def test_resnet20_is_captured_whole_and_loops_over_nothing(precision):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_replayed_rounds_make_the_host_wait_for_nothing_but_the_round_before():
-    tasks = fused_tasks(with_dropout, optimizer=AdamW(clip_norm=1.0))
+    tasks = fused_tasks(norm_with_dropout, optimizer=AdamW(clip_norm=1.0))
     runner = FusedExecutor(tasks)
     for n in range(WARM_UP_ROUNDS + 2):
         runner.submit(plan(tasks, n))

@@ -17,7 +17,6 @@ from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.precision import FP32, FP64, Precision
-from crossbow_py.evaluation import Evaluator
 from crossbow_py.measuring import within
 from crossbow_py.packing import roster
 from crossbow_py.packing.pack import NON_FINITE, Member, Pack
@@ -34,6 +33,7 @@ from tests.unit.packing.test_pack import (
     ORDER_SEED,
     TRIALS,
     assert_as_alone,
+    assert_members_evaluated_as_each_model,
     job_of,
     planned,
     replace_member,
@@ -204,30 +204,14 @@ def test_packs_of_two_architectures_side_by_side_end_as_each_trial_alone(
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_evaluation_of_members_is_that_of_each_model(executor: str) -> None:
-    pack = pack_of(TRIALS, executor, epochs=0.5)
-    test_feed = make_feed(images(30), 1, 0, DEVICE, channels_last=True, dtype=torch.float64)
-    evaluator = Evaluator(pack.template, precision=FP64, loss=nn.functional.cross_entropy, metrics={}, batch_size=8)
-    try:
-        run(pack)
-        asked = [pack.members[2], pack.members[0]]
-        found = pack.evaluate(asked, evaluator, test_feed)
-        expected = [evaluator.evaluate(pack._bank.learner_state(row), test_feed) for row in (2, 0)]
-        assert [each.accuracy for each in found] == [each.accuracy for each in expected]
-        assert [each.loss for each in found] == pytest.approx([each.loss for each in expected], rel=1e-9)
-    finally:
-        pack.close()
+    feed = make_feed(images(30), 1, 0, DEVICE, channels_last=True, dtype=torch.float64)
+    assert_members_evaluated_as_each_model(pack_of(TRIALS, executor, epochs=0.5), feed)
 
 
 # --- whole searches ---------------------------------------------------------------------------------------------------
 
 NINE = ["num_trials=9", "max_epochs=9", "method=successive_halving"]
 ON_CUDA = ["device=cuda", "executor=auto", "packing=signature"]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty folder is the current one."""
-    monkeypatch.chdir(tmp_path)
 
 
 def packs_of(size: int, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +240,7 @@ def assert_first_rung_is_as_on_a_cpu(folder: str = "search") -> None:
         assert own["values"]["1"] == pytest.approx(other["values"]["1"], abs=0.03)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.timeout(300)
 def test_search_that_measures_its_packs_on_cuda_ends_with_the_best_trial(capsys: pytest.CaptureFixture[str]) -> None:
     assert search_digits(*NINE, *ON_CUDA) == 0
@@ -270,7 +254,7 @@ def test_search_that_measures_its_packs_on_cuda_ends_with_the_best_trial(capsys:
     assert_first_rung_is_as_on_a_cpu()
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.parametrize("executor", ["fused", "streams"])
 def test_search_in_packs_of_four_reaches_what_trials_reach_on_a_cpu(
     executor: str, monkeypatch: pytest.MonkeyPatch
@@ -281,7 +265,7 @@ def test_search_in_packs_of_four_reaches_what_trials_reach_on_a_cpu(
     assert_first_rung_is_as_on_a_cpu()
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.parametrize("executor", ["fused", "streams"])
 def test_search_of_two_batch_sizes_has_two_packs_side_by_side(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packs_of(8, executor, monkeypatch)  # either size has about half of the nine trials: both packs fit
@@ -300,7 +284,7 @@ def test_search_of_two_batch_sizes_has_two_packs_side_by_side(executor: str, mon
     assert {size for size, width in steps if width > 1} == {16, 32}
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_an_empty_folder")
 def test_memory_that_is_said_not_to_hold_a_pack_makes_it_narrower(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,7 +305,7 @@ def test_memory_that_is_said_not_to_hold_a_pack_makes_it_narrower(
     assert_every_rung_keeps_the_top_third()
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("in_an_empty_folder")
 @pytest.mark.timeout(300)
 def test_memory_that_does_not_hold_a_pack_makes_it_narrower(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -19,8 +19,8 @@ from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.telemetry.timeline import Timeline
-from tests.gpu.support import Counting, run, tasks_on_cuda, with_dropout
-from tests.support import features, plan
+from tests.gpu.support import Counting, run, tasks_on_cuda
+from tests.support import bank_reseeded_in_the_middle, features, norm_with_dropout, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -93,19 +93,8 @@ def test_learning_rate_that_changes_every_round_captures_nothing_anew():
 
 
 def test_learner_reseeded_in_the_middle_goes_on_as_under_serial():
-    banks = []
-    for executor in (SerialExecutor, StreamsExecutor):
-        tasks = tasks_on_cuda(optimizer=AdamW())
-        runner = executor(tasks)
-        for n in range(5):
-            runner.submit(plan(tasks, n, 0.01))
-        runner.drain()
-        tasks.bank.reseed([1], tasks.bank.central_buffers([0, 2]))
-        for n in range(5, 10):
-            runner.submit(plan(tasks, n, 0.01))
-        runner.drain()
-        runner.close()
-        banks.append(tasks.bank)
+    banks = [bank_reseeded_in_the_middle(each, tasks_on_cuda(optimizer=AdamW()))
+             for each in (SerialExecutor, StreamsExecutor)]  # fmt: skip
     assert_banks_equal(banks[1], banks[0])
 
 
@@ -134,7 +123,7 @@ def test_non_finite_learner_keeps_its_row_to_the_bit_and_adds_nothing_to_z(poiso
 
 
 def test_model_with_dropout_equals_serial_in_graphs():
-    ours, reference = (tasks_on_cuda(with_dropout) for _ in range(2))
+    ours, reference = (tasks_on_cuda(norm_with_dropout) for _ in range(2))
     device = Counting(ours.bank.device)
     found = run(lambda tasks: StreamsExecutor(tasks, device), ours, 20)
     assert found == [pytest.approx(pair, rel=1e-8) for pair in run(SerialExecutor, reference, 20)]

@@ -19,8 +19,9 @@ import pytest
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.telemetry.records import read_summary
 from experiments.common.machine import ROOT
+from experiments.common.ports import free_port
 from experiments.faults.folder import resumed_from
-from experiments.faults.processes import free_port, rank_environment
+from experiments.faults.processes import rank_environment
 from tests.training_processes import (
     DIGITS,
     PATIENCE_S,

@@ -21,34 +21,16 @@ from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.errors import UserError
 from crossbow_py.packing import roster, study
-from crossbow_py.packing.report import listeners
 from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.search_events import TrialRecord
 from crossbow_py.packing.storage import open_storage
-from crossbow_py.packing.width import Width
 from crossbow_py.search_build import SearchRun
 from crossbow_py.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.trained_models import load_models
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
-    monkeypatch.setattr(listeners, "search_listeners", lambda folder: [SearchFile(folder, print)])
-
-
-@pytest.fixture
-def packs_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs are that wide without measuring."""
-    width = Width(3, {("serial", 1): 1.0, ("fused", 3): 2.0}, "Packs of 3, for a test.")
-    monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 
 
 def signalling(number: signal.Signals, num_measured: int) -> Callable[[SearchFile, tuple[TrialRecord, ...]], None]:

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from crossbow_py import search
+from tests.caches import use_cache
 from tests.searches import report, segments, values
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("in_an_empty_folder")]
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured of packs is remembered for this test alone."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_cache(tmp_path / "cache", monkeypatch)
 
 
 def test_shipped_search_keeps_the_top_third_of_every_rung_and_finds_a_good_model(

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crossbow_py.packing import roster
-from crossbow_py.packing.report import listeners
-from crossbow_py.packing.report.search_file import SearchFile
-from crossbow_py.packing.width import Width
 from crossbow_py.search import main
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
 MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer=digits"]
 IMAGES = ["data=synthetic", "data.num_train=96", "data.num_test=32", "data.validation_fraction=0.25", "batch_size=24"]
 GRID = ["sampler=grid", "method=none", "max_epochs=1", "output_dir=search", "device=cpu", "precision=fp32"]
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "no_pictures")
 ALONE = ["executor=serial", "packing=none"]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(listeners, "search_listeners", lambda folder: [SearchFile(folder, print)])
-
-
-@pytest.fixture
-def packs_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs are that wide without measuring."""
-    width = Width(3, {("serial", 1): 1.0, ("fused", 3): 2.0}, "Packs of 3, for a test.")
-    monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))
 
 
 def trials() -> list[dict[str, Any]]:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 import crossbow_py
 from crossbow_py.search import main
 from crossbow_py.train import main as train
+from tests.said import error_line
 from tests.searches import DIGITS, merged, report, search_digits, segments
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 MODULE = __name__
 CUSTOM = [
     "data=digits", "model=custom", "device=cpu", "precision=fp32", "executor=serial", "packing=none", "method=none",
@@ -40,19 +42,6 @@ class Tiring(nn.Module):
         if self.rounds_left < 0:
             raise ArithmeticError("that was enough")
         return self.linear(inputs.flatten(1))  # type: ignore[no-any-return]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    return said
 
 
 def files() -> list[str]:

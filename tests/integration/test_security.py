@@ -33,6 +33,7 @@ from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train import main
 from crossbow_py.user_cache import Remembered
+from tests.caches import link_native
 from tests.unit.data.files import cifar10_batches, cifar_archive, write_cifar, write_mnist
 from tests.unit.data.images.pictures import write_part
 
@@ -62,6 +63,7 @@ OWN_MODEL = [*FAST, "model=custom", f"model.target={__name__}.small_model"]
 @pytest.fixture(autouse=True)
 def in_a_home_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
+    link_native(tmp_path / "home" / ".cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CROSSBOW_DATA_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.engine.executors import SerialExecutor
@@ -16,7 +15,7 @@ from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import UserError
 from tests.integration.test_kernel_rounds import images, residual
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import features, make_tasks, norm_model
+from tests.support import features, make_tasks, norm_model, norm_with_dropout
 from tests.unit.engine.test_fused_device import assert_equal, run
 
 
@@ -58,12 +57,7 @@ def test_groups_in_any_order_that_streams_allow_equal_serial(seed):
 
 
 def test_dropout_draws_what_the_same_learners_draw_in_serial():
-    def with_dropout():
-        model = norm_model()
-        model.insert(4, nn.Dropout(0.3))
-        return model
-
-    ours, reference = (tasks_for(with_dropout) for _ in range(2))
+    ours, reference = (tasks_for(norm_with_dropout) for _ in range(2))
     found = run(TwoSubArrays(ours, RecordingStreams()), ours, 4)
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 4))
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import crossbow_py.train
@@ -20,7 +19,10 @@ from crossbow_py.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train import main
+from tests.event_files import read_events
+from tests.said import error_line
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 DIGITS = ["+experiment=digits", "model.hidden=[32]", "device=cpu", "precision=fp32"]
 
 
@@ -29,21 +31,8 @@ def two_classes() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
 
 
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def train(*arguments: str) -> int:
     return main([*DIGITS, *arguments])
-
-
-def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    return said
 
 
 def test_command_with_statistics_of_learning_records_them_every_epoch_and_trains_the_same_model() -> None:
@@ -58,8 +47,7 @@ def test_command_with_statistics_of_learning_records_them_every_epoch_and_trains
         assert 0.1 < line["sharpness"] < 1000
         assert line["gradient_variance"] > 0 and line["measuring_s"] > 0
     assert 1 < lines[0]["gradient_noise_scale_samples"] < 10_000
-    events = EventAccumulator("on/tensorboard")
-    events.Reload()
+    events = read_events("on/tensorboard")
     shown = [(event.step, event.value) for event in events.Scalars("learning/sharpness")]
     assert shown == [
         (line["samples_seen"], pytest.approx(line["learning"]["sharpness"], rel=1e-5))
@@ -301,11 +289,11 @@ def test_more_learners_than_memory_holds_is_the_users_mistake(capsys: pytest.Cap
 
 
 def test_summary_of_a_resumed_run_is_of_the_whole_run() -> None:
-    assert train("max_epochs=1", "output_dir=run") == 0
+    assert train("max_epochs=5", "output_dir=run") == 0
     first = read_summary(Path("run"))
-    assert train("max_epochs=1", "output_dir=run", "resume=auto") == 0
+    assert train("max_epochs=5", "output_dir=run", "resume=auto") == 0
     again = read_summary(Path("run"))
-    assert again["images_per_s"] == pytest.approx(first["images_per_s"], rel=0.2)
+    assert again["images_per_s"] == pytest.approx(first["images_per_s"], rel=0.5)  # the last checkpoint takes time, too
     assert again["wall_time_s"] > again["train_time_s"] > 0
 
 

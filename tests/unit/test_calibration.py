@@ -14,6 +14,7 @@ from crossbow_py import Trainer, calibration
 from crossbow_py.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.errors import CrossbowError, DeviceLostError, UserError
+from tests.caches import use_cache
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 RECALL, REMEMBER = RememberedChoices.recall, RememberedChoices.remember  # before `conftest` pretends
@@ -226,7 +227,7 @@ def memory(tmp_path, monkeypatch, known_executor):
     """A memory of the test's own, in place of what `conftest` pretends."""
     monkeypatch.setattr(RememberedChoices, "recall", RECALL)
     monkeypatch.setattr(RememberedChoices, "remember", REMEMBER)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use_cache(tmp_path, monkeypatch)
     monkeypatch.setattr(calibration, "foreign_share", lambda before, after: 0.0)
     return tmp_path / "crossbow_py" / "executors.json"
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.errors import DeviceLostError
 from crossbow_py.evaluation import NUM_EXAMPLES, Evaluation, Evaluator, evaluate_in_memory, mean_evaluation
-from tests.support import features, linear_model, norm_model
+from tests.support import features, feed_of, linear_model, norm_model
 
 INPUTS, TARGETS = features(10)
 
@@ -24,10 +23,6 @@ def mean_square(output, target):
 def make_evaluator(model, precision=FP64, **options):
     settings = {"loss": nn.functional.cross_entropy, "metrics": {}, "batch_size": 4, **options}
     return Evaluator(model, precision=precision, **settings)
-
-
-def feed_of(inputs, targets, precision=FP64):
-    return make_feed((inputs, targets), 1, channels_last=True, dtype=precision.compute)
 
 
 def test_evaluate_with_a_partial_last_batch_equals_the_means_over_all_samples():

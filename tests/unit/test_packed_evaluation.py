@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from crossbow_py import packed_evaluation
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.precision import BF16, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packed_evaluation import evaluate_bank, prediction_bank
 from tests import networks
-from tests.support import CPU, features, linear_model, norm_model
+from tests.support import CPU, features, feed_of, linear_model, norm_model
 
 K = 4
 
@@ -43,10 +42,6 @@ def make_bank(make, precision=FP64, **options):
 def evaluator_of(bank, **options):
     settings = {"loss": nn.functional.cross_entropy, "metrics": {}, "batch_size": 4, **options}
     return Evaluator(bank.template, precision=bank.precision, **settings)
-
-
-def feed_of(inputs, targets, precision=FP64):
-    return make_feed((inputs, targets), 1, channels_last=True, dtype=precision.compute)
 
 
 def assert_as_alone(bank, evaluator, feed, learners, tolerance=1e-10, fused=True):

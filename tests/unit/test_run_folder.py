@@ -21,12 +21,8 @@ from crossbow_py.errors import RankError, UserError
 from crossbow_py.run_folder import RunFolder, open_run
 from tests.thread_ranks import on_threads
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 BASE = compose(["+experiment=digits"])
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def config(**changes: Any) -> TrainConfig:

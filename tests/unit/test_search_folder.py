@@ -25,12 +25,8 @@ from crossbow_py.search_folder import (
     open_search_folder,
 )
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 BASE = compose(["+experiment=search_digits"], SearchConfig)
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def config(**changes: Any) -> SearchConfig:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from crossbow_py.command_line import say
-from experiments.common.arguments import count
+from experiments.common.arguments import count, seeds
 from experiments.common.cells.grid import Cell, Grid, chosen, in_turns
 from experiments.common.cells.running import Places, add_recorded, collect, run_cells
 from experiments.common.machine import ROOT, machine
@@ -59,7 +59,7 @@ def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentPars
     add = parser.add_argument
     add("grid", choices=grids, help="which of the experiment's grids")
     add("--cells", default="*", metavar="PATTERN", help="only cells whose names match, as in 'sma*'")
-    add("--seeds", type=_seeds, metavar="0,1,...", help="one run of every cell each (default: the grid's)")
+    add("--seeds", type=seeds, metavar="0,1,...", help="one run of every cell each (default: the grid's)")
     add("--jobs", type=count, default=1, help="runs at a time, of one thread each if several; their times do not count")
     add("--list", action="store_true", help="only say what would be run, as commands")
     add("--add", action="store_true", help="runs of the results file with the same settings are done; run the others")
@@ -68,8 +68,3 @@ def _parser(experiment: str, grids: Mapping[str, Grid]) -> argparse.ArgumentPars
     add("--results", type=Path, default=results_folder(experiment), help="default: results/ beside the script")
     add("overrides", nargs="*", metavar="key=value", help="for every cell, as for crossbow_py.train")
     return parser
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """Whole numbers between commas; argparse turns a ValueError into its own message."""
-    return tuple(int(seed) for seed in text.split(","))

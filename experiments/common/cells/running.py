@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summa
 from experiments.common.cells.grid import Cell, Grid
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import write_result
+from experiments.common.windows import load_with_ended
 
 MEASURED_FILE = "measured.jsonl"  # in a run's folder: what the program of a cell measures beside, a line an evaluation
 
@@ -134,7 +135,7 @@ def _start(cell: Cell, seed: int, folder: Path, alone: bool) -> _Job:
             [sys.executable, "-m", *cell.command(seed, str(folder / f"seed-{seed}"))],
             stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
         )  # fmt: skip
-    return _Job(cell, seed, folder, process, _load(), alone)
+    return _Job(cell, seed, folder, process, load_with_ended(), alone)
 
 
 def _finish(job: _Job, left: int) -> list[str]:
@@ -145,7 +146,7 @@ def _finish(job: _Job, left: int) -> list[str]:
         said = (job.folder / f"seed-{job.seed}.txt").read_text(errors="replace").strip().splitlines()
         print(f"{name} ended with exit code {code}: {said[-1] if said else 'it said nothing'}", flush=True)
         return [name]
-    share = foreign_share(job.begun, _load()) if job.alone else None
+    share = foreign_share(job.begun, load_with_ended()) if job.alone else None
     record |= {"alone": job.alone, "foreign_share": None if share is None else round(share, 3)}
     write_result(job.record, record)
     shutil.rmtree(job.run / CHECKPOINTS_FOLDER, ignore_errors=True)
@@ -201,13 +202,6 @@ def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, A
         "num_cells": len(grid.cells),
         "runs": runs,
     }
-
-
-def _load() -> LoadSnapshot:
-    """Now, with the time of processes that have ended counted as our own."""
-    times = os.times()
-    own_s = times.user + times.system + times.children_user + times.children_system
-    return replace(LoadSnapshot.take(), own_s=own_s)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 from experiments.common.packs.side import BASES, DEFAULT, TUNED, PackSide
 from experiments.common.packs.sides import PackProcess
 from experiments.common.packs.workloads import PackWorkload
-from experiments.common.windows import spread
+from experiments.common.windows import MAX_FOREIGN_SHARE, spread
 from experiments.throughput.gate import Ready, Visit, Window
 from experiments.throughput.workers import SideError, SideProcess
 from experiments.throughput.workloads import Effort
@@ -32,7 +32,7 @@ class Method:
 
     seconds: float
     repetitions: int
-    max_foreign_share: float = 0.15
+    max_foreign_share: float = MAX_FOREIGN_SHARE
 
     def visit(self, side: PackSide) -> Visit:
         """A mixed side has longer windows, in which both of its members end some rounds."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.common.markdown import NONE, markdown_table
 from experiments.common.packs.side import BASES, DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.common.windows import dropped_windows
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
@@ -92,10 +93,7 @@ def how(result: Result) -> str:
         "panel taking turns in random order; ratios are medians over repetitions, in brackets the smallest and the "
         "largest"
     )
-    if not method["foreign_load_known"]:
-        return f"{text}; this kernel does not tell whether others were busy meanwhile, so no window was dropped."
-    share = f"{100 * method['max_foreign_share']:g} %"
-    return f"{text}; windows during which others took more than {share} of the cores were dropped and tried again."
+    return f"{text}; {dropped_windows(method)}"
 
 
 def left_out(rows: Sequence[Row]) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from crossbow_py.engine.precision import choose_device
 from crossbow_py.errors import UserError
 from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
+from experiments.common.machine import machine
 from experiments.common.packs.comparison import Method, PackCell, measure_panel, mixed_rows, rows_of
 from experiments.common.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
-from experiments.common.results import write_result
-
-MAX_FOREIGN_SHARE = 0.15
+from experiments.common.windows import MAX_FOREIGN_SHARE
 
 
 def measuring_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:
@@ -74,11 +72,3 @@ def measure_panels(panels: Sequence[Sequence[PackCell]], options: argparse.Names
         "rows": [row for panel in panels for row in rows_of(panel)],
         "mixed": [row for panel in panels for row in mixed_rows(panel)],
     }
-
-
-def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str], path: Path | None) -> None:
-    """To the terminal, and to the results file if there is to be one."""
-    print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
-    if path:
-        write_result(path, result)
-        print(f"written to {path}")

@@ -7,24 +7,16 @@ import itertools
 import pytest
 
 from crossbow_py.data.positions import RankPositions, joins
+from tests.unit.data.streams import counted_out
 
 B = 4
-
-
-def counted_out(rank: int, num_ranks: int, num_own: int, cursor: int, rounds: int) -> list[list[int]]:
-    """A rank's positions in each round: all learners of all ranks take one batch after the other."""
-    stream, mine = itertools.count(cursor, B), []
-    for _ in range(rounds):
-        takers = [(r, next(stream)) for r in range(num_ranks) for _ in range(num_own)]
-        mine.append([start for r, start in takers if r == rank])
-    return mine
 
 
 @pytest.mark.parametrize("num_own", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_positions_from_any_round_on_are_the_ranks_own(num_ranks: int, num_own: int) -> None:
     for rank in range(num_ranks):
-        rounds = counted_out(rank, num_ranks, num_own, cursor=7, rounds=6)
+        rounds = counted_out(rank, num_ranks, num_own, B, cursor=7, rounds=6)
         for done in range(3):
             positions = RankPositions(tuple(rounds[done]), B, num_ranks)
             expected = list(itertools.chain.from_iterable(rounds[done:]))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
 from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.sizing.memory import staged_batches
+from tests.unit.data.streams import closed, counted_out, same
 
 N, SEED, B = 23, 5, 2
 EPOCHS = 30
@@ -83,19 +82,7 @@ def feed_of() -> Iterator[Callable[..., StreamingFeed]]:
         return feed
 
     yield make
-    for feed in feeds:
-        feed.close()
-    assert not multiprocessing.active_children()
-    assert "crossbow data" not in {thread.name for thread in threading.enumerate()}
-
-
-def own_starts(rank: int, num_ranks: int, num_own: int, cursor: int, rounds: int) -> list[list[int]]:
-    """A rank's positions in each round, counted out: all learners of all ranks take one batch after the other."""
-    stream, mine = itertools.count(cursor, B), []
-    for _ in range(rounds):
-        takers = [(r, next(stream)) for r in range(num_ranks) for _ in range(num_own)]
-        mine.append([start for r, start in takers if r == rank])
-    return mine
+    closed(feeds)
 
 
 def trained(feed: Feed, rounds: Sequence[Sequence[int]]) -> list[Batch]:
@@ -108,14 +95,6 @@ def trained(feed: Feed, rounds: Sequence[Sequence[int]]) -> list[Batch]:
         assert feed.announce(starts), f"{starts} did not come"
         found += [feed.batch(start) for start in starts]
     return found
-
-
-def same(these: Sequence[Batch], those: Sequence[Batch]) -> bool:
-    return all(
-        torch.equal(one, other)
-        for batch, other_batch in zip(these, those, strict=True)
-        for one, other in zip(batch, other_batch, strict=True)
-    )
 
 
 def settled(feed: StreamingFeed, num_batches: int) -> int:
@@ -140,14 +119,14 @@ def test_ranks_take_the_batches_of_one_rank_and_make_no_others(feed_of: Any, num
     for rank in range(num_ranks):
         data = Noted()
         feed = feed_of(data, workers=1 + rank % 2, num_ranks=num_ranks)
-        rounds = own_starts(rank, num_ranks, num_own, 0, num_rounds)
+        rounds = counted_out(rank, num_ranks, num_own, B, 0, num_rounds)
         batches = trained(feed, rounds)
         assert same(batches, [alone.batch(start) for start in flat(rounds)])
 
         num_ahead = max(2, num_own)
         assert settled(feed, len(batches) + num_ahead) == len(batches) + num_ahead
         feed.close()
-        later = flat(own_starts(rank, num_ranks, num_own, 0, num_rounds + 20))
+        later = flat(counted_out(rank, num_ranks, num_own, B, 0, num_rounds + 20))
         own_positions = [p for start in later for p in range(start, start + B)]
         made = Counter(data.made_in_training())
         assert set(made) <= set(own_positions) and set(made.values()) == {1}
@@ -166,14 +145,14 @@ def test_rank_goes_on_when_its_learners_change_and_the_cursor_jumps(feed_of: Any
     rounds: list[list[int]] = []
     for num_own, cursor in [(1, 0), (2, None), (3, None), (1, None), (2, 400), (2, 8)]:
         before = max(rounds[-1]) + B if rounds else 0  # rank 1 is the last of a round
-        rounds += own_starts(rank, num_ranks, num_own, before if cursor is None else cursor, 3)
+        rounds += counted_out(rank, num_ranks, num_own, B, before if cursor is None else cursor, 3)
     feed, alone = feed_of(Noted(), workers, num_ranks), feed_of(Noted())
     assert same(trained(feed, rounds), [alone.batch(start) for start in flat(rounds)])
 
 
 def test_shelf_of_a_rank_holds_what_an_estimate_counts_also_after_its_learners_change(feed_of: Any) -> None:
     feed = feed_of(Noted(), workers=1, num_ranks=2)
-    trained(feed, own_starts(0, 2, 2, 0, 4))
+    trained(feed, counted_out(0, 2, 2, B, 0, 4))
     assert settled(feed, 10) == 10
     assert sorted(feed._shelf.starts()) == [16, 18, 24, 26, 32, 34]  # round 2, round 3 and, ahead, round 4
     trained(feed, [[32], [36], [40]])
@@ -196,7 +175,7 @@ def test_producer_on_another_path_is_replaced_though_it_put_the_batch_that_was_m
 
 def test_rank_whose_learners_stay_keeps_its_processes(feed_of: Any) -> None:
     feed = feed_of(Noted(), workers=1, num_ranks=3)
-    rounds = own_starts(2, 3, 2, 0, 12)
+    rounds = counted_out(2, 3, 2, B, 0, 12)
     trained(feed, rounds[:1])
     producer = feed._producer
     trained(feed, rounds[1:])

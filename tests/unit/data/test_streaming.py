@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
 from crossbow_py.data.streaming import StreamingFeed
 from crossbow_py.errors import BadSampleError, DataError, UserError
 from crossbow_py.sizing.memory import staged_batches
+from tests.unit.data.streams import closed, same
 
 N, SEED = 23, 7
 
@@ -108,10 +108,7 @@ def made() -> Iterator[Callable[..., StreamingFeed]]:
         return feed
 
     yield make
-    for feed in feeds:
-        feed.close()
-    assert not multiprocessing.active_children()
-    assert "crossbow data" not in {thread.name for thread in threading.enumerate()}
+    closed(feeds)
 
 
 def ids_at(start: int, count: int) -> list[int]:
@@ -127,14 +124,6 @@ def rounds(feed: Feed, starts: Sequence[Sequence[int]]) -> list[Batch]:
         assert feed.announce(each)
         found.append(feed.batches(each))
     return found
-
-
-def same(these: Sequence[Batch], those: Sequence[Batch]) -> bool:
-    return all(
-        torch.equal(one, other)
-        for batch, other_batch in zip(these, those, strict=True)
-        for one, other in zip(batch, other_batch, strict=True)
-    )
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

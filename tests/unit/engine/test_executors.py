@@ -16,15 +16,18 @@ from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.update import TorchUpdate
 from crossbow_py.errors import LearnerError, UserError
 from tests import support
-from tests.support import assert_learners_equal, features, linear_model, make_tasks, norm_model, plan, run_rounds
+from tests.support import (
+    assert_learners_equal,
+    features,
+    linear_model,
+    make_tasks,
+    norm_model,
+    norm_with_dropout,
+    plan,
+    run_rounds,
+)
 
 IMAGES = features(48, (3, 6, 6))
-
-
-def norm_with_dropout():
-    model = norm_model()
-    model.insert(4, nn.Dropout(0.3))
-    return model
 
 
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
@@ -38,14 +41,6 @@ def test_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, num_lear
     for ours, reference in zip(results["threads"][1:], results["serial"][1:], strict=True):
         assert (ours - reference).norm() / reference.norm() <= 1e-8
     assert results["threads"][0] == pytest.approx(results["serial"][0], rel=1e-8)
-
-
-@pytest.fixture
-def two_cores():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])

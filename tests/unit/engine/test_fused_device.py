@@ -23,7 +23,7 @@ from crossbow_py.errors import LearnerError
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
 from tests.recording_streams import RecordingStreams, ShuffledStreams
-from tests.support import assert_learners_equal, features, linear_model, make_tasks, norm_model, plan
+from tests.support import assert_learners_equal, features, linear_model, make_tasks, norm_model, norm_with_dropout, plan
 
 IMAGES = features(48, (3, 6, 6))
 OPTIMIZERS = [
@@ -44,12 +44,6 @@ def tasks_for(network, num_learners=3, **options):
         return network()
 
     return make_tasks(make, num_learners=num_learners, data=networks.inputs_for(network), order="blocks", **options)
-
-
-def with_dropout():
-    model = norm_model()
-    model.insert(4, nn.Dropout(0.3))
-    return model
 
 
 def run(runner, tasks, num_rounds, rate=lambda n: 0.05, shared=False):
@@ -102,7 +96,7 @@ def test_every_network_is_captured_and_equals_serial(network):
 @pytest.mark.parametrize("num_learners", [3])
 def test_optimizers_with_learning_rates_of_every_round_and_learner_equal_serial(optimizer, num_learners):
     ours, reference = (
-        make_tasks(with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order="blocks")
+        make_tasks(norm_with_dropout, num_learners=num_learners, optimizer=optimizer, data=IMAGES, order="blocks")
         for _ in range(2)
     )
     device, outcomes = RecordingStreams(), []
@@ -158,7 +152,7 @@ def test_rounds_with_and_without_averaging_are_graphs_of_their_own():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_that_the_stream_and_events_allow_gives_what_serial_gives(seed):
-    ours, reference = (make_tasks(with_dropout, num_learners=3, data=IMAGES, order="blocks") for _ in range(2))
+    ours, reference = (make_tasks(norm_with_dropout, num_learners=3, data=IMAGES, order="blocks") for _ in range(2))
     found = run(FusedExecutor(ours, ShuffledStreams(seed)), ours, 12)
     assert_equal(ours.bank, reference.bank, found, run(SerialExecutor(reference), reference, 12))
 
@@ -301,7 +295,7 @@ def test_averaging_over_several_devices_is_never_captured_and_runs_beside_the_ne
 @pytest.mark.parametrize("rule", [SMA(), SMA(averaging_period=3)], ids=["every", "third"])
 def test_any_order_that_streams_of_several_devices_allow_gives_what_serial_gives(seed, rule):
     ours, reference = (
-        make_tasks(with_dropout, num_learners=3, rule=rule, data=IMAGES, order="blocks") for _ in range(2)
+        make_tasks(norm_with_dropout, num_learners=3, rule=rule, data=IMAGES, order="blocks") for _ in range(2)
     )
     ours.collective = Two()
     found = run(FusedExecutor(ours, ShuffledStreams(seed)), ours, 12)

@@ -11,6 +11,7 @@ import torch
 from crossbow_py import foreign_load as load
 from experiments.throughput import one_model, sides, tuned, vmapped, workloads
 from experiments.throughput.workloads import Workload
+from tests.unit.data.images.pictures import write_part
 from tests.unit.experiments.samples import BATCH
 
 
@@ -18,6 +19,14 @@ from tests.unit.experiments.samples import BATCH
 def load_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No window is dropped because other tests keep the cores busy meanwhile."""
     monkeypatch.setattr(load, "_STAT", tmp_path / "stat")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder of nine training images."""
+    write_part(tmp_path / "photos" / "train")
+    write_part(tmp_path / "photos" / "val", per_class=1)
+    return tmp_path / "photos"
 
 
 @pytest.fixture

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.flowers import report, run
-from tests.unit.data.images.pictures import write_part
+from experiments.common.recorded_report import table_of
+from experiments.flowers import run
 from tests.unit.experiments.samples import cells
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """A folder of nine training images."""
-    write_part(tmp_path / "photos" / "train")
-    write_part(tmp_path / "photos" / "val", per_class=1)
-    return tmp_path / "photos"
 
 
 def test_run_on_photographs_is_recorded_with_its_wait_for_data_also_when_given_again(
@@ -37,7 +29,7 @@ def test_run_on_photographs_is_recorded_with_its_wait_for_data_also_when_given_a
     assert 0 < recorded["summary"]["data_wait_share"] <= 1
     assert recorded["summary"]["data_wait_share"] == first["runs"][0]["summary"]["data_wait_share"]
     assert str(tmp_path) not in json.dumps(result["runs"])
-    table = report.summary_table(result)
+    table = table_of(run.RUNS)(result)
     assert cells(table, 0)[-6:-4] == ["epochs to 0.45", "minutes to 0.45"]
     assert cells(table, -1)[:3] == ["0", "2", "2"]
     assert cells(table, -1)[-2:] == ["1", f"{recorded['summary']['data_wait_share']:.1%}"]

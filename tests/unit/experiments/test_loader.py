@@ -11,15 +11,6 @@ import pytest
 
 from experiments.loader import measure, plot, report, run, sides
 from experiments.loader.sides import CACHED, DECODED, PILLOW, SHRUNK, Side
-from tests.unit.data.images.pictures import write_part
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """A folder of nine training images."""
-    write_part(tmp_path / "photos" / "train")
-    write_part(tmp_path / "photos" / "val", per_class=1)
-    return tmp_path / "photos"
 
 
 def measured_sides() -> list[Side]:
@@ -79,13 +70,6 @@ def test_measurement_from_the_command_line_writes_its_result(
     assert all(row["images_per_s"] > 0 for row in written["rows"])
     assert written["folder"] == "photos"
     assert "9 training images of photos, crops of 16 x 16" in capsys.readouterr().out
-
-
-def test_measurement_without_images_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run.main(["--folder", str(tmp_path / "none")])
-    assert caught.value.code == 2
-    assert "is not there" in capsys.readouterr().err
 
 
 def test_table_has_every_side() -> None:

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.common import pictures, results
-from experiments.common.pictures import save_picture, save_pictures
+from experiments.common.pictures import draw_beside, save_picture, save_pictures
 from experiments.common.results import write_result
 
 
@@ -37,3 +37,31 @@ def test_picture_is_drawn_beside_every_result(two_results: Path, capsys: pytest.
     assert drawn == ["a", "b"]
     assert {path.name for path in (two_results / "results").glob("*.png")} == {"a.png", "b.png"}
     assert capsys.readouterr().out.splitlines() == [f"drawn to experiments/any/results/{name}.png" for name in "ab"]
+
+
+def test_picture_is_of_the_results_that_are_kept_and_of_none_without_one(
+    two_results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[list[str]] = []
+    keep_b = {"draw": lambda found: drawn.append(list(found)) or Figure(), "keep": lambda result: result["name"] == "b"}
+    assert save_picture("any", "all.png", **keep_b) == 0
+    assert drawn == [["b"]]
+    assert save_picture("any", "all.png", Figure, keep=lambda _: False) == 2
+    assert "no results yet; run experiments/any/run.py first" in capsys.readouterr().err
+
+
+def test_picture_of_one_results_file_is_drawn_beside_it(two_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn: list[str] = []
+    path = two_results / "results" / "a.json"
+    assert draw_beside("Draws.", lambda result: drawn.append(result["name"]) or Figure(), [str(path)]) == 0
+    assert drawn == ["a"]
+    assert capsys.readouterr().out == f"drawn to {path.with_suffix('.png')}\n"
+
+
+def test_picture_after_a_result_is_left_out_with_a_hint_where_it_cannot_be_drawn(
+    two_results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.draw_after(two_results, "experiments.absent.plot")
+    assert capsys.readouterr().out.endswith(
+        f"pip install '.[plots]', then python experiments/absent/plot.py {two_results}\n"
+    )

@@ -12,7 +12,6 @@ from experiments.common import windows
 from experiments.common.windows import Window, Windows
 from experiments.preprocessing import measure, plot, report, run
 from experiments.preprocessing.measure import LOOP, OWN, WORKER, Side
-from tests.unit.data.images.pictures import write_part
 
 
 def windows_of(*pairs: tuple[float, float]) -> Windows:
@@ -81,14 +80,12 @@ def test_picture_has_the_lines_of_all_sides_and_modelbatchs_two_points() -> None
 
 
 def test_measurement_from_the_command_line_writes_its_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_part(tmp_path / "photos" / "train")
-    write_part(tmp_path / "photos" / "val", per_class=1)
     monkeypatch.setattr(windows, "MAX_FOREIGN_SHARE", 2.0)
     monkeypatch.setattr(measure, "WIDTH", 2)
     path = tmp_path / "photos.json"
-    arguments = ["--folder", str(tmp_path / "photos"), "--models", "1", "2", "--rounds", "2", "--repetitions", "1"]
+    arguments = ["--folder", str(photos), "--models", "1", "2", "--rounds", "2", "--repetitions", "1"]
     assert run.main([*arguments, "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert [(row["side"], row["num_models"], row["n"]) for row in written["rows"]] == [
@@ -98,10 +95,3 @@ def test_measurement_from_the_command_line_writes_its_result(
     assert written["rows"][0]["wait_share"]["median"] > 0
     assert (written["folder"], written["images"]) == ("photos", 9)
     assert "9 training images of photos, crops of 64 x 64" in capsys.readouterr().out
-
-
-def test_measurement_without_images_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run.main(["--folder", str(tmp_path / "none")])
-    assert caught.value.code == 2
-    assert "is not there" in capsys.readouterr().err

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from experiments.resnet32_cifar10 import report, run
+from experiments.common.recorded_report import table_of
+from experiments.resnet32_cifar10 import run
 from tests.unit.experiments.samples import accuracy_result, cells
 
 
 def test_accuracy_table_is_of_the_target_of_crossbow() -> None:
-    table = report.summary_table(accuracy_result())
+    table = table_of(run.RUNS)(accuracy_result())
     assert cells(table, 0)[8:10] == ["epochs to 0.88", "minutes to 0.88"]
     assert cells(table, -1)[8:10] == ["2", "2.0"]
 

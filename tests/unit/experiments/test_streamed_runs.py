@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from crossbow_py.errors import UserError
 from experiments.common import windows
-from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, one_thread, photographs
+from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, photographs
 from experiments.common.windows import Mark, Window, Windows, window_of
-from tests.unit.data.images.pictures import write_part
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """A folder of nine training images."""
-    write_part(tmp_path / "train")
-    write_part(tmp_path / "val", per_class=1)
-    return tmp_path
+from experiments.loader import run as loader
+from experiments.preprocessing import run as preprocessing
+from experiments.workers import run as workers
 
 
 def window(rate: float, share: float = 0.5, foreign: float | None = 0.0) -> Window:
@@ -78,13 +73,6 @@ def test_network_has_five_layers_with_weights() -> None:
     assert sum(1 for parameter in network.parameters() if parameter.ndim > 1) == 5
 
 
-def test_one_thread_gives_the_others_back() -> None:
-    before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
-
-
 def test_models_on_one_feed_share_every_batch(photos: Path) -> None:
     images = photographs(str(photos))
     run = StreamedRun(Setup(width=2, batch_size=3, num_models=2, executor="fused"), images)
@@ -109,3 +97,13 @@ def test_window_too_short_for_a_round_is_refused(photos: Path) -> None:
     run = StreamedRun(Setup(width=2, batch_size=3), photographs(str(photos)))
     with pytest.raises(UserError, match="--seconds must be enough for a round, got 1e-09; lengthen it"):
         run.timed_window(0, warm_up_s=0.0, seconds=1e-9)
+
+
+@pytest.mark.parametrize("experiment", [loader, preprocessing, workers])
+def test_measurement_without_images_says_what_is_missing(
+    experiment: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        experiment.main(["--folder", str(tmp_path / "none")])
+    assert caught.value.code == 2
+    assert "is not there" in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
-from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -296,14 +295,10 @@ def test_suite_from_the_command_line_writes_results_and_pictures(
     quick = replace(plan_cells([8], [1, 2], ["serial"], "fp32"), auto=[], single=[cell("default_loop", 8)])
     monkeypatch.setattr(planning, "plan_cells", lambda *_: quick)
     written = tmp_path / "suite_cpu.json"
-    try:
-        code = suite.main([
-            "--device", "cpu", "--models", "mlp", "--batch-sizes", "8", "--num-learners", "1", "2", "--passes", "1",
-            "--window-s", "0.01", "--max-foreign-share", "2", "--minutes", "1", "--json", str(written),
-        ])  # fmt: skip
-    finally:
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    assert code == 0
+    assert suite.main([
+        "--device", "cpu", "--models", "mlp", "--batch-sizes", "8", "--num-learners", "1", "2", "--passes", "1",
+        "--window-s", "0.01", "--max-foreign-share", "2", "--minutes", "1", "--json", str(written),
+    ]) == 0  # fmt: skip
     result = json.loads(written.read_text())
     assert [(row["side"], row["num_learners"], row["n"]) for row in result["rows"]] == [
         ("default_loop", 1, 1), ("serial", 1, 1), ("serial", 2, 1),

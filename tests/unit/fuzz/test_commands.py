@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from crossbow_py.config import REGISTRIES, TrainConfig
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train import main
+from tests.caches import link_native
 from tests.unit.fuzz.examining import depths, examine
 from tests.unit.fuzz.test_config_values import keys_of
 
@@ -33,8 +34,8 @@ VALUES = [
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def nobody_at_home(in_an_empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link_native(tmp_path / "home" / ".cache")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("CROSSBOW_DATA_DIR", raising=False)
 

@@ -1,4 +1,4 @@
-"""A small search as its listeners are told of it, and storages for searches.
+"""A small search as its listeners are told of it, storages for searches, and tiny searches.
 
 The search has four trials in one bracket, measured at 1, 2 and 4 epochs.
 """
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from crossbow_py.engine import memory
 from crossbow_py.packing.hyperband import TrialState, make_brackets
 from crossbow_py.packing.search_events import (
     BestTrial,
@@ -23,7 +25,9 @@ from crossbow_py.packing.search_events import (
 )
 from crossbow_py.packing.space import Space
 from crossbow_py.packing.storage import open_storage
+from crossbow_py.packing.width import Width
 from tests.unit.packing.shared_studies import OPENED
+from tests.unit.packing.tiny_search import Setting
 
 SPACE = Space.from_mapping(
     {
@@ -136,3 +140,21 @@ def closed_studies() -> Iterator[None]:
     yield
     while OPENED:
         OPENED.pop().close()
+
+
+@pytest.fixture
+def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """Packs of four, unmeasured."""
+
+    def width(trials: Any, limit: int, *_: Any) -> Any:
+        return Width(limit, {("serial", 1): 1.0}, "four by four"), []
+
+    monkeypatch.setattr("crossbow_py.packing.roster.measured_width", width)
+    return Setting(tmp_path / "trials")
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors mean what they would if packs were on CUDA."""
+    is_lost = memory.is_device_lost
+    monkeypatch.setattr(memory, "is_device_lost", lambda error, _: is_lost(error, torch.device("cuda")))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer, run_settings
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.feeds import Feed, make_feed
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.precision import FP64
@@ -248,8 +248,12 @@ def test_member_that_leaves_unfinished_gives_its_row_to_another(alone: Callable[
 
 
 def test_evaluation_of_members_is_that_of_each_model() -> None:
-    pack = pack_of(TRIALS, "fused", epochs=0.5)
-    test_feed = make_feed(images(30), 1, channels_last=True, dtype=torch.float64)
+    feed = make_feed(images(30), 1, channels_last=True, dtype=torch.float64)
+    assert_members_evaluated_as_each_model(pack_of(TRIALS, "fused", epochs=0.5), feed)
+
+
+def assert_members_evaluated_as_each_model(pack: Pack, test_feed: Feed) -> None:
+    """After its training."""
     evaluator = Evaluator(pack.template, precision=FP64, loss=nn.functional.cross_entropy, metrics={}, batch_size=8)
     try:
         run(pack)

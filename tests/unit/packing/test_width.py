@@ -21,6 +21,7 @@ from crossbow_py.packing.trials_alike import TrialsAlike
 from crossbow_py.packing.width import choose_width
 from crossbow_py.packing.width_measurement import measured_width
 from crossbow_py.run_settings import Choices, RunSettings
+from tests.caches import use_cache
 from tests.trainers import blobs
 
 RATES = {
@@ -100,7 +101,7 @@ def test_round_of_a_pack_between_two_that_were_measured_takes_a_time_between_the
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[tuple[str, int]]]:
     """What is measured, which says 10 images/s a trial and twice that fused."""
     calls: list[list[tuple[str, int]]] = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use_cache(tmp_path, monkeypatch)
 
     def calibrate(candidates: list[Candidate], batch_size: int, device: Any, effort: Effort) -> Calibration:
         calls.append([(each.executor, each.num_learners) for each in candidates])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
 from tensorboard.plugins.hparams.metadata import (
     EXPERIMENT_TAG,
@@ -22,16 +21,11 @@ from tensorboard.plugins.hparams.metadata import (
 from crossbow_py.telemetry.events import LearningStatistics, Predictions
 from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample
 from crossbow_py.telemetry.tensorboard import TensorBoardScalars
-
-
-def _read(folder: Path) -> EventAccumulator:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    return events
+from tests.event_files import read_events
 
 
 def _points(folder: Path, tag: str) -> list[tuple[int, float]]:
-    return [(event.step, event.value) for event in _read(folder).Scalars(tag)]
+    return [(event.step, event.value) for event in read_events(folder).Scalars(tag)]
 
 
 def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Path, events: Any) -> None:
@@ -44,7 +38,7 @@ def test_scalars_of_an_epoch_are_tagged_and_placed_at_samples_seen(tmp_path: Pat
         "loss/test": 0.5, "accuracy/train": 0.875, "accuracy/test": 0.75, "num_learners": 2.0,
         "averaging/spread": 0.125, "averaging/correction_norm": 2.0, "time/training_s": 4.0,
     }  # fmt: skip
-    read = _read(tmp_path)
+    read = read_events(tmp_path)
     assert set(read.Tags()["scalars"]) == {*expected, "learning_rate"}
     for tag, value in expected.items():
         assert [(event.step, event.value) for event in read.Scalars(tag)] == [(1000, value)]
@@ -59,7 +53,7 @@ def test_statistics_of_learning_are_shown_where_they_were_measured(tmp_path: Pat
     scalars.on_start(events.run_info())
     scalars.on_epoch(events.epoch_record(1, learning=learning))
     scalars.close()
-    tags = [tag for tag in _read(tmp_path).Tags()["scalars"] if tag.startswith("learning/")]
+    tags = [tag for tag in read_events(tmp_path).Tags()["scalars"] if tag.startswith("learning/")]
     assert {tag: _points(tmp_path, tag) for tag in tags} == {
         "learning/gradient_noise_scale_samples": [(1000, 256.0)], "learning/gradient_variance": [(1000, 8.0)],
         "learning/squared_gradient_norm": [(1000, 0.03125)], "learning/agreement": [(1000, 0.875)],
@@ -73,7 +67,7 @@ def test_scalars_without_a_central_model_show_each_learner(tmp_path: Path, event
     scalars.on_epoch(events.epoch_record(1, spread=None, correction_norm=None, learner_accuracy=(0.5, 0.75)))
     scalars.close()
     assert _points(tmp_path, "accuracy/test_learner_1") == [(1000, 0.75)]
-    assert "averaging/spread" not in _read(tmp_path).Tags()["scalars"]
+    assert "averaging/spread" not in read_events(tmp_path).Tags()["scalars"]
 
 
 def test_scalars_of_a_run_with_validation_data_are_named_so_and_not_finite_ones_left_out(
@@ -85,7 +79,7 @@ def test_scalars_of_a_run_with_validation_data_are_named_so_and_not_finite_ones_
         events.epoch_record(1, validation_accuracy=0.5, validation_loss=math.nan, test_accuracy=None, test_loss=None)
     )
     scalars.close()
-    tags = _read(tmp_path).Tags()["scalars"]
+    tags = read_events(tmp_path).Tags()["scalars"]
     assert "accuracy/validation" in tags
     assert "accuracy/test" not in tags
     assert "loss/validation" not in tags
@@ -128,7 +122,7 @@ def test_texts_and_layout_are_written_with_the_run(tmp_path: Path, events: Any) 
     scalars.on_start(events.run_info())
     scalars.on_end(events.summary())
     scalars.close()
-    tags = _read(tmp_path).Tags()["tensors"]
+    tags = read_events(tmp_path).Tags()["tensors"]
     assert "config/text_summary" in tags
     assert "result/text_summary" in tags
     assert "custom_scalars__config__" in tags
@@ -189,7 +183,7 @@ def test_hyper_parameters_of_a_run_are_there_from_its_start_and_how_it_ended_at_
 
 
 def _hyper_parameters(folder: Path) -> dict[str, bytes]:
-    found: dict[str, bytes] = _read(folder).PluginTagToContent("hparams")
+    found: dict[str, bytes] = read_events(folder).PluginTagToContent("hparams")
     return found
 
 
@@ -201,7 +195,7 @@ def test_pictures_of_predictions_come_ever_further_apart_and_the_last_at_the_end
         scalars.on_predictions(predictions, samples)
     scalars.on_end(events.summary())
     scalars.close()
-    assert [each.step for each in _read(tmp_path).Images("predictions")] == [1000, 2000, 3000, 5000]
+    assert [each.step for each in read_events(tmp_path).Images("predictions")] == [1000, 2000, 3000, 5000]
 
 
 def test_close_twice_or_before_the_start_leaves_no_thread(tmp_path: Path, events: Any) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from crossbow_py.packing.hyperband import TrialState
@@ -22,6 +21,7 @@ from crossbow_py.packing.report.tensorboard import (
 )
 from crossbow_py.packing.search_events import RunningTrial
 from crossbow_py.packing.space import Space
+from tests.event_files import read_events
 
 TAG = "search/validation_accuracy_by_samples_seen"
 
@@ -35,18 +35,12 @@ def _written(folder: Path, searched: Any, *steps: Any) -> SearchTensorBoard:
     return board
 
 
-def _read(folder: Path) -> EventAccumulator:
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    events.Reload()
-    return events
-
-
 def _points(folder: Path, tag: str) -> list[tuple[int, float]]:
-    return [(event.step, pytest.approx(event.value)) for event in _read(folder).Scalars(tag)]
+    return [(event.step, pytest.approx(event.value)) for event in read_events(folder).Scalars(tag)]
 
 
 def _hparams(folder: Path, tag: str) -> Any:
-    return _read(folder).SummaryMetadata(tag).plugin_data.content
+    return read_events(folder).SummaryMetadata(tag).plugin_data.content
 
 
 def test_trial_is_a_run_with_its_values_at_samples_seen(tmp_path: Path, searched: Any) -> None:
@@ -54,7 +48,7 @@ def test_trial_is_a_run_with_its_values_at_samples_seen(tmp_path: Path, searched
     # 100 images an epoch
     assert _points(tmp_path / "trial_00001", TAG) == [(100, 0.75), (200, 0.8), (400, 0.875)]
     assert _points(tmp_path / "trial_00002", TAG) == [(100, 0.625), (200, 0.5)]
-    assert TAG not in _read(tmp_path / "trial_00003").Tags()["scalars"]
+    assert TAG not in read_events(tmp_path / "trial_00003").Tags()["scalars"]
 
 
 def test_trial_has_its_parameters_and_how_it_ended(tmp_path: Path, searched: Any) -> None:
@@ -132,7 +126,7 @@ def test_worker_has_best_value_and_pace_by_samples_of_all_trials(tmp_path: Path,
     # 100 images an epoch: 1, 4 and 2 epochs up to the last values, and nothing of the trial that failed
     assert _points(own, BEST_TAG) == [(100, 0.5), (700, 0.875)]
     assert _points(own, PACE_TAG) == [(100, 250.0), (700, 350.0)]
-    (result,) = _read(own).Tensors("result/text_summary")
+    (result,) = read_events(own).Tensors("result/text_summary")
     assert result.step == 700
 
 

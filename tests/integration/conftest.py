@@ -1,0 +1,23 @@
+"""What searches from the command line start from."""
+
+from __future__ import annotations
+
+import pytest
+
+from crossbow_py.packing import roster
+from crossbow_py.packing.report import listeners
+from crossbow_py.packing.report.search_file import SearchFile
+from crossbow_py.packing.width import Width
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a search leaves, search.json alone: the rest takes longer than tiny searches."""
+    monkeypatch.setattr(listeners, "search_listeners", lambda folder: [SearchFile(folder, print)])
+
+
+@pytest.fixture
+def packs_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs are that wide without measuring."""
+    width = Width(3, {("serial", 1): 1.0, ("fused", 3): 2.0}, "Packs of 3, for a test.")
+    monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))

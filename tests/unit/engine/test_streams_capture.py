@@ -1,0 +1,217 @@
+"""executor=streams without a GPU: what is captured into graphs, what is not, and captures that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.engine.device_tasks import DeviceTasks
+from crossbow_py.engine.executors.device_streams import CudaStreams
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
+from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.rounds import RoundOutcome
+from crossbow_py.errors import LearnerError, UserError
+from tests.recording_streams import OnlyLaunches, RecordingStreams
+from tests.support import features, make_tasks, norm_model, norm_with_dropout, plan
+from tests.unit.engine.test_streams import IMAGES, run
+
+
+def test_bodies_that_are_captured_ask_the_host_for_no_value():
+    tasks = make_tasks(norm_model, data=IMAGES, optimizer=SGD(clip_norm=1.0))
+    whole, bodies = plan(tasks, 0), DeviceTasks(tasks)
+    bodies.load(0, whole, bank_changed=True, masks_ahead=False)
+    bodies.load(1, whole, bank_changed=True, masks_ahead=False)
+    with OnlyLaunches():
+        for learner in (0, 1):
+            bodies.learn(learner, whole, masks_ahead=False)
+            bodies.correct(learner, whole.averaging)
+        bodies.average(RoundOutcome(whole))
+    with pytest.raises(AssertionError, match="the host asked"), OnlyLaunches():
+        tasks.learn(0, RoundOutcome(whole))
+
+
+def test_model_with_dropout_learns_in_graphs_with_masks_drawn_ahead_of_them():
+    tasks, device = make_tasks(norm_with_dropout, data=IMAGES), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    run(runner, tasks, 4)  # graphs of the recording device refuse to draw
+    assert runner.notes == []
+    captured = {entry.split()[2] for entry in device.log if "capture" in entry}
+    assert captured == {"learning(0)", "learning(1)", "correction(0)", "correction(1)", "averaging"}
+
+
+def test_masks_in_graphs_differ_between_rounds_and_learners():
+    seen = {0: [], 1: []}
+
+    class Noted(nn.Module):
+        def forward(self, inputs):
+            return inputs
+
+    def model():
+        return nn.Sequential(nn.Dropout(0.5), Noted(), nn.Linear(64, 3))
+
+    tasks = make_tasks(model, data=(torch.ones(64, 64), features(64)[1]))
+    for learner, own in seen.items():
+        tasks.bank.module(learner)[1].register_forward_hook(
+            lambda module, args, output, own=own: own.append(output.detach().clone())
+        )
+    run(StreamsExecutor(tasks, RecordingStreams()), tasks, 6)
+    every = [mask.flatten().tolist() for own in seen.values() for mask in own]
+    assert len(every) == len({tuple(mask) for mask in every}) == 12
+
+
+def test_dropout_of_other_shapes_than_while_warming_up_is_refused_as_a_graph():
+    class Widens(nn.Module):
+        """Counts its passes, which a graph cannot."""
+
+        def __init__(self):
+            super().__init__()
+            self.passes, self.dropout, self.linear = 0, nn.Dropout(0.5), nn.Linear(4, 3)
+
+        def forward(self, inputs):
+            self.passes += 1
+            wide = inputs if self.passes <= WARM_UP_ROUNDS else inputs.repeat(2, 1)
+            return self.linear(self.dropout(wide)[: len(inputs)])
+
+    class Tries(RecordingStreams):
+        def capture(self, name, body, stream, pool):
+            body()
+            return super().capture(name, body, stream, pool)
+
+    tasks = make_tasks(Widens)
+    with pytest.raises(UserError, match=r"cannot capture learning\(0\) .*dropout takes masks of other shapes"):
+        run(StreamsExecutor(tasks, Tries()), tasks, 3)
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()).item(), random.random])
+def test_model_that_draws_elsewhere_learns_without_graphs_and_says_so(draw):
+    class Draws(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * (1 + draw())
+
+    tasks, device = make_tasks(lambda: Draws(4, 3)), RecordingStreams()
+    runner = StreamsExecutor(tasks, device)
+    run(runner, tasks, 4)
+    assert len(runner.notes) == 1
+    assert "outside nn.Dropout" in runner.notes[0]
+    assert not [entry for entry in device.log if "capture learning" in entry]
+
+
+def test_averaging_over_several_devices_is_never_captured():
+    class Two(Collective):
+        num_devices = 2
+
+    tasks, device = make_tasks(), RecordingStreams()
+    tasks.collective = Two()
+    run(StreamsExecutor(tasks, device), tasks, 4)
+    assert "high capture averaging" not in device.log
+    assert "s0 capture correction(0)" in device.log
+
+
+def test_capture_that_fails_is_one_line_with_the_remedy_and_the_cause():
+    class Refuses(RecordingStreams):
+        def capture(self, name, body, stream, pool):
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    tasks = make_tasks()
+    runner = StreamsExecutor(tasks, Refuses())
+    with pytest.raises(UserError, match=r"cannot capture learning\(0\) .*; set executor=serial\.$") as caught:
+        for n in range(3):
+            runner.submit(plan(tasks, n))
+    runner.close()
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+class Full(RecordingStreams):
+    """Has no memory for the graph of one name."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def capture(self, name, body, stream, pool):
+        if name == self.name:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().capture(name, body, stream, pool)
+
+
+def test_capture_that_memory_does_not_hold_is_the_learners_error_and_leaves_no_graph():
+    tasks, device = make_tasks(), Full("learning(1)")
+    runner = StreamsExecutor(tasks, device)
+    with pytest.raises(LearnerError, match=r"learning\(1\) failed in round 2 on learner 1: OutOfMemory") as caught:
+        for n in range(3):
+            runner.submit(plan(tasks, n))
+    assert is_out_of_memory(caught.value.__cause__)
+    runner.close()
+    assert device.log[-2:] == ["host wait all", "release learning(0)"]
+
+
+@pytest.mark.parametrize("name", ["learning(2)", "correction(1)", "averaging"])
+def test_learners_fewer_than_memory_held_go_on_with_the_steps_their_rows_have_taken(name):
+    tasks = make_tasks(num_learners=3, optimizer=AdamW())
+    runner = StreamsExecutor(tasks, Full(name))
+    with pytest.raises(LearnerError):
+        for n in range(3):
+            runner.submit(plan(tasks, n))
+    runner.close()
+    steps = {"learning(2)": [2, 2, 2], "correction(1)": [3, 2, 2], "averaging": [3, 3, 3]}[name]
+    assert tasks.bank.step_counts == steps
+    tasks.bank.resize(2)
+    run(StreamsExecutor(tasks, RecordingStreams()), tasks, 4)
+    assert tasks.bank.step_counts[:2] == [steps[0] + 4, steps[1] + 4]
+
+
+class Stand:
+    """Stands in for torch.cuda: `current` is the stack of current streams."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.asked = ["caller"], []
+        self.signature = inspect.signature(torch.cuda.graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = list(self.current)
+        self.current.append(stream)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, *args, **options):
+        self.signature.bind(*args, **options)  # of the installed torch
+        self.asked.append(options)
+        self.current.append(options["stream"])
+        try:
+            yield
+        except Exception:
+            raise RuntimeError("capture was invalidated")  # noqa: B904 - as torch does, its stream left in place
+        self.current.pop()
+
+
+def test_capture_on_cuda_uses_the_stream_of_the_replays_its_pool_and_thread_local_errors(monkeypatch):
+    stand, seen = Stand(monkeypatch), []
+    CudaStreams(torch.device("cuda")).capture("learning(0)", lambda: seen.append(stand.current[-1]), "s0", "pool")
+    assert stand.asked == [{"pool": "pool", "stream": "s0", "capture_error_mode": "thread_local"}]
+    assert (seen, stand.current) == (["s0"], ["caller"])
+
+
+def test_capture_on_cuda_that_fails_raises_what_the_body_raised_and_puts_the_stream_back(monkeypatch):
+    def body():
+        raise ValueError("the host waits")
+
+    stand = Stand(monkeypatch)
+    with pytest.raises(ValueError, match="the host waits"):
+        CudaStreams(torch.device("cuda")).capture("learning(0)", body, "s0", "pool")
+    assert stand.current == ["caller"]

@@ -1,0 +1,116 @@
+"""A worker's loop on a device that is lost: the search ends and says so, and no trial has failed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from crossbow_py import evaluation
+from crossbow_py.errors import DataError, DeviceLostError, UserError
+from crossbow_py.evaluation import Evaluator
+from crossbow_py.packing import places, roster
+from crossbow_py.packing import search as search_module
+from crossbow_py.packing.pack import Pack
+from tests.unit.packing.shared_studies import why_failed
+from tests.unit.packing.tiny_search import (
+    LOST,
+    ONE_SIZE,
+    Setting,
+    lost,
+    never,
+    one_round,
+)
+
+
+def lost_in_a_loss(*_: Any, **__: Any) -> Any:
+    raise UserError("the model cannot take the training data") from RuntimeError(LOST)
+
+
+def lost_samples(*_: Any, **__: Any) -> Any:
+    raise DataError("samples cannot be made") from RuntimeError(LOST)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "raises"),
+    [
+        (roster, "probe", lost_in_a_loss),
+        (roster, "measured_width", lost),
+        (Pack, "seat", lost),
+        (Pack, "step", lost),
+        (Pack, "step", lost_samples),
+        (Pack, "drain", lost),
+        (Pack, "evaluate", lost),
+        (Pack, "checkpoint", lost),
+        (Pack, "evaluate", lost_samples),
+        (places, "Evaluator", lost),
+    ],
+)
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_ends_the_search_and_fails_no_trial(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, raises: Callable[..., Any]
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, raises)
+        with pytest.raises(DeviceLostError, match="device-side assert"):
+            setting.search().run(never)
+    assert setting.study().results() == {}
+    assert setting.search().run(never)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(Pack, "checkpoint", lost)
+    search = setting.search()
+    with pytest.raises(DeviceLostError, match="device-side assert"):
+        search.run(lambda: search.spent.samples > 0)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(places, "free_memory"), (places, "evaluate_in_memory"), (evaluation, "free_memory")]
+)
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_while_packs_make_room_for_evaluation_ends_the_search(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    def short(*_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "evaluate", short)
+        patched.setattr(owner, name, lost)
+        with pytest.raises(DeviceLostError, match="device-side assert"):
+            setting.search().run(never)
+    assert setting.study().results() == {}
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_device_that_is_lost_as_a_pack_has_failed_ends_the_search(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(_: Pack) -> bool:
+        raise MemoryError
+
+    monkeypatch.setattr(Pack, "step", short)
+    monkeypatch.setattr(search_module, "free_memory", lost)
+    with pytest.raises(DeviceLostError, match="device-side assert"):
+        setting.search().run(never)
+
+
+def test_trial_on_a_cpu_whose_model_says_what_cuda_says_fails_alone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.space, step = ONE_SIZE, Pack.step
+
+    def failing(pack: Pack) -> bool:
+        if any(member.trial == 1 for member in pack.members):
+            raise RuntimeError("misaligned address")
+        return step(pack)
+
+    monkeypatch.setattr(Pack, "step", failing)
+    assert setting.search().run(never)
+    assert why_failed(setting.study()) == {1: "RuntimeError: misaligned address"}

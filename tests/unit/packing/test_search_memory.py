@@ -1,0 +1,237 @@
+"""A worker's loop where memory is short: narrower packs, trials alone, and room for what is measured."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.errors import UserError
+from crossbow_py.evaluation import Evaluator
+from crossbow_py.packing import places, roster
+from crossbow_py.packing.hyperband import Segment
+from crossbow_py.packing.pack import Pack
+from tests.unit.packing.shared_studies import why_failed
+from tests.unit.packing.tiny_search import (
+    ONE_SIZE,
+    Setting,
+    never,
+    one_round,
+    two_architectures,
+    values_of,
+)
+
+
+def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.space = ONE_SIZE
+    step, widths = Pack.step, []
+
+    def failing(pack: Pack) -> bool:
+        widths.append(len(pack.members))
+        if len(pack.members) > 2:
+            raise MemoryError
+        return step(pack)
+
+    monkeypatch.setattr(Pack, "step", failing)
+    assert setting.search().run(never)
+    assert max(widths) == 4 and set(widths[1:]) == {1, 2} and not why_failed(setting.study())
+
+
+@pytest.fixture
+def side_by_side(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """A search with trials of two kinds, one of each beside the other now and then."""
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    return setting
+
+
+def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
+    side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, failed = places.advance, []
+
+    def short(packs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(packs) == 1:
+            return advance(packs, *args, **kwargs)
+        failed.append(len(packs))
+        return {number: torch.OutOfMemoryError("CUDA out of memory") for number in range(len(packs))}
+
+    monkeypatch.setattr(places, "advance", short)
+    assert side_by_side.search().run(never)
+    assert failed and not why_failed(side_by_side.study())
+
+
+def test_trials_that_memory_does_not_seat_beside_each_other_train_alone(
+    side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, seat = side_by_side.search(), Pack.seat
+    banks: list[weakref.ref[nn.Module]] = []
+    num_held: list[int] = []
+
+    def short(pack: Pack, *args: Any) -> None:
+        num_held.append(sum(bank() is not None for bank in banks))
+        if len({place.pack_key for place in search.places}) > 1:
+            bank = nn.Linear(4, 3)
+            banks.append(weakref.ref(bank))
+            raise MemoryError
+        seat(pack, *args)
+
+    monkeypatch.setattr(Pack, "seat", short)
+    assert search.run(never)
+    assert banks and not why_failed(side_by_side.study())
+    assert set(num_held) == {0}  # half-made banks are gone when the next is made
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Callable[[Setting], dict[Segment, Any]]:
+    """What a search like this one finds where memory is ample."""
+
+    def found(setting: Setting) -> dict[Segment, Any]:
+        whole = replace(setting, folder=tmp_path / "ample" / "trials", messages=[], finished=[])
+        assert whole.search().run(never)
+        return values_of(whole)
+
+    return found
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), UserError("the model cannot take it")])
+def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_without_them(
+    setting: Setting,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[Setting], dict[Segment, Any]],
+    error: Exception,
+) -> None:
+    setting.policy, setting.make, setting.width = "random", two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(places, "advance", one_round)
+    whole = expected(setting)
+    search = setting.search()
+    probe, beside = roster.probe, []
+
+    def short(*args: Any, **kwargs: Any) -> Any:
+        if search.packs.count:
+            beside.extend(place.progress for place in search.places)
+            raise error from (MemoryError() if isinstance(error, UserError) else None)
+        return probe(*args, **kwargs)
+
+    monkeypatch.setattr(roster, "probe", short)
+    assert search.run(never)
+    assert 0 < max(beside) < 1 and not why_failed(setting.study())  # in the middle of a segment
+    assert values_of(setting) == whole
+
+
+def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    search, probe = setting.search(), roster.probe
+    counts: dict[nn.Module, list[int]] = {}
+
+    def short(template: nn.Module, *args: Any) -> Any:
+        if getattr(template, "bias", None) is None:
+            counts.setdefault(template, []).append(search.packs.count)
+            raise MemoryError
+        return probe(template, *args)
+
+    monkeypatch.setattr(roster, "probe", short)
+    assert search.run(never)
+    assert why_failed(setting.study()) == dict.fromkeys(range(3, 9), "MemoryError")
+    assert max(map(max, counts.values())) > 0
+    assert {each[-1] for each in counts.values()} == {0}
+
+
+def test_width_of_a_kind_is_found_in_all_of_the_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(places, "advance", one_round)
+    search = setting.search()
+    measured, counts = roster.measured_width, []
+
+    def bounded(*args: Any) -> Any:
+        make_room = args[-2]
+        before = search.packs.count
+        counts.append((before, make_room(), search.packs.count))
+        return measured(*args)
+
+    monkeypatch.setattr(roster, "measured_width", bounded)
+    assert search.run(never)
+    assert counts[0] == (0, False, 0) and counts[1] in ((1, True, 0), (2, True, 0)) and len(counts) == 2
+    assert len(setting.finished) == len(set(setting.finished)) == 13
+
+
+def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, expected: Callable[[Setting], dict[Segment, Any]]
+) -> None:
+    setting.policy, setting.make, setting.width = "random", two_architectures, 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(places, "advance", one_round)
+    whole, search = expected(setting), setting.search()
+    measured, signals = roster.measured_width, []
+
+    def signalled(*args: Any) -> Any:
+        if any(0 < place.progress < 1 for place in search.places) and args[-2]():
+            signals.append("SIGTERM")
+        return measured(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(roster, "measured_width", signalled)
+        assert not search.run(lambda: bool(signals))
+    later = setting.search()
+    assert later.run(never)
+    assert search.spent.samples + later.spent.samples == search.num_samples * (9 * 1 + 3 * 2 + 1 * 6)
+    assert values_of(setting) == whole
+
+
+@pytest.mark.parametrize(
+    ("most_samples", "batches"), [(30, [30]), pytest.param(10, [30, 15, 7], marks=pytest.mark.slow)]
+)
+def test_trial_that_cannot_be_measured_in_the_memory_packs_leave_is_measured_without_them(
+    setting: Setting,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: Callable[[Setting], dict[Segment, Any]],
+    most_samples: int,
+    batches: list[int],
+) -> None:
+    whole = expected(setting)
+    search = setting.search()
+    evaluate, sizes = Evaluator.evaluate, []
+
+    def short(evaluator: Evaluator, *args: Any) -> Any:
+        evaluator.batch_size = min(30, evaluator.batch_size)  # as many as there are
+        if not search.packs.count:
+            sizes.append(evaluator.batch_size)
+        if search.packs.count or evaluator.batch_size > most_samples:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return evaluate(evaluator, *args)
+
+    monkeypatch.setattr(Evaluator, "evaluate", short)
+    assert search.run(never)
+    assert sizes[: len(batches)] == batches and len(sizes) == len(batches) * 13
+    assert not why_failed(setting.study()) and any("evaluation" in message for message in setting.messages)
+    ours = setting.study().results()
+    assert all(ours[each] == pytest.approx(value) for each, (value, _) in whole.items())
+
+
+def test_trial_that_no_memory_measures_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting.space, evaluate = ONE_SIZE, Evaluator.evaluate
+    setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial not in (1, 3))
+    search = setting.search()
+    counts: list[int] = []
+
+    def short(evaluator: Evaluator, *args: Any) -> Any:
+        if getattr(evaluator.template, "bias", None) is None:
+            counts.append(search.packs.count)
+            raise MemoryError
+        return evaluate(evaluator, *args)
+
+    monkeypatch.setattr(Evaluator, "evaluate", short)
+    assert search.run(never)
+    assert why_failed(setting.study()) == dict.fromkeys((1, 3), "its evaluation failed: MemoryError")
+    assert counts[0] > 0 and counts[-1] == 0
