@@ -52,9 +52,14 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
         if not isinstance(value, base):
             given = " ".join(repr(value).split())
             given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."
-            raise UserError(f"{name} must be one of crossbow_py's, such as {example}, got {given}.")
+            raise UserError(
+                f"{name} must be one of crossbow_py's, such as {example}, got {given}; import one from crossbow_py."
+            )
     if not callable(loss):
-        raise UserError(f"loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got {loss!r}.")
+        raise UserError(
+            f"loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got {loss!r}; give one, or "
+            "leave it out for cross-entropy."
+        )
     if isinstance(loss, type) and issubclass(loss, nn.Module):
         raise UserError(f"loss must be an object, got the class {loss.__name__}; give loss={loss.__name__}().")
     if parameter := untrained(loss):
@@ -88,7 +93,9 @@ def _check_policies(
     if settings.num_learners == "auto" and not rule.has_central_model:
         raise UserError(f"averaging={rule.NAME} trains num_learners models, got auto; set how many: num_learners=4.")
     if max_evaluation_batches is not None and max_evaluation_batches < 1:
-        raise UserError(f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}.")
+        raise UserError(
+            f"max_evaluation_batches must be at least 1 or None, got {max_evaluation_batches}; None evaluates on all."
+        )
     several = settings.several or ranks.num_ranks > 1
     if settings.on_nonfinite == "reseed" and not (rule.has_central_model and several):
         raise UserError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class CrossbowError(Exception):
     """Base of every error raised on purpose.
@@ -137,6 +139,11 @@ class CentralModelError(CrossbowError):
             "network corrupts data there. Go on from an earlier checkpoint on other machines; a lower "
             "distributed.check_every_rounds finds it sooner."
         )
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """What to raise where a folder that was asked for cannot be written; `error` says why."""
+    return UserError(f"output_dir {path} cannot be written ({error.strerror or error}); choose another folder.")
 
 
 def text_of(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.config import config_to_mapping
-from crossbow_py.errors import UserError
+from crossbow_py.errors import unwritable
 from crossbow_py.estimation import Estimate
 from crossbow_py.sizing.memory import breakdown
 from crossbow_py.sizing.units import in_words
@@ -153,7 +153,7 @@ def write(found: Estimate, folder: Path) -> list[str]:
         write_atomically(folder / JSON_FILE, json.dumps(as_plain(found), indent=2) + "\n")
         drawn = _draw(found, folder / PLOT_FILE)
     except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be written ({error.strerror}); choose another folder.") from error
+        raise unwritable(folder, error) from error
     if drawn:
         return [f"Written to {folder / JSON_FILE} and {folder / PLOT_FILE}."]
     return [

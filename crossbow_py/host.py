@@ -71,15 +71,17 @@ def _available(paths: HostPaths) -> int:
 
 
 def _cpu_quotas(paths: HostPaths) -> Iterator[float]:
-    """Cores' worth of time, of every group above the process that has a quota."""
+    """Cores' worth of time, of every group above the process that has a quota; what cannot be read is none."""
     for folder in _groups(paths, None):
         words = _read(folder / "cpu.max").split()
-        if len(words) == 2 and words[0].isdigit():
-            yield int(words[0]) / int(words[1])
+        yield from _quota(*map(_whole, words)) if len(words) == 2 else ()
     for folder in _groups(paths, "cpu"):
-        quota, period = (_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        if quota is not None and quota > 0 and period:
-            yield quota / period
+        yield from _quota(*(_number(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")))
+
+
+def _quota(time: int | None, period: int | None) -> Iterator[float]:
+    if time is not None and period is not None and 0 < time < _UNLIMITED and period > 0:
+        yield time / period
 
 
 def _memory_left(paths: HostPaths) -> Iterator[int]:
@@ -116,8 +118,13 @@ def _of_stat(path: Path, name: str) -> int:
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()
-    return int(text) if text.lstrip("-").isdigit() else None
+    return _whole(_read(path).strip())
+
+
+def _whole(text: str) -> int | None:
+    with suppress(ValueError):
+        return int(text)
+    return None
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from crossbow_py.errors import UserError
+from crossbow_py.errors import unwritable
 from crossbow_py.file_writing import replacing
 from crossbow_py.prediction import Prediction
 from crossbow_py.telemetry.records import write_atomically
@@ -81,7 +81,7 @@ def write(found: Prediction, folder: Path) -> str:
         _write_probabilities(found, folder / PROBABILITIES_FILE)
         write_atomically(folder / JSON_FILE, json.dumps(as_plain(found), indent=2) + "\n")
     except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be written ({error.strerror}); choose another folder.") from error
+        raise unwritable(folder, error) from error
     return f"Written to {folder / JSON_FILE} and {folder / PROBABILITIES_FILE}."
 
 

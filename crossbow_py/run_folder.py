@@ -23,7 +23,7 @@ from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.distributed.launch import Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.errors import RankError, UserError
+from crossbow_py.errors import RankError, UserError, unwritable
 from crossbow_py.file_locks import is_locked, locked
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
 
@@ -207,7 +207,7 @@ def new_folder(experiment: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
     raise AssertionError("an endless count ended")
 
 
@@ -221,12 +221,8 @@ def make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     return path
-
-
-def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"output_dir {path} cannot be written ({error.strerror}); choose another folder.")
 
 
 def _write_config(path: Path, plain: Mapping[str, Any], launch: Launch | None) -> None:
@@ -235,7 +231,7 @@ def _write_config(path: Path, plain: Mapping[str, Any], launch: Launch | None) -
         if launch is not None:
             write_launch(path, launch)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
 @contextmanager
@@ -249,5 +245,5 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             stack.enter_context(locked(path / LOCK_FILE, busy))
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         yield

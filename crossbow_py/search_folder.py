@@ -13,7 +13,7 @@ from typing import Any
 from crossbow_py.checkpoint import differences
 from crossbow_py.config import REGISTRIES, config_to_mapping
 from crossbow_py.config_files import read_yaml, write_yaml
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, unwritable
 from crossbow_py.file_locks import locked
 from crossbow_py.packing.search_events import SEARCH_FILE, brought_up
 from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
@@ -192,4 +192,4 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"output_dir {path} cannot be written ({error.strerror}); choose another folder.") from error
+        raise unwritable(path, error) from error

@@ -29,7 +29,10 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
         torch.manual_seed(seed)
         module = make_model()
     if not isinstance(module, nn.Module):
-        raise UserError(f"model must be a function that returns an nn.Module, got {type(module).__name__}.")
+        raise UserError(
+            f"model must be a function that returns an nn.Module, got {type(module).__name__} from it; "
+            "have it return the model."
+        )
     for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(value):
             raise UserError(

@@ -21,7 +21,7 @@ from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, unwritable
 from crossbow_py.evaluation import Evaluation, Metric
 from crossbow_py.reporter import Result
 from crossbow_py.resuming import choose_alike, saved_run
@@ -241,7 +241,7 @@ class Trainer:
             uuids = device_uuids(self.run.parts.choices.device)
             listeners = file_listeners(folder, self.state.samples_seen if begun else None, uuids)
         except OSError as error:
-            raise UserError(f"output_dir {folder} cannot be written ({error}); choose another folder.") from error
+            raise unwritable(folder, error) from error
         timeline = self.run.parts.timeline
         listeners += [TimelineFile(timeline, folder)] if timeline is not None else []
         return [*listeners, *([OperatorProfile(folder)] if self._profile else [])]

@@ -29,7 +29,11 @@ class Custom(SourceSettings):
         """Call the function and check what it returns."""
         result = call_target("data", self.target, self.args)
         if not isinstance(result, tuple | list) or len(result) != 2:
-            raise UserError(f"data.target={self.target} must return (train, test), got {type(result).__name__}.")
+            size = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+            raise UserError(
+                f"data.target={self.target} must return (train, test), got {type(result).__name__}{size}; end it with "
+                "`return train, test`."
+            )
         train, test = result
         check_data(train, f"the train data of data.target={self.target}")
         check_data(test, f"the test data of data.target={self.target}")

@@ -112,7 +112,7 @@ def _is_tensor_pair(data: Any) -> TypeGuard[Pair]:
 
 def _check_tensors(tensors: tuple[Tensor, ...], what: str, needs: str) -> None:
     if len(tensors) != 2:
-        raise UserError(f"{needs}, got a TensorDataset of {len(tensors)} tensors.")
+        raise UserError(f"{needs}, got a TensorDataset of {len(tensors)} tensors; give it inputs and targets alone.")
     inputs, targets = tensors
     if inputs.ndim < 2 or targets.ndim < 1:
         raise UserError(
@@ -120,8 +120,10 @@ def _check_tensors(tensors: tuple[Tensor, ...], what: str, needs: str) -> None:
             f"{tuple(targets.shape)}; add the missing axis."
         )
     if len(inputs) != len(targets) or len(inputs) == 0:
+        remedy = "give it samples" if len(inputs) == len(targets) else "see that both are of the same samples"
         raise UserError(
-            f"{what} must have as many inputs as targets and at least one, got {len(inputs)} and {len(targets)}."
+            f"{what} must have as many inputs as targets and at least one, got {len(inputs)} and {len(targets)}; "
+            f"{remedy}."
         )
 
 
@@ -130,7 +132,10 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
         item = data[0]
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{what} must give an item for index 0, but raised {reason}.") from error
+        raise UserError(
+            f"{what} must give an item for index 0, but raised {reason.rstrip('.')}; have its __getitem__ return "
+            "(input, target) for every number from 0 to len() - 1."
+        ) from error
     if isinstance(item, tuple | list) and len(item) == 2:
         return
     needs = f"the items of {what} must be (input, target), but item 0 is"
@@ -141,5 +146,5 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
             f"{needs} a mapping with the keys {', '.join(map(str, keys[:8]))}; wrap the data set in one that returns a "
             f"pair, as in: return {entries or '...'}."
         )
-    size = f" with {len(item)} entries; return one input and one target" if isinstance(item, tuple | list) else ""
-    raise UserError(f"{needs} of type {type(item).__name__}{size}.")
+    size = f" with {len(item)} entries" if isinstance(item, tuple | list) else ""
+    raise UserError(f"{needs} of type {type(item).__name__}{size}; return one input and one target.")

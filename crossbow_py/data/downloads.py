@@ -46,7 +46,10 @@ def data_folders(root: str | None) -> tuple[Path, ...]:
     first = expanded(chosen) if chosen else cache
     if chosen and os.path.isfile(first):  # noqa: PTH113 - Path.is_file would raise where a folder must not be entered
         name = "data.root" if root else "$CROSSBOW_DATA_DIR"
-        raise UserError(f"{name} must be the folder that holds the data sets, got the file {first}.")
+        raise UserError(
+            f"{name} must be the folder that holds the data sets, got the file {first}; give a folder, such as "
+            f"{first.parent}."
+        )
     return (first,) if first == cache else (first, cache)
 
 

@@ -199,7 +199,10 @@ class ImageInputs(ResidentInputs):
         crops_more = augmentation.crop_padding > stored.crop_padding
         moves_more = augmentation.moves_pixels and not stored.moves_pixels
         if crops_more or moves_more or (augmentation.random_erasing and not stored.random_erasing):
-            raise UserError(f"{augmentation} go beyond what the images were stored for, {stored}.")
+            raise UserError(
+                f"{augmentation} go beyond what the images were stored for, {stored}; make the feed with an "
+                "augmentation that does all of it."
+            )
 
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
         """Drawn by sample id, then brought into stream order."""

@@ -222,7 +222,10 @@ def fetched_or_raise(loaded: Loaded) -> Fetched:
     """The batch. Raises BadDataError where the data set makes none, and DataError for what should not have happened."""
     if loaded.failure:
         last = loaded.failure.strip().splitlines()[-1]
-        raise DataError(f"a batch could not be made ({last})") from RuntimeError(loaded.failure)
+        raise DataError(
+            f"a batch could not be made ({last.rstrip('.')}); lower num_workers or batch_size if memory ran out, "
+            "otherwise look at what the data set returns."
+        ) from RuntimeError(loaded.failure)
     if loaded.fetched is None:
         raise BadDataError(loaded.refusal)
     return loaded.fetched

@@ -22,7 +22,10 @@ class Normalisation:
 
     def __post_init__(self) -> None:
         if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
-            raise UserError(f"mean and std must be of equal length and std positive, got {self.mean} and {self.std}.")
+            raise UserError(
+                f"mean and std must be of equal length and std positive, got {self.mean} and {self.std}; give both one "
+                "value a channel, and 1 as the std of a channel that does not vary."
+            )
 
     @classmethod
     def of(cls, mean: Sequence[float] | None, std: Sequence[float] | None) -> Normalisation | None:
@@ -37,7 +40,8 @@ class Normalisation:
         """Raises UserError when the number of values fits neither `channels` nor one for all."""
         if len(self.mean) not in (1, channels):
             raise UserError(
-                f"mean and std must have one value a channel, got {len(self.mean)} for {channels} channels."
+                f"mean and std must have one value a channel, got {len(self.mean)} for {channels} channels; give as "
+                "many, or one for all."
             )
 
     def apply(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:

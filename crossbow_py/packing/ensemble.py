@@ -223,7 +223,7 @@ def _check(models: Sequence[object], executor: str, device: torch.device) -> Non
             how = f"crossbow_py.load_models({str(named)!r})" if isinstance(named, str | Path) else "a list of them"
             raise UserError(f"models of an ensemble must be nn.Modules, got {type(named).__name__}; give {how}.")
     if executor != "auto" and executor not in PREDICTORS:
-        raise UserError(f"executor must be auto, {', '.join(PREDICTORS)}, got {executor!r}.")
+        raise UserError(f"executor must be auto, {', '.join(PREDICTORS)}, got {executor!r}; set executor=auto.")
     where = None if executor == "auto" else PREDICTORS[executor].DEVICE
     if where is not None and device.type != where:
         raise UserError(f"executor={executor} runs on {where} only, and device is {device.type}; set executor=auto.")

@@ -148,10 +148,15 @@ def _bracket(index: int, first_trial: int, num_trials: int, depth: int, max_epoc
 def _deepest(min_epochs: float, max_epochs: float, eta: int) -> int:
     """s_max: the most rungs below the last one."""
     if not (math.isfinite(min_epochs) and 0 < min_epochs <= max_epochs):
-        raise UserError(f"min_epochs must be greater than 0 and at most max_epochs ({max_epochs}), got {min_epochs}.")
+        raise UserError(
+            f"min_epochs must be greater than 0 and at most max_epochs ({max_epochs}), got {min_epochs}; take a part "
+            f"of that, such as min_epochs={max_epochs / eta:g}."
+        )
     ratio = max_epochs / min_epochs
     if ratio > _MAX_RATIO:
-        raise UserError(f"min_epochs must be at least a millionth of max_epochs ({max_epochs}), got {min_epochs}.")
+        raise UserError(
+            f"min_epochs must be at least a millionth of max_epochs ({max_epochs}), got {min_epochs}; raise it."
+        )
     depth = 0
     while eta ** (depth + 1) <= ratio * (1 + _ROUNDING):
         depth += 1
@@ -162,13 +167,19 @@ def _check(method: str, num_trials: int | None, max_epochs: float, eta: int) -> 
     if method not in get_args(Method):
         raise UserError(f"method has no {method!r}{suggestion(method, get_args(Method))}")
     if num_trials is None and method == "none":
-        raise UserError("num_trials must be set where method is none, got null.")
+        raise UserError(
+            "num_trials must be set where method is none, got null; say how many trials to train, as in num_trials=20."
+        )
     if num_trials is not None and not 1 <= num_trials <= _MAX_TRIALS:
-        raise UserError(f"num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}.")
+        remedy = "take one at least" if num_trials < 1 else "take fewer"
+        raise UserError(f"num_trials must be from 1 to {_MAX_TRIALS}, got {num_trials}; {remedy}.")
     if not (math.isfinite(max_epochs) and max_epochs > 0):
-        raise UserError(f"max_epochs must be a finite number greater than 0, got {max_epochs}.")
+        raise UserError(
+            f"max_epochs must be a finite number greater than 0, got {max_epochs}; say how long a trial trains to the "
+            "end, as in max_epochs=9."
+        )
     if eta < 2:
-        raise UserError(f"eta must be at least 2, got {eta}.")
+        raise UserError(f"eta must be at least 2, got {eta}; the usual is eta=3.")
 
 
 def bracket_of(brackets: Sequence[Bracket], trial: int) -> Bracket:

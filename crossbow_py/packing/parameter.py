@@ -128,7 +128,10 @@ class Parameter:
             return self.num
         step = self._grid_step()
         if step is None:
-            raise UserError(f"space: {self.key} must have num, step or choices for a grid, got none of them.")
+            raise UserError(
+                f"space: {self.key} must have num, step or choices for a grid, got none of them; say how many points "
+                "by num, or take another sampler."
+            )
         low, high = self._ends()
         return int((_exactly(high) - _exactly(low)) / _exactly(step)) + 1
 
@@ -194,7 +197,9 @@ class Parameter:
 
     def _check_range(self) -> None:
         if self.low is None or self.high is None:
-            raise self._refuse(f"must have low and high, or choices, got low {self.low} and high {self.high}")
+            raise self._refuse(
+                f"must have low and high, or choices, got low {self.low} and high {self.high}; set both ends"
+            )
         if self.low >= self.high:
             raise self._refuse(
                 f"has an empty range: low must be less than high, got low {self.low} and high {self.high}; "
@@ -211,7 +216,10 @@ class Parameter:
             raise self._refuse(f"must have step or {other}, got both; leave one out")
         whole, rest = divmod(_exactly(high) - _exactly(low), _exactly(step))
         if whole > _MOST:
-            raise self._refuse(f"must have at most {_MOST} steps, got steps of {step} from {low} to {high}")
+            raise self._refuse(
+                f"must have at most {_MOST} steps, got steps of {step} from {low} to {high}; "
+                "raise step, or leave it out"
+            )
         if rest:
             nearest = _exactly(low) + max(whole, 1) * _exactly(step)
             raise self._refuse(
@@ -233,7 +241,10 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
     if isinstance(plain, list | tuple):
         plain = {"choices": plain}
     if not isinstance(plain, Mapping):
-        raise UserError(f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}.")
+        raise UserError(
+            f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}; write a list of the "
+            "values to try, even of one."
+        )
     for name in plain:
         if name not in FIELDS:
             raise UserError(f"space: {key} has no field {name!r}{suggestion(str(name), FIELDS)}")
@@ -246,7 +257,10 @@ def parse_parameter(key: str, plain: Any) -> Parameter:
         ]
         plain = {**plain, "choices": choices}
     if choices is not None and not _are_plain(choices):
-        raise UserError(f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}.")
+        raise UserError(
+            f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}; "
+            "write such values as [a, b]."
+        )
     return Parameter(key=key, lists=lists, **{**plain, "when": _conditions(key, plain.get("when"))})
 
 
@@ -255,20 +269,23 @@ def _check_sizes(key: str, plain: Any) -> None:
         for entry in plain.values() if isinstance(plain, Mapping) else plain:
             _check_sizes(key, entry)
     elif isinstance(plain, int) and abs(plain) > _MOST:
-        raise UserError(f"space: {key} must have whole numbers of at most 53 bits, got a larger one.")
+        raise UserError(f"space: {key} must have whole numbers of at most 53 bits, got a larger one; take a smaller.")
 
 
 def _conditions(key: str, plain: Any) -> Conditions:
     if plain is None:
         return ()
     if not isinstance(plain, Mapping) or not plain:
-        raise UserError(f"space: {key}.when must be a mapping from another key to its values, got {plain!r}.")
+        raise UserError(
+            f"space: {key}.when must be a mapping from another key to its values, got {plain!r}; "
+            "write when: {KEY: [VALUE]}."
+        )
     conditions = [(other, tuple(v) if isinstance(v, list | tuple) else (v,)) for other, v in plain.items()]
     for other, allowed in conditions:
         if not isinstance(other, str) or not allowed or not _are_plain(allowed):
             raise UserError(
                 f"space: {key}.when must have a key with {_PLAIN}, one or a list of them, "
-                f"got {{{other!r}: {plain[other]!r}}}."
+                f"got {{{other!r}: {plain[other]!r}}}; write when: {{KEY: [VALUE]}}."
             )
     return tuple(conditions)
 

@@ -151,7 +151,9 @@ def _flattened(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, entry in plain.items():
         if not isinstance(name, str) or not name:
-            raise UserError(f"space must have dotted configuration keys, got {name!r}.")
+            raise UserError(
+                f"space must have dotted configuration keys, got {name!r}; write one such as optimizer.learning_rate."
+            )
         key = f"{prefix}{name}"
         if isinstance(entry, Mapping) and entry and not any(field in entry for field in FIELDS):
             found = _flattened(entry, f"{key}.")

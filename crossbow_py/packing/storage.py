@@ -114,7 +114,10 @@ def _open_database(storage: str) -> BaseStorage:
             f"({error.__cause__ or error}); install it, or give a journal file."
         ) from error
     except (ArgumentError, ValueError) as error:
-        raise UserError(f"storage is no URL of a data base: {shown_address(storage)!r} ({error}).") from error
+        raise UserError(
+            f"storage is no URL of a data base: {shown_address(storage)!r} ({error}); write it as sqlite:///PATH or "
+            "postgresql://USER@HOST/NAME."
+        ) from error
     if is_sqlite:
         _lock_whole_transactions(opened.engine)
     return get_storage(opened)

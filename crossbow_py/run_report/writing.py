@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, unwritable
 from crossbow_py.file_writing import replacing
 from crossbow_py.run_folder import RUNS, make_folder, time_name
 from crossbow_py.run_report.reading import find_runs, read_runs
@@ -48,5 +48,5 @@ def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple
                 chart.figure.savefig(partial, dpi=_PNG_DPI, format="png")
         write_atomically(folder / PAGE_FILE, as_html(runs, charts, datetime.now()))
     except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be written ({error.strerror}); choose another folder.") from error
+        raise unwritable(folder, error) from error
     return [f"{run.name}: {note}" for run in runs for note in run.notes], folder / PAGE_FILE

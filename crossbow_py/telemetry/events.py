@@ -225,7 +225,7 @@ class Listener:
         """A checkpoint is whole on disk."""
 
     def on_end(self, summary: Summary) -> None:
-        """The run ended in an orderly way, whatever the status."""
+        """The run ended, after an error too if training had started; `summary.status` says how."""
 
     def take_notes(self) -> list[str]:
         """Sentences for the user that came up since the last call; asked for after every hook."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.pages.snippets import ROOT, pages
 
+_PATH = re.compile(r"`([\w./]+(?:\.py|\.c|/))`")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -42,3 +43,17 @@ def test_links_of_pages_lead_somewhere() -> None:
         if not link.startswith(("http:", "https:", "mailto:")) and not (page.parent / link).exists()
     ]
     assert missing == []
+
+
+def test_files_that_the_architecture_names_are_there() -> None:
+    """Below the package or the checkout, or beside one that the same line named before."""
+    missing, named = [], 0
+    for line in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines():
+        folders = [ROOT / "crossbow_py", ROOT]
+        for name in _PATH.findall(line):
+            found = [folder / name for folder in folders if (folder / name).exists()]
+            named += 1
+            folders += [path if path.is_dir() else path.parent for path in found]
+            missing += [] if found else [f"{name}: {line}"]
+    assert missing == []
+    assert named > 50  # of a table that is there

@@ -79,7 +79,7 @@ def test_seeded_model_follows_from_the_seed_and_leaves_torchs_generator_alone():
     [
         (nn.Linear(4, 3), "model must be a function that returns an nn.Module, got Linear; give the class itself"),
         ("lenet", "model must be a function that returns an nn.Module, got str"),
-        (lambda: 3, "model must be a function that returns an nn.Module, got int"),
+        (lambda: 3, "model must be a function that returns an nn.Module, got int from it; have it return the model"),
         (nn.Flatten, "the model has no parameter to train"),
         (lambda: nn.LazyLinear(3), r"the model's weight has no shape yet, .*: model\(torch.zeros\(2, \.\.\.\)\)"),
         (lambda: nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 3)), "0.running_mean has no shape yet"),

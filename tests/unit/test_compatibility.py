@@ -36,11 +36,11 @@ def test_what_goes_together_passes(changed):
     [
         ({"optimizer": nn.Linear}, "optimizer must be one of crossbow_py's, such as SGD()"),
         ({"schedule": None}, "schedule must be one of crossbow_py's, such as Constant(), got None"),
-        ({"averaging": "sma"}, "averaging must be one of crossbow_py's, such as SMA(), got 'sma'"),
+        ({"averaging": "sma"}, "averaging must be one of crossbow_py's, such as SMA(), got 'sma'; import one from"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "such as SGD(), got SGD ( Parameter Group 0"),
-        ({"loss": 0.5}, "loss must be a function (outputs, targets) -> tensor, such as nn.MSELoss(), got 0.5"),
+        ({"loss": 0.5}, "a function (outputs, targets) -> tensor, such as nn.MSELoss(), got 0.5; give one"),
         ({"averaging": Independent()}, "averaging=independent trains num_learners models, got auto"),
-        ({"max_evaluation_batches": 0}, "max_evaluation_batches must be at least 1 or None, got 0"),
+        ({"max_evaluation_batches": 0}, "max_evaluation_batches must be at least 1 or None, got 0; None evaluates"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changed, said):

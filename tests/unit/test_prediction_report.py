@@ -22,12 +22,13 @@ FOUND = cast(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("No space left on device")])
 def test_probabilities_that_the_disk_refuses_leave_the_old_ones_and_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
     def full(file: Any, **_: Any) -> None:
         file.write(b"half")
-        raise OSError(28, "No space left on device")
+        raise error
 
     (tmp_path / "predictions.npz").write_bytes(b"old")
     monkeypatch.setattr(np, "savez", full)

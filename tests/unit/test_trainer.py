@@ -295,7 +295,7 @@ def test_evaluate_without_test_data_is_refused():
 
 def test_output_dir_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"output_dir .*file/run cannot be written"):
+    with pytest.raises(UserError, match=r"output_dir .*file/run cannot be written \(Not a directory\); choose another"):
         make_trainer(output_dir=tmp_path / "file" / "run").fit(max_epochs=1)
 
 

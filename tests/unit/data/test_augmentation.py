@@ -115,7 +115,7 @@ def test_normalisation_of_float_and_uint8_inputs_differ_by_the_unit() -> None:
     ("mean", "std", "message"),
     [
         ((0.5,), None, "given together"),
-        ((0.5,), (0.5, 0.5), "of equal length"),
+        ((0.5,), (0.5, 0.5), "of equal length.*; give both one value a channel"),
         ((0.5,), (0.0,), "std positive"),
     ],
 )

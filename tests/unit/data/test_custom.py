@@ -90,7 +90,7 @@ def test_load_with_arguments_and_classes_given_uses_them() -> None:
         ({"target": "users_data.constant"}, "must be callable, got"),
         ({"target": "users_data.raises"}, r"failed with ValueError: no such file; correct data\.args or the target"),
         ({"target": "users_data.tensors", "args": {"length": 3}}, "failed with TypeError: .*unexpected keyword"),
-        ({"target": "users_data.one"}, r"must return \(train, test\), got Tensor"),
+        ({"target": "users_data.one"}, r"must return \(train, test\), got Tensor; end it with"),
         ({"target": "users_data.unequal"}, r"the test data of .* as many inputs as targets .* got 3 and 2"),
         ({"target": "users_data.arrays"}, r"the train data of .*torch\.from_numpy"),
         ({"target": "users_data.missing"}, "the test data of .* got NoneType"),

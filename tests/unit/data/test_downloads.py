@@ -179,7 +179,7 @@ def test_load_of_a_set_in_the_cache_is_found_behind_another_root(tmp_path: Path)
 
 def test_data_root_that_is_a_file_or_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"data\.root must be the folder .*, got the file /.*file"):
+    with pytest.raises(UserError, match=r"data\.root must be the folder .*, got the file /.*file; give a folder, such"):
         data_folders(str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"is not in /.*/missing \(which does not exist\) or /"):
         Cifar10(root=str(tmp_path / "missing"), download=False).load(progress=False)

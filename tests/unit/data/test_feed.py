@@ -317,7 +317,7 @@ def test_stream_of_its_own_augmentation_is_as_alone_or_refused_where_images_are_
     feed = make_feed(images(), 4, SEED, augmentation=stored)
     assert isinstance(feed, ResidentFeed)
     if not fits:
-        with pytest.raises(UserError, match=r"data\.random_erasing=.* go beyond what the images were stored for"):
+        with pytest.raises(UserError, match=r"random_erasing=.* go beyond what the images were stored for.*; make"):
             feed.set_variant(1, Variant(9, wanted))
         return
     feed.set_variant(1, Variant(9, wanted))
@@ -347,17 +347,17 @@ class Ragged(Counted):
 
 BAD_DATA = [
     ("pair of arrays", (np.zeros((4, 2)), np.zeros(4)), r"tuple of \(ndarray, ndarray\).*torch\.from_numpy"),
-    ("unequal lengths", (torch.zeros(4, 2), torch.zeros(3)), "as many inputs as targets.*got 4 and 3"),
-    ("no samples", (torch.zeros(0, 2), torch.zeros(0)), "at least one, got 0 and 0"),
+    ("unequal lengths", (torch.zeros(4, 2), torch.zeros(3)), "as many inputs as targets.*got 4 and 3; see that"),
+    ("no samples", (torch.zeros(0, 2), torch.zeros(0)), "at least one, got 0 and 0; give it samples"),
     ("no batch axis", (torch.zeros(4), torch.zeros(4)), r"inputs \[N, \.\.\.\] and targets \[N\], got shapes \(4,\)"),
-    ("three tensors", TensorDataset(*(torch.zeros(4, 2),) * 3), "TensorDataset of 3 tensors"),
+    ("three tensors", TensorDataset(*(torch.zeros(4, 2),) * 3), "TensorDataset of 3 tensors; give it inputs"),
     ("iterable", Endless(), "map-style data set.*got Endless"),
-    ("items not pairs", ["a", "b"], r"must be \(input, target\), but item 0 is of type str"),
+    ("items not pairs", ["a", "b"], r"must be \(input, target\), but item 0 is of type str; return one input"),
     ("items of three", [(1, 2, 3)], "item 0 is of type tuple with 3 entries; return one input and one target"),
     ("items mappings", [{"image": 1, "label": 2}], r"keys image, label; .*: return item\['image'\], item\['label'\]\."),
     ("items empty mappings", [{}], r"wrap the data set in one that returns a pair"),
     ("loader", DataLoader(Counted(torch.zeros(4, 2))), r"got a DataLoader; give the data set in it, loader\.dataset"),
-    ("items failing", Failing(torch.zeros(4, 2)), "raised OSError: disk gone"),
+    ("items failing", Failing(torch.zeros(4, 2)), "raised OSError: disk gone; have its __getitem__ return"),
     ("empty", [], "at least one sample"),
 ]
 

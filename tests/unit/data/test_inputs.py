@@ -45,7 +45,7 @@ def test_clips_filled_into_memory_that_stays_equal_those_taken() -> None:
 
 
 def test_clips_with_moments_of_other_channels_are_a_user_error() -> None:
-    with pytest.raises(UserError, match="one value a channel, got 3 for 2 channels"):
+    with pytest.raises(UserError, match="one value a channel, got 3 for 2 channels; give as many"):
         ClipInputs(clips(), Normalisation((0.0,) * 3, (1.0,) * 3), CPU, torch.float32)
 
 

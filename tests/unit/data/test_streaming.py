@@ -17,6 +17,7 @@ import torch
 from crossbow_py.data.augmentation import Augmentation, Flip
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.loader import Loaded, fetched_or_raise
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
 from crossbow_py.data.streaming import StreamingFeed
@@ -374,3 +375,10 @@ def test_augmentation_that_needs_images_is_refused_for_others() -> None:
         make_feed(Items(), 4, augmentation=Augmentation(flip=True))
     with pytest.raises(UserError, match="crop inside the data set"):
         make_feed(Images(), 4, augmentation=Augmentation(crop_padding=2))
+
+
+def test_batch_that_fails_for_another_reason_says_the_last_line_and_what_to_look_at() -> None:
+    said = r"^a batch could not be made \(MemoryError: no\); lower num_workers or batch_size"
+    with pytest.raises(DataError, match=said) as caught:
+        fetched_or_raise(Loaded(None, 0.0, failure="Traceback:\n  somewhere\nMemoryError: no.\n"))
+    assert "somewhere" in str(caught.value.__cause__)

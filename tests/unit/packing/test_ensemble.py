@@ -238,6 +238,11 @@ def test_answers_want_no_gradients_though_the_inputs_do(executor):
         assert not ensemble.predict(torch.randn(2, 12, requires_grad=True)).requires_grad
 
 
+def test_executor_of_no_such_name_is_refused_with_those_there_are():
+    with pytest.raises(UserError, match=r"executor must be auto, .*threads.*, got 'turbo'; set executor=auto\."):
+        Ensemble(seeded(mlp, 2), executor="turbo", device="cpu")
+
+
 def test_executors_of_cpu_threads_are_refused_on_cuda_and_left_out_by_auto():
     cuda = torch.device("cuda")
     assert candidates(cuda) == ["serial", "fused"]

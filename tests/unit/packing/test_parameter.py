@@ -115,7 +115,7 @@ def test_points_are_spread_as_the_range_says_with_both_ends_exact(plain: Any, po
 
 @pytest.mark.parametrize("plain", [{"low": 0.1, "high": 0.5}, {"low": 1, "high": 8, "log": True}])
 def test_points_of_a_range_that_says_no_distance_are_refused(plain: Any) -> None:
-    with pytest.raises(UserError, match="space: x must have num, step or choices for a grid, got none of them"):
+    with pytest.raises(UserError, match="space: x must have num, step or choices for a grid, got none of them; say"):
         parse_parameter("x", plain).points()
 
 
@@ -173,10 +173,10 @@ def test_true_is_not_one_among_values() -> None:
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        (0.1, r"space: a.b must be {low, high}, {choices} or a list of choices, got 0.1."),
+        (0.1, r"space: a.b must be {low, high}, {choices} or a list of choices, got 0.1; write a list"),
         ("fast", r"a.b must be {low, high}, {choices} or a list of choices, got 'fast'."),
-        ({}, "a.b must have low and high, or choices, got low None and high None."),
-        ({"low": 1.0}, "a.b must have low and high, or choices, got low 1.0 and high None."),
+        ({}, "a.b must have low and high, or choices, got low None and high None; set both ends."),
+        ({"low": 1.0}, "a.b must have low and high, or choices, got low 1.0 and high None; set both ends."),
         ({"lo": 1, "high": 2}, r"a.b has no field 'lo'; did you mean 'low'\?"),
         ({"key": "c", "low": 1, "high": 2}, "a.b has no field 'key'; known: choices, high, log, low, num, step, when"),
         ({"low": "1e-3", "high": 1}, "space: a.b.low must be a number or null, got '1e-3'."),
@@ -184,7 +184,7 @@ def test_true_is_not_one_among_values() -> None:
         ({"low": 0.0, "high": math.inf}, "a.b.high must be a finite number, got inf."),
         ({"low": math.nan, "high": 1.0}, "a.b.low must be a finite number, got nan."),
         ({"low": 0.0, "high": 1e39}, "a.b.high must be a number that 32 bits can hold"),
-        ({"low": 0, "high": 2**53 + 1}, "a.b must have whole numbers of at most 53 bits, got a larger one."),
+        ({"low": 0, "high": 2**53 + 1}, "a.b must have whole numbers of at most 53 bits, got a larger one; take"),
         ({"choices": [10**5000]}, "a.b must have whole numbers of at most 53 bits, got a larger one."),
         ({"low": 2.0, "high": 1.0}, "a.b has an empty range: low must be less than high, got low 2.0 and high 1.0; "),
         ({"low": 3, "high": 3}, "a.b has an empty range: low must be less than high, got low 3 and high 3; raise high"),
@@ -195,7 +195,7 @@ def test_true_is_not_one_among_values() -> None:
         ({"low": 0.1, "high": 1.0, "step": 0.4}, "a whole number of steps, got steps of 0.4 .*; set high=0.9."),
         ({"low": 0, "high": 10, "step": 4}, "a whole number of steps, got steps of 4 from 0 to 10; set high=8."),
         ({"low": 0, "high": 1, "step": 4}, "a whole number of steps, got steps of 4 from 0 to 1; set high=4."),
-        ({"low": 0.0, "high": 1e30, "step": 0.1}, "a.b must have at most 9007199254740992 steps"),
+        ({"low": 0.0, "high": 1e30, "step": 0.1}, "a.b must have at most 9007199254740992 steps, .*; raise step"),
         ({"low": 1, "high": 9, "step": 2, "log": True}, "a.b must have step or log, got both; leave one out."),
         ({"low": 1, "high": 9, "step": 2, "num": 3}, "a.b must have step or num, got both; leave one out."),
         ({"low": 1, "high": 9, "num": 1}, "a.b.num must be at least 2, got 1."),
@@ -204,7 +204,7 @@ def test_true_is_not_one_among_values() -> None:
         ([], "a.b must have choices, got an empty list; name the values to try."),
         (
             {"choices": "sgd"},
-            "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got 'sgd'.",
+            "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got 'sgd'; write",
         ),
         (
             [[[80]], [100]],
@@ -219,10 +219,10 @@ def test_true_is_not_one_among_values() -> None:
             "a.b must have choices or a range, got choices and low, step; leave",
         ),
         ({"choices": [1, 2], "low": 0}, "a.b must have choices or a range, got choices and low; leave one out."),
-        ({"choices": [1], "when": "sgd"}, "a.b.when must be a mapping from another key to its values, got 'sgd'."),
+        ({"choices": [1], "when": "sgd"}, "a.b.when must be a mapping .* to its values, got 'sgd'; write"),
         ({"choices": [1], "when": {}}, "a.b.when must be a mapping from another key to its values, got {}."),
         ({"choices": [1], "when": {"c": []}}, r"a.b.when must have a key with numbers, text, .* got {'c': \[\]}."),
-        ({"choices": [1], "when": {3: 1}}, "a.b.when must have a key with numbers, .* got {3: 1}."),
+        ({"choices": [1], "when": {3: 1}}, "a.b.when must have a key with numbers, .* got {3: 1}; write when: {KEY"),
         ({"choices": [1], "when": {"c": [[1]]}}, r"a.b.when must have a key .* got {'c': \[\[1\]\]}."),
     ],
 )

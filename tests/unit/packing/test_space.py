@@ -188,7 +188,7 @@ def test_grid_and_corners_of_any_nested_space_agree_with_trying_everything(plain
         ({}, "got {}; for example optimizer.learning_rate: {low: 0.001, high: 0.1, log: true}."),
         (None, "space must be a mapping with at least one key to search, got None; for example "),
         (["lr"], r"space must be a mapping with at least one key to search, got \['lr'\]."),
-        ({1: [1, 2]}, "space must have dotted configuration keys, got 1."),
+        ({1: [1, 2]}, "space must have dotted configuration keys, got 1; write one such as optimizer.learning_rate."),
         ({"": [1, 2]}, "space must have dotted configuration keys, got ''."),
         (
             {"optimizer": [1, 2], "b": {"choices": [1], "when": {"optimiser": 1}}},

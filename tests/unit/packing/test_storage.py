@@ -30,7 +30,7 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
     [
         ("results.csv", "^storage must be journal:PATH, .*, got 'results.csv'.$"),
         ("redis://host", "^storage must be journal:PATH, .*, got 'redis://host'.$"),
-        ("sqlite://:x:y", "^storage is no URL of a data base: "),
+        ("sqlite://:x:y", "^storage is no URL of a data base: .*; write it as sqlite:///PATH or postgresql://USER@"),
         ("journal:{}/none/a", "^storage: the folder .*/none does not exist; make it, or give another.$"),
         ("sqlite:///{}/none/a.db", "^storage: the folder .*/none does not exist"),
         ("sqlite:///{}", "^storage: .* is a folder; give a file.$"),

@@ -114,6 +114,8 @@ def test_host_memory_is_what_the_process_may_still_have(machine: Machine) -> Non
     assert SystemMonitor(paths=paths).sample().host_memory_available_bytes == 48 * GIB
     machine(**{"cgroup/memory.max": f"{16 * GIB}\n", "cgroup/memory.current": f"{11 * GIB}\n"})
     assert SystemMonitor(paths=paths).sample().host_memory_available_bytes == 5 * GIB
+    machine(**{"cgroup/cpu.max": "100000 often\n"})
+    assert SystemMonitor(paths=paths).sample().host_memory_available_bytes == 5 * GIB
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,6 @@ def test_host_memory_is_what_the_process_may_still_have(machine: Machine) -> Non
     [
         ("proc/meminfo", "MemTotal: 1 kB\nMemAvailable: plenty kB\n"),
         ("proc/meminfo", "MemAvailable:\n"),
-        ("cgroup/cpu.max", "100000 often\n"),
     ],
 )
 def test_host_memory_of_a_machine_that_says_it_in_other_words_is_none(machine: Machine, file: str, text: str) -> None:
