@@ -325,10 +325,10 @@ def evaluate_with_a_bad_sample(ranks: Ranks, options: dict[str, Any]) -> Ended:
 
 
 def evaluate_with_a_broken_metric(ranks: Ranks, options: dict[str, Any]) -> Ended:
-    """A metric of the user's that fails on rank 1 alone, with what is nobody's CrossbowError."""
+    """A metric of the user's that fails on rank 1 alone, and not when it is tried on two samples first."""
 
     def metric(outputs: Tensor, targets: Tensor) -> Tensor:
-        if ranks.rank == 1:
+        if ranks.rank == 1 and len(targets) > 2:
             raise ValueError("no such class")
         return outputs.mean()
 
