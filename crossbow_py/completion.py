@@ -25,7 +25,12 @@ _COMMANDS: Mapping[str, type[CommandConfig]] = {
     "crossbow-predict": PredictConfig,
 }
 _REPORT = "crossbow-report"
-_FLAGS = {"--help": "every key, with its meaning", "--list": "the experiments and the options of every group"}
+_FLAGS = {
+    "--help": "every key, with its meaning",
+    "--list": "the experiments and the options of every group",
+    FLAG: "completion for a shell: bash, zsh or fish",
+}
+_CONFIG = {"config=": "the folder of a run whose recorded configuration is to begin with"}
 _PATHS = ("output_dir", "resume", "init_from", "config", "data.root", "data.folder", "data.cache_dir")
 
 _BASH = """\
@@ -37,28 +42,36 @@ _crossbow_words() {
 }
 _crossbow_own() {  # recipes and options in conf/ of the current folder
     [ -d conf ] || return 0
-    find conf -mindepth 2 -maxdepth 2 -name '*.yaml' | sed -E \\
+    # Names with more than letters, digits and .-_ are nothing for a command line, and could be commands themselves.
+    find conf -mindepth 2 -maxdepth 2 -name '*.yaml' | grep -E '^conf/[a-z]+/[A-Za-z0-9_.-]+$' | sed -E \\
         -e 's#^conf/(%(appended)s)/(.*)\\.yaml$#+\\1=\\2#' -e 's#^conf/([^/]*)/(.*)\\.yaml$#\\1=\\2#'
 }
 _crossbow_complete() {
     local line="${COMP_LINE:0:$COMP_POINT}"
     local word="${line##*[[:space:]]}" name="${COMP_WORDS[@]:0:1}" before="" each
-    local IFS=$'\\n'
+    local IFS=$'\\n' globbing="$-"
+    set -f  # what is offered is no pattern
     COMPREPLY=()
     # bash has taken the word apart at its last =, and replaces what is behind it alone.
     if [ -z "${ZSH_VERSION-}" ] && [[ $word == *=* ]]; then before="${word%%=*}="; fi
     case "$word" in
         %(paths)s)
             for each in $(compgen -f -- "${word#*=}"); do
-                each="${word%%%%=*}=$each"
+                printf -v each '%%s=%%q' "${word%%%%=*}" "$each"
                 COMPREPLY+=("${each#"$before"}")
             done ;;
         *)
             for each in $(_crossbow_words "${name##*/}" | tr ' ' '\\n'; _crossbow_own); do
                 [[ $each == "$word"* ]] && COMPREPLY+=("${each#"$before"}")
             done
-            if [ "${name##*/}" = %(report)s ]; then COMPREPLY+=($(compgen -d -- "$word")); fi ;;
+            if [ "${name##*/}" = %(report)s ]; then
+                for each in $(compgen -d -- "$word"); do
+                    printf -v each '%%q' "$each"
+                    COMPREPLY+=("$each")
+                done
+            fi ;;
     esac
+    [[ $globbing == *f* ]] || set +f
     if [ ${#COMPREPLY[@]} -eq 1 ] && [[ ${COMPREPLY[@]:0:1} == *= ]] && type compopt >/dev/null 2>&1; then
         compopt -o nospace  # a key waits for its value
     fi
@@ -92,6 +105,7 @@ def words(kind: type[CommandConfig]) -> dict[str, str]:
         appended = {f"+{group}={name}": text for group, name, text in options}
         found |= {word: text for word, text in appended.items() if _is_taken(word, kind)}
         found |= {"--multirun": "run every combination of values that are separated by commas"}
+        found |= _CONFIG if kind.CONF == TrainConfig.CONF else {}
     for group in groups:
         found |= {f"{group}={name}": text for name, text in option_meanings(group).items()}
     for key in [*command_keys(kind), *(key for group in groups for key in group_keys(group))]:

@@ -196,6 +196,9 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     for override in of_space:
         key = override.key_or_group.removeprefix("space.")
         plain["space"] = laid_over(plain.get("space", {}), key, override.value())
+    if isinstance(plain.get("experiment"), dict):  # it lies beneath its group, as options of other groups do
+        name = next(str(each.value()) for each in parsed if each.key_or_group == "experiment")
+        raise UserError(f'conf/experiment/{name}.yaml must begin with "# @package _global_"; add that line.')
     check_no_group_left_out(plain, known, {group: REGISTRIES[group].values() for group in REGISTRIES if group in known})
     return from_mapping(kind, _with_groups(plain, kind))
 

@@ -60,7 +60,7 @@ def _added(group: str) -> dict[str, Path]:
 
 
 def _in(folder: Path, group: str) -> dict[str, Path]:
-    return {path.stem: path for path in sorted((folder / group).glob("*.yaml"))}
+    return {path.stem: path for path in sorted((folder / group).glob("*.yaml")) if path.is_file()}
 
 
 def write_yaml(plain: Mapping[str, Any]) -> str:
@@ -99,6 +99,10 @@ def one_line_of(error: BaseException) -> str:
 
 
 def first_comment(path: Path) -> str:
-    """What a file says of itself; empty where it says nothing."""
-    comments = (line.lstrip("# ").rstrip() for line in path.read_text().splitlines() if line.startswith("#"))
+    """What a file says of itself; empty where it says nothing, or cannot be read, which nobody has asked for yet."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    comments = (line.lstrip("# ").rstrip() for line in lines if line.startswith("#"))
     return next((comment for comment in comments if not comment.startswith("@")), "")

@@ -30,9 +30,8 @@ _MOST_VALUES = 2**22  # in a batch: 27 images of 224 x 224
 class Examples:
     """Samples from all over the first rank's share, `NUM_EXAMPLES` if it has as many, and what the model said of them.
 
-    On the host, and always the same samples.
-
-    `inputs` [N, ...] as the model had them, `targets` [N, ...] and `outputs` [N, ...].
+    On the host, and always the same samples: `inputs` [N, C, H, W] or [N, C, T, H, W] as the model had them, `targets`
+    [N] and `outputs` [N, classes].
     """
 
     inputs: Tensor
@@ -109,13 +108,15 @@ class Evaluator:
                 value.copy_(state[name])
         return module.eval()
 
-    def evaluate(self, state: State, feed: Feed, ranks: Ranks = ALONE) -> Evaluation:
+    def evaluate(self, state: State, feed: Feed, ranks: Ranks = ALONE, examples: bool = False) -> Evaluation:
         """Evaluate one state over every sample of the feed, of which each rank takes a share; alike on all.
+
+        With `examples` the first rank's has some, where samples are images or clips of one class each.
 
         Raises DataError, and RankError where another rank failed.
         """
         with ranks.together():
-            count, own, examples = self._sums(state, feed, ranks)
+            count, own, found = self._sums(state, feed, ranks, examples and ranks.is_first)
         count, *added = ranks.sum([count, *own.values()])
         sums = dict(zip(own, added, strict=True))
         return Evaluation(
@@ -123,7 +124,7 @@ class Evaluator:
             accuracy=None if math.isnan(sums["correct"]) else sums["correct"] / count,
             num_samples=round(count),
             metrics={name: sums[name] / count for name in self.metrics},
-            examples=examples,
+            examples=found,
         )
 
     @torch.no_grad()
@@ -134,8 +135,10 @@ class Evaluator:
         return count_correct(model(batch.inputs), batch.targets) is not None
 
     @torch.no_grad()
-    def _sums(self, state: State, feed: Feed, ranks: Ranks) -> tuple[float, dict[str, float], Examples | None]:
-        """How many samples the rank measured, their sums, and of the first rank what there is to show."""
+    def _sums(
+        self, state: State, feed: Feed, ranks: Ranks, collects: bool
+    ) -> tuple[float, dict[str, float], Examples | None]:
+        """How many samples the rank measured, their sums, and what there is to show, if it collects that."""
         module = self._runnable(state)
         count, sums = 0, dict.fromkeys(["loss", "correct", *self.metrics], 0.0)
         share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
@@ -143,7 +146,7 @@ class Evaluator:
         collector = _Collector(sum(min(self.batch_size, feed.num_samples - n * self.batch_size) for n in numbers))
         for batch in itertools.islice(share, len(numbers)):
             output = module(batch.inputs).to(self.precision.master)
-            if ranks.is_first:
+            if collects and _are_classified_images(*batch, output):
                 collector.take(*batch, output)
             size = len(batch.targets)
             sums["loss"] += float(self.loss(output, batch.targets)) * size
@@ -197,6 +200,12 @@ class Evaluator:
         if ranks.num_ranks > 1:
             measured = _weighted_means(measured, count, ranks)
         return {**state, **{name: value.to(self.precision.master) for name, value in measured.items()}}
+
+
+def _are_classified_images(inputs: Tensor, targets: Tensor, outputs: Tensor) -> bool:
+    """Images [B, C, H, W] or clips [B, C, T, H, W] of one class each."""
+    is_classification = outputs.ndim == 2 and targets.ndim == 1 and not targets.is_floating_point()
+    return inputs.ndim in (4, 5) and is_classification and len(inputs) == len(targets) == len(outputs)
 
 
 class _Collector:

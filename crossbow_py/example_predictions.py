@@ -17,11 +17,13 @@ _CHANNELS = (1, 3)
 def example_predictions(
     examples: Examples | None, normalisation: Normalisation | None, class_names: Sequence[str] = ()
 ) -> Predictions | None:
-    """Images and answers; None for what is no images [N, C, H, W] or clips [N, C, T, H, W] of one class each.
+    """Images and answers; None for images that are neither grey nor of three colours, and for values not finite.
 
     `normalisation` is undone, and values are stretched to what a screen has, those of all images alike.
     """
-    if examples is None or not _are_classified_images(examples):
+    if examples is None or examples.inputs.shape[1] not in _CHANNELS:
+        return None
+    if not _are_finite(examples.inputs) or not _are_finite(examples.outputs):
         return None
     values = examples.inputs.float()
     if values.ndim == 5:
@@ -37,19 +39,6 @@ def example_predictions(
         predicted=tuple(map(int, predicted)),
         probabilities=tuple(map(float, probabilities)),
         class_names=tuple(class_names),
-    )
-
-
-def _are_classified_images(examples: Examples) -> bool:
-    inputs, targets, outputs = examples.inputs, examples.targets, examples.outputs
-    return (
-        inputs.ndim in (4, 5)
-        and inputs.shape[1] in _CHANNELS
-        and _are_finite(inputs)
-        and outputs.ndim == 2
-        and _are_finite(outputs)
-        and targets.ndim == 1
-        and not targets.is_floating_point()
     )
 
 

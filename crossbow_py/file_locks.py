@@ -54,6 +54,18 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def is_held(path: Path) -> bool:
+    """Whether another process holds it, found out without making or changing anything."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _let_go() -> None:
     for file in _held:
         file.close()  # not an unlocking, which would be the parent's too

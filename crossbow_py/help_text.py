@@ -35,7 +35,7 @@ Trains several learners at once and keeps them together by synchronous model ave
   config=RUN         what the config.yaml in that run's folder says, in a new folder; other keys are laid over it
   -m, --multirun     run every combination of comma-separated values, each in its own folder
   --list             the experiments and the options of every group
-  --completion SHELL words of all commands for bash, zsh or fish: eval "$(crossbow-train --completion bash)"
+  --completion SHELL a script that completes all commands' words in bash, zsh or fish; source it
   --help             this text
 
 Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 after Ctrl-C, 1 anything else.

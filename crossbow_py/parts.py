@@ -233,7 +233,10 @@ class Parts:
         All ranks call it together; each measures a share of the samples.
         """
         states = self.final_states(cursor, excluded)
-        each = tuple(self.evaluator.evaluate(state, feed, self.ranks) for state in states)
+        each = tuple(
+            self.evaluator.evaluate(state, feed, self.ranks, examples=number == 0)
+            for number, state in enumerate(states)
+        )
         return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
 
 

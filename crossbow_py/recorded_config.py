@@ -124,7 +124,11 @@ def as_override(value: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """Text in quotes, in which backslashes count only before a quote; a number as it is."""
+    """Text in quotes, in which backslashes count only before a quote; a number as it is.
+
+    What looks like an interpolation stays text: it may come from the folder of somebody else's run.
+    """
     if not isinstance(value, str):
         return str(value)
+    value = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
     return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'

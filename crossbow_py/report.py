@@ -41,7 +41,9 @@ def report(arguments: list[str]) -> int:
     unknown = next((each for each in options if not each.startswith("output_dir=")), None)
     if unknown:
         raise UserError(f"unknown key {unknown}; a report has only output_dir=PATH.")
-    output_dir = Path(options[-1].removeprefix("output_dir=")).expanduser() if options else None
+    if len(options) > 1 or options == ["output_dir="]:
+        raise UserError(f"output_dir names one folder, got {', '.join(options)}; write output_dir=PATH once.")
+    output_dir = Path(options[0].removeprefix("output_dir=")).expanduser() if options else None
     notes, page = write_report(paths, output_dir)
     for note in notes:
         print(note)

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from crossbow_py.assembly import DataSets
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.measures import correction_norm
-from crossbow_py.evaluation import Evaluation
+from crossbow_py.evaluation import Evaluation, Examples
 from crossbow_py.example_predictions import example_predictions
 from crossbow_py.run import Run
 from crossbow_py.run_state import RunState
@@ -32,6 +33,7 @@ from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.versions import versions
 
 _PROGRESS_EVERY_S = 0.2
+_SHOWN_GROWTH = 1.5  # of the samples seen, from one look at predictions to the next
 _SCALED = {"sqrt": "rate × √K", "linear": "rate × K"}
 
 # What a data set came to: the evaluation stops look at, and each learner's when they are independent.
@@ -77,6 +79,8 @@ class Reporter:
         self._next_progress_s = -math.inf
         self._started_s, self._wall_before_s = clock(), 0.0
         self._closed = False
+        self._unshown: tuple[Examples, DataSets, int] | None = None  # the newest predictions, while nobody saw them
+        self._next_shown_samples = 0.0
 
     def _tell(self, call: Callable[[Listener], None]) -> None:
         failed: list[tuple[Listener, OSError]] = []
@@ -116,12 +120,22 @@ class Reporter:
         self._tell(lambda listener: listener.on_epoch(record))
 
     def predictions(self, run: Run, measured: Measured | None) -> None:
-        """What an evaluation has to show, if it does."""
-        if measured is None:
+        """What an evaluation has to show: ever further apart, as making pictures takes time, and at the end."""
+        if measured is None or measured[0].examples is None or not self._listeners:
             return
-        found = example_predictions(measured[0].examples, run.data.normalisation, run.data.names_of_classes)
+        self._unshown = measured[0].examples, run.data, run.state.samples_seen
+        if run.state.samples_seen >= self._next_shown_samples:
+            self._next_shown_samples = run.state.samples_seen * _SHOWN_GROWTH
+            self._show_predictions()
+
+    def _show_predictions(self) -> None:
+        if self._unshown is None:
+            return
+        examples, data, samples_seen = self._unshown
+        self._unshown = None
+        found = example_predictions(examples, data.normalisation, data.names_of_classes)
         if found is not None:
-            self._tell(lambda listener: listener.on_predictions(found, run.state.samples_seen))
+            self._tell(lambda listener: listener.on_predictions(found, samples_seen))
 
     def decision(self, decision: Decision, samples_seen: int) -> None:
         """The auto-tuner has found something out."""
@@ -168,12 +182,17 @@ class Reporter:
             data_wait_share=None if self.info.num_workers is None else self.meter.recent.wait_share,
             num_workers=self.info.num_workers,
         )
-        self._tell(lambda listener: listener.on_progress(progress))
+        self._tell(lambda listener: None if listener.BLOCKS else listener.on_progress(progress))
+        if any(listener.BLOCKS for listener in self._listeners):
+            self.meter.pause()
+            self._tell(lambda listener: listener.on_progress(progress) if listener.BLOCKS else None)
+            self.meter.resume()
 
     def summarize(
         self, state: RunState, status: str, stop_reason: str, final: Measured | None, model_path: str | None
     ) -> Summary:
         """Build the summary and announce the end."""
+        self._show_predictions()
         summary = self._summary(state, status, stop_reason, final, model_path)
         self._tell(lambda listener: listener.on_end(summary))
         return summary
@@ -256,6 +275,8 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
         average_ema=parts.rule.average_ema,
         averaging_settings=averaging_settings(parts.rule) if settings.several or parts.ranks.num_ranks > 1 else (),
+        several=settings.several or parts.ranks.num_ranks > 1,
+        has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
         replicas_differ=parts.rule.has_central_model and not parts.bank.replicas_alike,
         learning_statistics=settings.learning_statistics,
         hyper_parameters=hyper_parameters(run),

@@ -58,6 +58,12 @@ def colour(place: int) -> str:
     return _COLOURS[place % len(_COLOURS)]
 
 
+def _plain(text: str) -> str:
+    """Text for matplotlib, which takes dollars for formulas, and leaves out what begins with an underscore."""
+    escaped = text.replace("$", r"\$")
+    return f"\N{ZERO WIDTH SPACE}{escaped}" if escaped.startswith("_") else escaped
+
+
 def _axes(height_in: float = _HEIGHT_IN, rows: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
     panels = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
@@ -73,7 +79,17 @@ def _draw(axes: Axes, points: Sequence[Point], place: int, label: str | None, st
         return False
     x, y = zip(*points, strict=True)
     marker = "o" if len(points) <= 40 else ""
-    axes.plot(x, y, style, color=colour(place), label=label, marker=marker, markersize=3, linewidth=1.4, **more)
+    axes.plot(
+        x,
+        y,
+        style,
+        color=colour(place),
+        label=None if label is None else _plain(label),
+        marker=marker,
+        markersize=3,
+        linewidth=1.4,
+        **more,
+    )
     return True
 
 
@@ -167,7 +183,7 @@ def _timeline(strip: Strip) -> Figure:
         starts = [(span.start_us - strip.start_us) / 1000 for span in own]
         lengths = [(span.end_us - span.start_us) / 1000 for span in own]
         axes.barh(
-            [rows[span.stream] for span in own], lengths, left=starts, height=0.7, label=task, linewidth=0.4,
+            [rows[span.stream] for span in own], lengths, left=starts, height=0.7, label=_plain(task), linewidth=0.4,
             color=_TASK_COLOURS.get(task, _OTHER_TASK), edgecolor="white",
         )  # fmt: skip
     whole = max((span.end_us - strip.start_us) / 1000 for span in strip.spans)
@@ -178,7 +194,7 @@ def _timeline(strip: Strip) -> Figure:
             axes.text(
                 middle, rows[span.stream], str(span.round_index), ha="center", va="center", fontsize=7, color="white"
             )
-    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_yticks(range(len(rows)), list(map(_plain, rows)))
     axes.invert_yaxis()
     axes.set_xlabel(f"milliseconds from the begin of round {strip.first_round}")
     axes.legend(fontsize=8, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))

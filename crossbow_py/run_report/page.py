@@ -46,11 +46,12 @@ def as_html(runs: Sequence[RunRecord], charts: Sequence[Chart], now: datetime) -
         f"<footer><p>crossbow_py {__version__} · {now:%Y-%m-%d %H:%M}</p></footer>",
     ]
     body = "\n".join(part for part in parts if part)
-    return (
+    text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · crossbow_py</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n{body}\n'
         "</body></html>\n"
     )
+    return text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair is no text that can be written
 
 
 def _notes(runs: Sequence[RunRecord]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import Any
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
-from crossbow_py.file_locks import is_locked
+from crossbow_py.file_locks import is_held
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.run_folder import LOCK_FILE
 from crossbow_py.telemetry.records import (
@@ -27,6 +25,7 @@ from crossbow_py.telemetry.records import (
 from crossbow_py.telemetry.timeline import TRACE_FILE
 
 MOST_RUNS = 12  # more curves than that nobody tells apart
+_LARGEST = 1e30
 _FOLDERS_DEEP = 3  # runs/<experiment>/<sweep>/<job>
 
 Point = tuple[float, float]
@@ -77,10 +76,10 @@ class RunRecord:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else that a damaged file may have in its place."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    """A number that can be drawn, or None for anything else that a damaged file may have in its place."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    return float(value) if -_LARGEST < value < _LARGEST else None  # of which NaN is no case either
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -91,7 +90,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
             found.setdefault(folder.resolve(), folder)
     if len(found) > MOST_RUNS:
         raise UserError(
-            f"a report compares at most {MOST_RUNS} runs, got {len(found)}; name fewer, such as {paths[0]}/*."
+            f"a report compares at most {MOST_RUNS} runs, got {len(found)}; name up to {MOST_RUNS} of them."
         )
     return list(found.values())
 
@@ -126,7 +125,11 @@ def _is_search(folder: Path) -> bool:
 
 def _beneath(path: Path, depth: int) -> Iterator[Path]:
     """Folders below, by name."""
-    for folder in sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith(".")):
+    try:
+        folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    except OSError:  # nobody may look into it
+        return
+    for folder in folders:
         yield folder
         if depth > 1:
             yield from _beneath(folder, depth - 1)
@@ -158,7 +161,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         epochs=epochs,
         decisions=decisions,
         summary=summary,
-        curves=_read_curves(folder / TENSORBOARD_FOLDER, notes),
+        curves=_read_curves(folder / TENSORBOARD_FOLDER, epochs, notes),
         spans=_read_spans(folder / TRACE_FILE, notes),
         notes=notes,
     )
@@ -167,7 +170,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
 def _status(folder: Path, summary: Mapping[str, Any]) -> str:
     if summary:
         return str(summary.get("status", "unknown"))
-    return "running" if is_locked(folder / LOCK_FILE) else "unfinished"
+    return "running" if is_held(folder / LOCK_FILE) else "unfinished"
 
 
 def _read_metrics(folder: Path, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -220,7 +223,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _read_curves(folder: Path, notes: list[str]) -> dict[str, list[Point]]:
+def _read_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, list[Point]]:
     """Every scalar of the event files, which have points inside epochs."""
     if not folder.is_dir():
         notes.append(f"no {TENSORBOARD_FOLDER}/: curves have a point an epoch")
@@ -234,10 +237,15 @@ def _read_curves(folder: Path, notes: list[str]) -> dict[str, list[Point]]:
     try:
         events.Reload()
         tags = events.Tags()["scalars"]
-        return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags}
+        curves = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags}
     except Exception as error:  # whatever a reader of somebody else's format raises at damaged bytes
         notes.append(f"{TENSORBOARD_FOLDER}/ cannot be read ({type(error).__name__}): curves have a point an epoch")
         return {}
+    # A file that was cut off, or is damaged from somewhere on, ends there for TensorBoard's reader.
+    last = max((step for step, _ in curves.get("loss/train", ())), default=-1)
+    if epochs and last < epochs[-1]["samples_seen"] and number(epochs[-1].get("train_loss")) is not None:
+        notes.append(f"{TENSORBOARD_FOLDER}/ ends before {METRICS_FILE} does: some of it cannot be read")
+    return curves
 
 
 def _read_spans(path: Path, notes: list[str]) -> list[Span]:
@@ -248,7 +256,7 @@ def _read_spans(path: Path, notes: list[str]) -> list[Span]:
     try:
         assert isinstance(events, list)
         return _spans(events)
-    except (AssertionError, KeyError, TypeError, ValueError, json.JSONDecodeError):
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
         notes.append(f"{TRACE_FILE} cannot be read")
         return []
 

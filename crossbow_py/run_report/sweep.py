@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,5 +25,5 @@ def sweep_lines(folders: Sequence[Path]) -> list[str]:
     parents = {run.folder.parent for run in runs}
     lines = ["", *columns(["run", *(name for name, _ in shown)], rows)]
     if len(parents) == 1 and len(runs) <= MOST_RUNS:
-        lines += ["", f"compare them: python -m crossbow_py.report {parents.pop()}"]
+        lines += ["", f"compare them: python -m crossbow_py.report {shlex.quote(str(parents.pop()))}"]
     return lines

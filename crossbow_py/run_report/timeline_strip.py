@@ -10,6 +10,7 @@ from crossbow_py.run_report.reading import Span
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3
+MOST_STREAMS = 64  # more rows than that nobody reads, nor tasks of more names
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,11 @@ def typical_rounds(spans: Sequence[Span]) -> Strip | None:
     lengths = {index: _length(starts, index, count) for index in firsts}
     usual = statistics.median(lengths.values())
     first = min(firsts, key=lambda index: (abs(lengths[index] - usual), index))
-    shown = tuple(each for each in spans if each.round_index in range(first, first + count))
-    return Strip(shown, tuple(ordered_rows(each.stream for each in shown)), first, starts[first])
+    shown = [each for each in spans if each.round_index in range(first, first + count)]
+    streams = tuple(ordered_rows(each.stream for each in shown)[:MOST_STREAMS])
+    tasks = list(dict.fromkeys(each.task for each in shown))[:MOST_STREAMS]
+    kept = tuple(each for each in shown if each.stream in streams and each.task in tasks)
+    return Strip(kept, streams, first, starts[first])
 
 
 def _length(starts: dict[int, float], first: int, count: int) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 
 from crossbow_py.telemetry.events import RunInfo
 
-ADDRESS = "#custom_scalars"  # of the page
 _Charts = dict[str, list[str]]  # tags, which are regular expressions, by the chart's title
 
 
@@ -19,9 +18,10 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
     """The layout, as `SummaryWriter.add_custom_scalars` takes it."""
     measured = "validation" if info.validates else "test"
     learners = [] if info.shares_samples else [rf"accuracy/{measured}_learner_\d+"]
+    accuracy = [rf"accuracy/(train|{measured})", *learners]
     sections: dict[str, _Charts] = {
         "How well it learns": {
-            "accuracy (share of samples)": [rf"accuracy/(train|{measured})", *learners],
+            **({"accuracy (share of samples)": accuracy} if info.has_accuracy else {}),
             "loss": [f"loss/(train|{measured})"],
             "learning rate": ["learning_rate"],
         },
@@ -44,7 +44,7 @@ def dashboard(info: RunInfo) -> dict[str, Any]:
 
 def _averaging(info: RunInfo) -> _Charts:
     spread = {"spread of the learners (share of the norm of z)": ["averaging/spread"]}
-    if not info.shares_samples:
+    if not info.shares_samples or not info.several:
         return {}
     return spread | ({"norm of the sum of corrections": ["averaging/correction_norm"]} if info.replicas_differ else {})
 

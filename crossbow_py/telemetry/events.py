@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +20,8 @@ class RunInfo:
     `num_workers` processes load the data; None where it lives on the device. `average_ema` is the horizon in epochs of
     the EMA of the average model that is evaluated and saved in its place, where one is. `averaging_settings` are words
     on how the rule differs from its defaults, and on what it makes of the learning rate. `replicas_differ` says that
-    learners move apart from an average model, `learning_statistics` that epochs have them. `hyper_parameters` are plain
+    learners move apart from an average model, `has_accuracy` that classes are told apart, `several` that there may be
+    more than one learner, `learning_statistics` that epochs have them. `hyper_parameters` are plain
     values by the dotted keys of the command line.
     """
 
@@ -49,6 +50,8 @@ class RunInfo:
     average_ema: float | None = None
     averaging_settings: tuple[str, ...] = ()
     replicas_differ: bool = True
+    has_accuracy: bool = True
+    several: bool = True
     learning_statistics: bool = False
     hyper_parameters: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
@@ -201,7 +204,13 @@ class Summary:
 
 
 class Listener:
-    """Hooks a run calls; every one is a no-op to override. Called from the training loop's thread only."""
+    """Hooks a run calls; every one is a no-op to override. Called from the training loop's thread only.
+
+    Attributes:
+        BLOCKS: whether `on_progress` may take seconds, which then do not count as training.
+    """
+
+    BLOCKS: ClassVar[bool] = False
 
     def on_start(self, info: RunInfo) -> None:
         """Training is about to start (or to go on, when `info.resumed_from` is set)."""
@@ -213,7 +222,7 @@ class Listener:
         """An epoch is closed and evaluated."""
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
-        """An evaluation of images that are classified has more to show than figures."""
+        """An evaluation of images that are classified has more to show than figures: ever further apart, and last."""
 
     def on_learner_count(self, change: LearnerCount) -> None:
         """The auto-tuner decided about the number of learners."""

@@ -16,6 +16,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from crossbow_py.errors import one_line
 from crossbow_py.file_writing import replacing
 from crossbow_py.telemetry.events import Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.records import write_atomically
@@ -33,6 +34,8 @@ class OperatorProfile(Listener):
     Args:
         folder: the run's.
     """
+
+    BLOCKS = True
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -60,9 +63,11 @@ class OperatorProfile(Listener):
 
     def on_end(self, summary: Summary) -> None:
         """A run may be over before."""
+        if self._is_over:
+            return
         if self._begun_s is None:
             self._notes.append("No profile: training was over within seconds; let it train longer, by max_epochs.")
-        elif not self._is_over:
+        else:
             self._write(summary.train_time_s - self._begun_s)
 
     def take_notes(self) -> list[str]:
@@ -81,14 +86,23 @@ class OperatorProfile(Listener):
         # Learners' threads run before the profiler is there, which by itself looks at its own thread alone.
         threads = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=activities, experimental_config=threads)
-        with _quiet():
-            self._profile.__enter__()
+        try:
+            with _quiet():
+                self._profile.__enter__()
+        except RuntimeError as error:  # somebody else profiles this process
+            self._profile, self._is_over = None, True
+            self._notes.append(f"No profile: {one_line(error)}.")
 
     def _write(self, length_s: float) -> None:
-        if self._on_cuda:
-            torch.cuda.synchronize()  # host–device synchronisation: kernels under way belong to the profile
         found, self._is_over = self._profile, True
-        self.close()
+        try:
+            if self._on_cuda:
+                torch.cuda.synchronize()  # host–device synchronisation: kernels under way belong to the profile
+            self.close()
+        except RuntimeError as error:  # of a device that is lost, which ends the run with an error of its own
+            self._profile = None
+            self._notes.append(f"No profile: {one_line(error)}.")
+            return
         operators = found.key_averages()
         with tempfile.TemporaryDirectory(dir=self._folder) as aside, replacing(self._folder / PROFILE_FILE) as partial:
             found.export_chrome_trace(f"{aside}/{PROFILE_FILE}")  # compressed, by the ending of its name

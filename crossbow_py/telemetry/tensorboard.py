@@ -17,8 +17,6 @@ from crossbow_py.telemetry.hyper_parameters import columns_of_runs, ended, start
 from crossbow_py.telemetry.prediction_grid import prediction_grid
 from crossbow_py.telemetry.system import SystemMonitor, SystemScalars
 
-_GRID_GROWTH = 1.5  # of the samples seen, from one picture of predictions to the next
-
 
 class TensorBoardScalars(Listener):
     """Writes one run's event file: curves, samples of the machine, pictures of predictions, hyper-parameters.
@@ -47,8 +45,6 @@ class TensorBoardScalars(Listener):
         self._num_devices = 1
         self._next_point_s = 0.0
         self._last_samples = -1
-        self._unshown: tuple[int, Predictions] | None = None  # the newest predictions, while they are not drawn
-        self._next_grid_samples = 0.0
 
     def on_start(self, info: RunInfo) -> None:
         """Open the event file; the configuration and the layout of the charts come first."""
@@ -115,11 +111,9 @@ class TensorBoardScalars(Listener):
             self._writer.flush()
 
     def on_predictions(self, predictions: Predictions, samples_seen: int) -> None:
-        """A picture of them, ever further apart, as points are."""
-        self._unshown = samples_seen, predictions
-        if samples_seen >= self._next_grid_samples:
-            self._next_grid_samples = samples_seen * _GRID_GROWTH
-            self._draw_predictions()
+        """A picture of them."""
+        if self._writer is not None:
+            self._writer.add_image("predictions", prediction_grid(predictions), samples_seen, dataformats="HWC")
 
     def on_learner_count(self, change: LearnerCount) -> None:
         """A mark in the text, and the count as a step in its curve."""
@@ -128,8 +122,7 @@ class TensorBoardScalars(Listener):
             self._writer.add_scalar("num_learners", change.num_learners, change.samples_seen)
 
     def on_end(self, summary: Summary) -> None:
-        """The final figures as text, the last predictions, and that the run has ended."""
-        self._draw_predictions()
+        """The final figures as text, and that the run has ended."""
         self._compare(ended(failed=summary.status == "failed", now_s=time.time()))
         if self._writer is not None:
             if summary.time_to_accuracy_s is not None:
@@ -154,12 +147,6 @@ class TensorBoardScalars(Listener):
         """Something for the table of hyper-parameters."""
         if self._writer is not None:
             self._writer._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
-
-    def _draw_predictions(self) -> None:
-        if self._writer is not None and self._unshown is not None:
-            samples_seen, predictions = self._unshown
-            self._writer.add_image("predictions", prediction_grid(predictions), samples_seen, dataformats="HWC")
-            self._unshown = None
 
     def _throughput(self, images_per_s: float) -> dict[str, float]:
         return {

@@ -49,6 +49,10 @@ def offered(script: Path, line: str, folder: Path) -> list[str]:
         ("crossbow-predict --h", ["--help"]),
         ("crossbow-train output_dir=ru", ["runs"]),
         ("crossbow-report ru", ["runs"]),
+        ("crossbow-train resume=two", [r"two\ words"]),
+        ("crossbow-report two", [r"two\ words"]),
+        ("crossbow-train conf", ["compopt -o nospace", "config="]),
+        ("crossbow-train +experiment=evil", [""]),
         ("crossbow-train +experiment=mi", ["mine"]),
         ("crossbow-train optimizer=gen", ["gentle"]),
         ("crossbow-train nothing_like_this", [""]),
@@ -56,10 +60,14 @@ def offered(script: Path, line: str, folder: Path) -> list[str]:
 )
 def test_tab_offers_what_may_follow(script: Path, line: str, expected: list[str], tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
+    (tmp_path / "two words").mkdir()
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "evil$(touch owned).yaml").write_text("")
     for own in ("experiment/mine", "optimizer/gentle"):
-        (tmp_path / "conf" / own).parent.mkdir(parents=True)
+        (tmp_path / "conf" / own).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / f"{own}.yaml").write_text("")
     assert offered(script, line, tmp_path) == expected
+    assert not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, SearchConfig])

@@ -264,3 +264,18 @@ def test_option_with_the_name_of_the_packages_is_refused_when_it_is_chosen(own_o
     assert compose(["+experiment=mine"]).optimizer.learning_rate == 0.25
     with pytest.raises(UserError, match=r"optimizer sgd is both .* conf/optimizer/sgd.yaml; rename it"):
         compose(["optimizer=sgd"])
+
+
+def test_odd_files_in_conf_are_in_nobodys_way(own_options: Path) -> None:
+    (own_options / "optimizer" / "folder.yaml").mkdir()
+    (own_options / "optimizer" / "nowhere.yaml").symlink_to("missing")
+    (own_options / "optimizer" / "old.yaml").write_bytes("# r\xe9sum\xe9\n".encode("latin-1"))
+    assert compose(["+experiment=mine", "optimizer=adamw"]).optimizer.NAME == "adamw"
+    assert {"old", "fast"} <= group_options("optimizer").keys()
+    assert not {"folder", "nowhere"} & group_options("optimizer").keys()
+
+
+def test_recipe_without_its_first_comment_says_what_it_lacks(own_options: Path) -> None:
+    (own_options / "experiment" / "bare.yaml").write_text("max_epochs: 2\n")
+    with pytest.raises(UserError, match=r"bare.yaml must begin with .# @package _global_.; add that line"):
+        compose(["+experiment=bare"])

@@ -174,18 +174,42 @@ def test_recalibrate_without_batch_norm_changes_nothing_and_reads_no_batch():
     assert make_evaluator(linear_model()).recalibrate(state, batches()) == state
 
 
+def image_evaluator(**options):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(1, 2))
+    return make_evaluator(model, **options), model.state_dict()
+
+
 @pytest.mark.parametrize(("max_batches", "total"), [(None, 60), (10, 40)])
 def test_examples_are_spread_over_what_is_measured_and_always_the_same(max_batches, total):
-    inputs, targets = torch.arange(60.0).unsqueeze(1), torch.zeros(60, dtype=torch.int64)
-    evaluator = make_evaluator(nn.Linear(1, 2), max_batches=max_batches)
-    found = evaluator.evaluate(nn.Linear(1, 2).state_dict(), feed_of(inputs, targets)).examples
+    images, targets = torch.arange(60.0).view(60, 1, 1, 1), torch.zeros(60, dtype=torch.int64)
+    evaluator, state = image_evaluator(max_batches=max_batches)
+    found = evaluator.evaluate(state, feed_of(images, targets), examples=True).examples
     assert found.inputs.flatten().tolist() == [place * total // NUM_EXAMPLES for place in range(NUM_EXAMPLES)]
     assert found.outputs.shape == (NUM_EXAMPLES, 2)
+    assert evaluator.evaluate(state, feed_of(images, targets)).examples is None
 
 
 def test_examples_of_few_samples_are_all_of_them():
-    found = make_evaluator(linear_model()).evaluate(linear_model().state_dict(), feed_of(INPUTS, TARGETS)).examples
-    assert found.targets.tolist() == TARGETS.tolist()
+    images, targets = torch.zeros(5, 1, 1, 1), torch.tensor([0, 1, 0, 1, 1])
+    evaluator, state = image_evaluator()
+    found = evaluator.evaluate(state, feed_of(images, targets), examples=True).examples
+    assert found.targets.tolist() == [0, 1, 0, 1, 1]
+
+
+class TimeFirst(nn.Linear):
+    """Outputs [T, B, classes]."""
+
+    def forward(self, inputs):
+        return super().forward(inputs).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"), [(TimeFirst(4, 3), (10, 6, 4)), (nn.Linear(4, 3), (10, 6, 4)), (nn.Linear(4, 3), (10, 4))]
+)
+def test_what_is_not_images_of_one_class_each_leaves_no_examples(model, shape):
+    evaluator = make_evaluator(model, loss=lambda outputs, targets: outputs.square().mean())
+    inputs, targets = torch.zeros(shape), torch.zeros(shape[0], dtype=torch.int64)
+    assert evaluator.evaluate(model.state_dict(), feed_of(inputs, targets), examples=True).examples is None
 
 
 def test_mean_evaluation_averages_every_figure():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(
     asked = folder / "config.yaml" if names_the_file else folder
     targets = [text for text in overrides if text.startswith("model.target=")]
     assert composed([f"config={asked}", *targets], TrainConfig) == compose(overrides)
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"a\\${b}", "a ${x} 'b' ${y}"])
+def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path, text: str) -> None:
+    plain = config_to_mapping(compose(["+experiment=digits"]))
+    (tmp_path / "config.yaml").write_text(json.dumps({**plain, "init_from": text}))
+    assert composed([f"config={tmp_path}"], TrainConfig).init_from == text
 
 
 def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:

@@ -148,3 +148,29 @@ def test_time_left_is_that_of_whatever_ends_the_run_first():
     first, second, third = (shown.remaining_s for shown in listener.of("progress"))
     elapsed = [shown.elapsed_s for shown in listener.of("progress")]
     assert (first, second, third) == (10.0 - elapsed[0], 10.0 - elapsed[1], None)
+
+
+class Blocking(Recorder):
+    """Takes three seconds over every sign of progress."""
+
+    BLOCKS = True
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def on_progress(self, progress):
+        self.clock.now += 3.0
+
+
+def test_what_a_blocking_listener_takes_is_no_training():
+    clock = Clock()
+    meter = ThroughputMeter(clock)
+    reporter = Reporter([Blocking(clock)], meter, clock)
+    reporter.start(INFO)
+    meter.start()
+    state = RunState(samples_seen=8, num_losses=1)
+    for _ in range(2):
+        clock.now += 1.0
+        reporter.progress(state, 0.1, None, 2)
+    assert meter.elapsed_s == 2.0

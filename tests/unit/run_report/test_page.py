@@ -88,6 +88,25 @@ def test_what_a_folder_says_is_shown_as_text(where: str) -> None:
     assert evil not in text
 
 
+def test_half_a_surrogate_pair_does_not_keep_the_page_from_being_written() -> None:
+    run = RunRecord("a", Path("a"), "finished", decisions=[{"reason": "\ud800", "samples_seen": 1, "elapsed_s": 1}])
+    as_html([run], [], NOW).encode("utf-8")
+
+
+@pytest.mark.parametrize("name", [r"a$\frac$b", "lr$0.1$", "_hidden"])
+def test_names_that_matplotlib_would_take_for_something_else_are_shown(tmp_path: Path, name: str) -> None:
+    folders = [write_run(tmp_path / each, epochs=2) for each in (name, "b")]
+    write_trace(folders[0])
+    trace = folders[0] / "trace.json"
+    trace.write_text(trace.read_text().replace("learner 0", "$x").replace('"learning"', '"$\\\\frac"'))
+    runs = read_runs(folders)
+    charts = list(all_charts(runs))
+    as_html(runs, charts, NOW)
+    legend = charts[0].figure.axes[0].get_legend()
+    assert legend is not None
+    assert len(legend.get_texts()) == 2
+
+
 def test_page_of_a_run_without_any_epoch_has_no_charts(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()

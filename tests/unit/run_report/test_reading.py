@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.errors import UserError
+from crossbow_py.file_locks import locked
 from crossbow_py.run_report.reading import RunRecord, find_runs, number, read_runs
 from tests.run_folders import write_run, write_trace, write_unfinished
+
+ODD_SPANS = b'{"traceEvents": [{"ph": "X", "name": "a", "tid": 1, "ts": 0, "dur": 1, "args": []}]}'
 
 
 def read(folder: Path) -> RunRecord:
@@ -30,6 +33,23 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert (run.spans[0].task, run.spans[0].stream, run.spans[0].round_index) == ("learning", "learner 0", 0)
 
 
+def test_reading_changes_nothing_and_a_lock_says_whether_the_run_goes_on(tmp_path: Path) -> None:
+    folder = write_unfinished(tmp_path / "a")
+    before = sorted(folder.iterdir())
+    assert read(folder).status == "unfinished"
+    assert sorted(folder.iterdir()) == before
+    with locked(folder / ".lock", lambda: None):
+        assert read(folder).status == "running"
+    assert read(folder).status == "unfinished"
+
+
+def test_a_folder_that_nobody_may_look_into_holds_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(Path, "iterdir", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match="holds no run"):
+        find_runs([tmp_path / "closed"])
+
+
 def test_an_unfinished_run_has_what_it_has_recorded_and_a_note(tmp_path: Path) -> None:
     run = read(write_unfinished(tmp_path / "a"))
     assert run.status == "unfinished"
@@ -48,15 +68,16 @@ def test_torn_and_foreign_lines_are_left_out_and_counted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.yaml", "trace.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"\x00\xff\x80", b'{"traceEvents": [{}]}', b"[" * 3000])
+@pytest.mark.parametrize("content", [b"", b"{", b"\x00\xff\x80", b'{"traceEvents": [{}]}', b"[" * 3000, ODD_SPANS])
 def test_damaged_files_are_named_and_the_rest_is_there(tmp_path: Path, name: str, content: bytes) -> None:
     folder = write_run(tmp_path / "a")
     (folder / name).write_bytes(content)
     run = read(folder)
     assert len(run.epochs) == 3
     assert not run.spans
-    readable = name == "config.yaml" and content in (b"", b'{"traceEvents": [{}]}')
-    readable |= name == "summary.json" and content == b'{"traceEvents": [{}]}'
+    spans = (b'{"traceEvents": [{}]}', ODD_SPANS)
+    readable = name == "config.yaml" and content in (b"", *spans)
+    readable |= name == "summary.json" and content in spans
     assert [note for note in run.notes if note.startswith(name)] == ([] if readable else [f"{name} cannot be read"])
 
 
@@ -64,7 +85,9 @@ def test_damaged_event_files_leave_a_point_an_epoch(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     for path in (folder / "tensorboard").iterdir():
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 3] + b"\x00" * 100)
-    assert len(read(folder).epochs) == 3
+    run = read(folder)
+    assert len(run.epochs) == 3
+    assert "tensorboard/ ends before metrics.jsonl does: some of it cannot be read" in run.notes
     for path in (folder / "tensorboard").iterdir():
         path.unlink()
     (folder / "tensorboard").rmdir()
@@ -106,7 +129,11 @@ def test_more_runs_than_one_can_tell_apart_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(1, 1.0), (0.5, 0.5), (True, None), ("1", None), (None, None), (float("inf"), None)]
+    ("value", "expected"),
+    [
+        (1, 1.0), (0.5, 0.5), (True, None), ("1", None), (None, None), (float("inf"), None), (float("nan"), None),
+        (10**400, None), (-1e308, None),
+    ],
 )
 def test_number_is_a_finite_number_or_nothing(value: object, expected: float | None) -> None:
     assert number(value) == expected

@@ -30,6 +30,7 @@ class Monitor(SystemMonitor):
     [
         ({}, ["Averaging", "The machine"]),
         ({"shares_samples": False, "replicas_differ": False}, ["The machine"]),
+        ({"several": False}, ["The machine"]),
         ({"num_workers": 2}, ["Averaging", "The machine", "Waiting for data"]),
         ({"learning_statistics": True}, ["Averaging", "The machine", "How learning goes"]),
     ],
@@ -38,6 +39,11 @@ def test_dashboard_has_the_sections_of_what_the_run_does(
     events: Any, changes: dict[str, Any], sections: list[str]
 ) -> None:
     assert list(dashboard(events.run_info(**changes))) == [*ALWAYS, *sections]
+
+
+def test_dashboard_of_a_regression_has_no_accuracy(events: Any) -> None:
+    titles = [list(dashboard(events.run_info(has_accuracy=has))["How well it learns"]) for has in (True, False)]
+    assert titles == [["accuracy (share of samples)", "loss", "learning rate"], ["loss", "learning rate"]]
 
 
 def test_replicas_that_are_alike_have_a_spread_and_no_corrections(events: Any) -> None:
