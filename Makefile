@@ -4,6 +4,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+LOGDIR ?= runs
 STAMP := $(VENV)/.crossbow-installed
 PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
@@ -37,7 +38,7 @@ train: setup  ## train on the built-in digits and say where the results are
 
 tensorboard: setup  ## the curves of all runs, on http://localhost:6006
 	@echo "open http://localhost:6006/#custom_scalars"
-	$(BIN)/tensorboard --logdir runs --host localhost
+	$(BIN)/tensorboard --logdir $(LOGDIR) --host localhost
 
 test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'

@@ -53,7 +53,7 @@ def build_trainer(
         callbacks=callbacks,
         notes=[*([folder.note] if folder.note else []), *source.notes],
         experiment=config.experiment,
-        names={"model": config.model.NAME, "data": source.name},
+        names={"model": getattr(config.model, "target", config.model.NAME), "data": source.name},
         trace=config.trace,
         profile=config.profile,
         max_evaluation_batches=config.max_evaluation_batches,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from crossbow_py.completion import FLAG as COMPLETION
 from crossbow_py.completion import asked_shell, completion_script
-from crossbow_py.config import C, expand_sweeps
+from crossbow_py.config import C, CommandConfig, expand_sweeps
 from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.errors import (
@@ -97,7 +97,7 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
     worst, speaks = 0, os.environ.get("RANK", "0") == "0"  # of ranks, one
     for number, config in enumerate(configs, start=1):
         if speaks:
-            print(f"run {number} of {len(configs)}", flush=True)
+            print(f"run {number} of {len(configs)}{_swept(config)}", flush=True)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
         if code in StopSignal.EXIT_CODES.values():
@@ -105,6 +105,11 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
     for line in sweep_lines([Path(config.output_dir) for config in configs if config.output_dir]) if speaks else ():
         print(line, flush=True)
     return worst
+
+
+def _swept(config: CommandConfig) -> str:
+    """What is this job's own, by the name of its folder."""
+    return f": {Path(config.output_dir).name}" if config.output_dir else ""
 
 
 def _in_own_folder(config: C, swept: str, now: str) -> C:

@@ -41,7 +41,8 @@ _crossbow_words() {
     esac
 }
 _crossbow_own() {  # recipes and options in conf/ of the current folder
-    [ -d conf ] || return 0
+    [ -d conf ] && [ ! -f conf/train.yaml ] || return 0  # the package's own are among the words
+    case "$1" in crossbow-train|crossbow-search|crossbow-estimate) ;; *) return 0 ;; esac
     # Names with more than letters, digits and .-_ are nothing for a command line, and could be commands themselves.
     find conf -mindepth 2 -maxdepth 2 -name '*.yaml' | grep -E '^conf/[a-z]+/[A-Za-z0-9_.-]+$' | sed -E \\
         -e 's#^conf/(%(appended)s)/(.*)\\.yaml$#+\\1=\\2#' -e 's#^conf/([^/]*)/(.*)\\.yaml$#\\1=\\2#'
@@ -61,7 +62,7 @@ _crossbow_complete() {
                 COMPREPLY+=("${each#"$before"}")
             done ;;
         *)
-            for each in $(_crossbow_words "${name##*/}" | tr ' ' '\\n'; _crossbow_own); do
+            for each in $(_crossbow_words "${name##*/}" | tr ' ' '\\n'; _crossbow_own "${name##*/}"); do
                 [[ $each == "$word"* ]] && COMPREPLY+=("${each#"$before"}")
             done
             if [ "${name##*/}" = %(report)s ]; then

@@ -65,7 +65,7 @@ usage: python -m crossbow_py.predict models=[RUN,...] [data=NAME] [KEY=VALUE ...
 Runs trained models over the test part of a data set, each alone and all as an ensemble: the mean of their
 probabilities. Shows accuracies, images/s, and how long an answer takes for batches of 1 to 64 samples.
 
-  python -m crossbow_py.predict models=[runs/digits/a,runs/digits/b]
+  python -m crossbow_py.predict models=[runs/digits/a,runs/digits/b]     # or just their folders
   python -m crossbow_py.predict models=[runs/digits/a/model_0.safetensors,runs/digits/b] executor=serial
   python -m crossbow_py.predict models=[runs/lenet/a] data=fashion_mnist latency_s=0 output_dir=predicted
 
@@ -170,7 +170,9 @@ def list_text() -> str:
     blocks = []
     for group in (*APPENDED_GROUPS, *REGISTRIES):
         plus = "+" if group in APPENDED_GROUPS else ""
-        lines = [f"  {name:<15} {meaning}" for name, meaning in option_meanings(group).items()]
+        options = option_meanings(group)
+        width = max(map(len, options))
+        lines = [f"  {name:<{width}}  {meaning}" for name, meaning in options.items()]
         blocks.append("\n".join([f"{plus}{group}=", *lines]))
     return "\n\n".join(blocks)
 

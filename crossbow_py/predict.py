@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,12 +10,17 @@ from crossbow_py.command_line import run, say
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.prediction import predict
 from crossbow_py.prediction_report import as_text, write
+from crossbow_py.recorded_config import as_override
 from crossbow_py.run_folder import make_folder, new_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
-    return run(argv, PredictConfig, answer)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    paths = [each for each in arguments if "=" not in each and not each.startswith(("-", "+", "~"))]
+    if paths:  # as crossbow_py.report takes them
+        arguments = [*(each for each in arguments if each not in paths), f"models={as_override(paths)}"]
+    return run(arguments, PredictConfig, answer)
 
 
 def answer(config: PredictConfig) -> int:

@@ -21,7 +21,7 @@ and over time, throughput with the number of learners and the auto-tuner's decis
   python -m crossbow_py.report runs/digits          # all runs in it, twelve at most
 
 RUN is the folder of a run, also of one that goes on or was killed: what is there is shown. Nothing in it is changed.
-output_dir is by default report/ in the run's folder, and runs/report/<time> for several runs.
+output_dir is by default report/ in the folder that is given, and runs/report/<time> where several are.
 
 Exit codes: 0 done, 2 a mistake in what was asked for, 130 after Ctrl-C, 1 anything else.
 """

@@ -105,6 +105,11 @@ def _models_at(path: str) -> list[TrainedModel]:
     if asked == run and (run / BEST_FOLDER / CONFIG_FILE).is_file():  # a search
         asked = run = run / BEST_FOLDER
     if not (run / CONFIG_FILE).is_file():
+        if _files_in(run):
+            raise UserError(
+                f"models: {run} was trained from Python and has no {CONFIG_FILE}, which says what its model is; make "
+                f"the model yourself and load {_files_in(run)[0].name} into it."
+            )
         raise UserError(f"models: {run} has no {CONFIG_FILE} and is no run; {_remedy(run)}.")
     plain = read_yaml(run / CONFIG_FILE)
     if "space" in plain:

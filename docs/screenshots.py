@@ -39,6 +39,7 @@ PAGES = {
     "tensorboard_images": ("images", (1500, 700)),
     "tensorboard_hparams": ("hparams", (1500, 560)),
 }
+REPORTS = {"report": 1640, "report_top": 800}  # the page and its beginning, as high as that
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -122,8 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 screenshot(f"{address}#{page}", IMAGES / f"{name}.png", size)
         report = [sys.executable, "-m", "crossbow_py.report", *(f"runs/{name}" for name in RUNS), "output_dir=report"]
         subprocess.run(report, cwd=folder, check=True)
-        screenshot((folder / "report" / "report.html").resolve().as_uri(), IMAGES / "report.png", (1200, 1640))
-    print(f"written to {IMAGES.relative_to(ROOT)}: {', '.join([*PAGES, 'report'])}")
+        for name, height in REPORTS.items():
+            screenshot((folder / "report" / "report.html").resolve().as_uri(), IMAGES / f"{name}.png", (1200, height))
+    print(f"written to {IMAGES.relative_to(ROOT)}: {', '.join([*PAGES, *REPORTS])}")
     return 0
 
 

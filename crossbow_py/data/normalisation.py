@@ -28,13 +28,13 @@ class Normalisation:
             )
 
     @classmethod
-    def of(cls, mean: Sequence[float] | None, std: Sequence[float] | None) -> Normalisation | None:
-        """None when both are None. Raises UserError when only one is."""
+    def of(cls, mean: Sequence[float] | float | None, std: Sequence[float] | float | None) -> Normalisation | None:
+        """None when both are None; a number is one for all channels. Raises UserError when only one is there."""
         if mean is None and std is None:
             return None
         if mean is None or std is None:
             raise UserError(f"mean and std must be given together, got mean={mean} and std={std}; give both or none.")
-        return cls(tuple(mean), tuple(std))
+        return cls(*((each,) if isinstance(each, int | float) else tuple(each) for each in (mean, std)))
 
     def check_channels(self, channels: int) -> None:
         """Raises UserError when the number of values fits neither `channels` nor one for all."""

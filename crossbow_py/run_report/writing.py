@@ -23,7 +23,7 @@ def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple
 
     Args:
         paths: folders of runs, or folders that hold such.
-        output_dir: the folder; None is report/ in the run's own, and of several runs runs/report/<time>.
+        output_dir: the folder; None is report/ in what is given, and where that is several folders runs/report/<time>.
 
     Returns:
         The notes on what is missing or damaged, each with its run, and the page.
@@ -39,7 +39,7 @@ def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple
 
     runs = read_runs(folders)
     if output_dir is None:
-        output_dir = folders[0] / REPORT_FOLDER if len(folders) == 1 else RUNS / REPORT_FOLDER / time_name()
+        output_dir = paths[0] / REPORT_FOLDER if len(paths) == 1 else RUNS / REPORT_FOLDER / time_name()
     folder = make_folder(output_dir)
     charts = list(all_charts(runs))
     try:

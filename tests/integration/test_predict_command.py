@@ -271,6 +271,15 @@ def test_code_that_a_folder_names_is_called_only_when_it_is_allowed(monkeypatch:
     assert called == ["model"]
 
 
+def test_folders_alone_are_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["five", "wide", "latency_s=0", "executor=serial"]) == 0
+    assert "6 models" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"was trained from Python and has no config.yaml"):
+        shutil.copytree("narrow", "python")
+        Path("python/config.yaml").unlink()
+        load_models("python")
+
+
 def test_importing_the_package_leaves_the_configuration_of_the_command_line_alone() -> None:
     code = (
         "import sys, crossbow_py; assert 'hydra' not in sys.modules; "

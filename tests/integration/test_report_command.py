@@ -32,6 +32,8 @@ def test_report_of_several_runs_has_a_folder_of_its_own_or_the_one_that_is_asked
     write_run(Path("runs/digits/a"))
     write_unfinished(Path("runs/digits/b"))
     assert report.main(["runs/digits"]) == 0
+    assert Path("runs/digits/report/report.html").is_file()
+    assert report.main(["runs/digits/a", "runs/digits/b"]) == 0
     assert len(list(Path("runs/report").glob("*/report.html"))) == 1
     assert report.main(["runs/digits/a", "runs/digits/b", "output_dir=compared"]) == 0
     assert Path("compared/report.html").is_file()
