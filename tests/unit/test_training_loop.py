@@ -116,9 +116,9 @@ def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
         clock["now"] += 0.5
         return learn(start)
 
-    def slow_evaluate(*arguments):
+    def slow_evaluate(*arguments, **named):
         clock["now"] += 1000.0
-        return evaluate(*arguments)
+        return evaluate(*arguments, **named)
 
     monkeypatch.setattr(trainer.run.parts.train_feed, "batch", slow_batch)
     monkeypatch.setattr(trainer.run.parts.evaluator, "evaluate", slow_evaluate)
@@ -153,7 +153,7 @@ def test_validation_data_feeds_targets_and_best_and_test_is_measured_once_at_the
     measured = []
     original = trainer.run.parts.evaluator.evaluate
     monkeypatch.setattr(
-        trainer.run.parts.evaluator, "evaluate", lambda state, feed, _: measured.append(feed) or original(state, feed)
+        trainer.run.parts.evaluator, "evaluate", lambda state, feed, *_, **__: measured.append(feed) or original(state, feed)
     )
     result = trainer.fit(target_accuracy=0.9, max_epochs=50)
     records = recorder.of("epoch")
