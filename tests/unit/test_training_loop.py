@@ -152,9 +152,12 @@ def test_validation_data_feeds_targets_and_best_and_test_is_measured_once_at_the
     )  # the test targets are wrong on purpose: accuracy there falls while it rises on the validation data
     measured = []
     original = trainer.run.parts.evaluator.evaluate
-    monkeypatch.setattr(
-        trainer.run.parts.evaluator, "evaluate", lambda state, feed, *_, **__: measured.append(feed) or original(state, feed)
-    )
+
+    def recorded(state, feed, *_, **__):
+        measured.append(feed)
+        return original(state, feed)
+
+    monkeypatch.setattr(trainer.run.parts.evaluator, "evaluate", recorded)
     result = trainer.fit(target_accuracy=0.9, max_epochs=50)
     records = recorder.of("epoch")
     assert result.stop_reason == "target_accuracy"
