@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections import Counter
 from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -139,15 +140,14 @@ def test_signal_ends_a_search_in_order_and_the_next_goes_on(
     assert outcome(folder) == undisturbed
 
 
-def test_storage_that_stays_locked_ends_the_search_with_one_line_and_what_was_finished(
-    undisturbed: Outcome, tmp_path: Path
-) -> None:
+def test_storage_that_stays_locked_ends_the_search_with_one_line_and_what_was_finished(tmp_path: Path) -> None:
     folder, database = tmp_path / "search", tmp_path / "shared.db"
-    storage = f"storage=sqlite:///{database}"
-    with started(folder, storage) as process:
-        await_true(lambda: '"1": 0.' in _text(folder / "search.json"), process)
-        with sqlite3.connect(database, timeout=60, isolation_level=None) as locking:
-            locking.execute("BEGIN EXCLUSIVE")
+    storage, longer = f"storage=sqlite:///{database}", ("min_epochs=9", "max_epochs=81")  # or it is over too soon
+    assert search_in(tmp_path / "undisturbed", *longer) == 0
+    with started(folder, storage, *longer) as process:
+        await_true(lambda: '"9": 0.' in _text(folder / "search.json"), process)
+        with sqlite3.connect(database, timeout=0.05, isolation_level=None) as locking:
+            await_true(lambda: _locked_while_it_stands(locking, process), process)
             assert ended(process) == 1
             locking.execute("ROLLBACK")
         locking.close()
@@ -156,9 +156,22 @@ def test_storage_that_stays_locked_ends_the_search_with_one_line_and_what_was_fi
     assert "database is locked" in said
     assert "start the same command again" in said
     finished = values(folder)
-    assert search_in(folder, storage) == 0
-    assert outcome(folder) == undisturbed
+    assert search_in(folder, storage, *longer) == 0
+    assert outcome(folder) == outcome(tmp_path / "undisturbed")
     assert any(finished.values())
+
+
+def _locked_while_it_stands(locking: sqlite3.Connection, process: ForkServerProcess) -> bool:
+    """Lock the data base with the process stopped for it; not where it was stopped in a transaction of its own."""
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        locking.execute("BEGIN EXCLUSIVE")
+    except sqlite3.OperationalError:
+        return False
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    return True
 
 
 def _text(path: Path) -> str:
