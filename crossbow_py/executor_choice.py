@@ -14,9 +14,9 @@ from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibr
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
-from crossbow_py.engine.fusion.graph import FusionError, exported
+from crossbow_py.engine.fused_agreement import Comparison, require_agreement
+from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
@@ -41,18 +41,23 @@ def settle_executor(
 
     `announce` is given a sentence when something is measured, which takes some seconds.
     """
+    rule = update.rule
+    shared = not rule.has_central_model or settings.num_learners == 1
+    compared = Comparison(template, feed, loss, choices.precision, settings.channels_last, shared)
     feed = feed.for_measuring()
     fuses = choices.executor != "auto" and EXECUTORS[choices.executor].FUSES
-    if fuses and (reason := why_not_fused(template, feed, choices.precision)):
+    if fuses and (reason := why_not_fused(compared)):
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
     known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed, num_ranks)
     remembered = known.recall(key)
     possible = _candidates(settings, choices, num_ranks)
-    if remembered in possible and still_runs(remembered, template, feed, choices.precision):
+    if remembered in possible and still_runs(remembered, compared):
         note = f"Executor {remembered} was the fastest when measured earlier (remembered in {known.path})."
         return dataclasses.replace(choices, executor=remembered), [note]
+    if any(EXECUTORS[name].FUSES for name in possible):
+        why_not_fused(compared)  # on the data itself; what is measured with may be one sample over and over
     announce("Measuring which executor is the fastest for a run like this, once; it takes some seconds.")
 
     def candidate(name: str, num_learners: int) -> Candidate:
@@ -88,21 +93,21 @@ def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list
     ]
 
 
-def why_not_fused(template: nn.Module, feed: Feed, precision: Precision) -> str | None:
-    """Why no executor that fuses can run a model; None when they can."""
+def why_not_fused(compared: Comparison) -> str | None:
+    """Why no executor that fuses can run a model; None when they can, and give its numbers."""
     try:
-        exported(template, feed.for_measuring().batch(0).inputs, precision)
+        require_agreement(compared)
     except FusionError as error:
         return str(error)
     return None
 
 
-def still_runs(executor: str, template: nn.Module, feed: Feed, precision: Precision) -> bool:
+def still_runs(executor: str, compared: Comparison) -> bool:
     """Whether an executor that was remembered as the fastest for such a model can run this one.
 
     What it is remembered by says what a model consists of, not what its forward does: that may have changed since.
     """
-    return not EXECUTORS[executor].FUSES or why_not_fused(template, feed, precision) is None
+    return not EXECUTORS[executor].FUSES or why_not_fused(compared) is None
 
 
 def _counts(name: str, settings: RunSettings) -> list[int]:

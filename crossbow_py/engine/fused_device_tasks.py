@@ -13,6 +13,7 @@ from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.engine.device_tasks import LOSS, NUM_CORRECT, RoundValues, average_gated
 from crossbow_py.engine.device_update import AllLearners
 from crossbow_py.engine.dropout import MaskTape
+from crossbow_py.engine.fused_agreement import trusted_pass
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update, move_z
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
@@ -166,7 +167,7 @@ class SubArrayTasks:
             if update is None:
                 reason = reason or f"There are none for optimizer={optimizer.NAME} with averaging={rule.NAME}."
                 raise UserError(f"executor={executor} needs the update kernels. {reason} Set executor=fused.")
-            fused = FusedPass(tasks, kernels=True, learners=learners)
+            fused = trusted_pass(tasks, kernels=True, learners=learners)
             self._groups.append((fused, FusedDeviceTasks(tasks, fused, update, gathers=True, executor=executor)))
             self._totals.append(update.total)
 

@@ -36,18 +36,22 @@ class FusedPass:
         tasks: what to compute.
         kernels: whether Triton kernels are to be used where they serve, and not operators.
         learners: K neighbouring ones; by default all.
+        fuses: whether operators are to be fused, and not run as they were exported, learner by learner.
 
     Attributes:
         learners: as given.
         notes: sentences for the user, on what runs slower than it might; grows in the first rounds, readers clear it.
 
-    Raises FusionError for models it cannot run.
+    Raises FusionError for models it cannot run. What is trained with comes from `trusted_pass`.
     """
 
-    def __init__(self, tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> None:
+    def __init__(
+        self, tasks: RoundTasks, kernels: bool = False, learners: range | None = None, fuses: bool = True
+    ) -> None:
         self._tasks, bank = tasks, tasks.bank
         self.learners = range(bank.num_learners) if learners is None else learners
-        self.graph = FusedGraph(bank.template, tasks.feed.for_measuring().batch(0).inputs, bank, kernels, self.learners)
+        example = tasks.feed.for_measuring().batch(0).inputs
+        self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses)
         self.notes = self.graph.notes
         self._loss: LossOfAll | None = None
         if kernels and tasks.loss is nn.functional.cross_entropy and tasks.label_smoothing is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from crossbow_py.data.feed import Feed
+from crossbow_py.engine.fused_agreement import Comparison
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.run_settings import Choices, RunSettings
@@ -29,6 +30,13 @@ class TrialsAlike:
     template: nn.Module
     feed: Feed
     loss: Loss
+
+    @property
+    def compared(self) -> Comparison:
+        """What is compared before their models are fused: in packs they take the same batches."""
+        return Comparison(
+            self.template, self.feed, self.loss, self.choices.precision, self.settings.channels_last, shared=True
+        )
 
     def __str__(self) -> str:
         return f"{self.like.name} with batches of {self.like.batch_size}"

@@ -52,7 +52,7 @@ def measured_width(
             return None
         width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
         executor = width.executor(width.size)
-        return width if still_runs(executor, trials.template, trials.feed, choices.precision) else None
+        return width if still_runs(executor, trials.compared) else None
 
     bound, notes = memory_bound()
     why_alone = ASKED_FOR if limit == 1 else "memory holds no more"
@@ -67,7 +67,7 @@ def measured_width(
         return width, [] if beside_packs else notes
     every = asked(names, bound)
     fuses = any(EXECUTORS[name].FUSES for name, _ in every)
-    is_exportable = fuses and why_not_fused(trials.template, trials.feed, choices.precision) is None
+    is_exportable = fuses and why_not_fused(trials.compared) is None
     if len(every) == 1 or effort.budget_s <= 0:
         why = f"as {why_alone}" if len(every) == 1 else _LITTLE
         return _unmeasured(every, what, is_exportable, why), notes

@@ -19,7 +19,8 @@ from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStrea
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.freed_memory import keep_freed_memory
-from crossbow_py.engine.fused_pass import FusedPass, PassNotes
+from crossbow_py.engine.fused_agreement import trusted_pass
+from crossbow_py.engine.fused_pass import PassNotes
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
@@ -74,7 +75,7 @@ class FusedExecutor(Executor):
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def _build(self, kernels: bool) -> None:
-        self._pass, device = FusedPass(self.tasks, kernels), self._device
+        self._pass, device = trusted_pass(self.tasks, kernels), self._device
         self._on_device = (
             FusedRounds(self.tasks, self._pass, device, self.notes, kernels, self.span) if device else None
         )

@@ -14,6 +14,7 @@ import torch
 
 from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.executors.threads import ThreadsExecutor
+from crossbow_py.engine.fused_agreement import trusted_pass
 from crossbow_py.engine.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Scheduler
@@ -32,7 +33,7 @@ class FusedThreadsExecutor(ThreadsExecutor):
 
     def __init__(self, tasks: RoundTasks) -> None:
         self._groups = groups_of(tasks.bank.num_learners, torch.get_num_threads())
-        self._passes = [FusedPass(tasks, learners=group) for group in self._groups]
+        self._passes = [trusted_pass(tasks, learners=group) for group in self._groups]
         self._pass_notes = PassNotes()
         super().__init__(tasks)
 

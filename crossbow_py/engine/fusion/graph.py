@@ -69,6 +69,7 @@ class FusedGraph:
         kernels: whether units of the graph run by Triton kernels, where these serve.
         learners: K neighbouring ones; by default all.
         training: whether the model runs in training mode; else in evaluation mode, without autograd or kernels.
+        fuses: whether operators are fused; else each runs as it was exported, learner by learner.
 
     Attributes:
         looped: operators without a rule, run learner by learner; known after the first run.
@@ -90,9 +91,11 @@ class FusedGraph:
         kernels: bool = False,
         learners: range | None = None,
         training: bool = True,
+        fuses: bool = True,
     ) -> None:
         assert training or not kernels, "kernels serve training"
-        self._training = training
+        assert fuses or not kernels, "kernels fuse"
+        self._training, self._fuses = training, fuses
         self._learners = range(bank.num_learners) if learners is None else learners
         self._num_learners = len(self._learners)
         self.looped: list[str] = []
@@ -118,7 +121,7 @@ class FusedGraph:
         units = find_units(nodes, writes, self._trained_once()) if serve else []
         kinds = [self._sources[unit.input.name][0] for unit in units if unit.input in self._inputs]
         self.takes_channels = InputKind.USER_INPUT in kinds
-        shortcuts = find_shortcuts(nodes, writes)
+        shortcuts = find_shortcuts(nodes, writes) if fuses else []
         parts: list[Unit | Shortcut] = [*units, *shortcuts]
         skipped = {node for part in parts for node in part.nodes if node is not part.last} | self._counting
         calls = [node for node in nodes if node.op == "call_function" and not _is_assertion(node)]
@@ -259,7 +262,7 @@ class FusedGraph:
 
     def _first(self, step: Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step for the first time, and find out whether its rule serves it."""
-        step.settled, step.rule = True, _choose(step.call, args, kwargs)
+        step.settled, step.rule = True, _choose(step.call, args, kwargs, self._fuses)
         try:
             result = step.rule(step.call, args, kwargs)
             if step.rule is not loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
@@ -302,8 +305,8 @@ def _is_assertion(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and base_name(node.target) in _ASSERTIONS
 
 
-def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """The rule for an operator, by its name, its tags and what it is given."""
+def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any], fuses: bool) -> Rule:
+    """The rule for an operator, by its name, its tags and what it is given; the loop unless it `fuses` or draws."""
     if call.target is operator.getitem:
         return _getitem
     values = values_in([*args, *kwargs.values()])
@@ -312,6 +315,8 @@ def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Rule:
         return elementwise.add_to_integer_buffers if counts else loop
     if not _draws(call) and all(value.layout is Layout.SHARED for value in values if isinstance(value, Fused)):
         return _shared
+    if not fuses and not _draws(call):
+        return loop
     name = base_name(call.target)
     two = name in ("max", "min") and call.target._overloadname == "other"  # element-wise, unlike `max(x, dim)`
     pointwise = torch.Tag.pointwise in call.target.tags or name in elementwise.POINTWISE or two

@@ -129,7 +129,8 @@ def stacked_results(results: Sequence[Any]) -> Any:
     """The results of one operator for each learner as one value (or a list of values, or what they have in common)."""
     first = results[0]
     if isinstance(first, Tensor):
-        return Fused(torch.stack(list(results)), Layout.STACK)
+        # Of one learner as it lies: the next operator is then given what it would be in eager mode.
+        return Fused(first.unsqueeze(0) if len(results) == 1 else torch.stack(list(results)), Layout.STACK)
     if isinstance(first, list | tuple):
         return [stacked_results(entries) for entries in zip(*results, strict=True)]
     return first

@@ -232,8 +232,8 @@ def test_fused_round_that_fails_says_which_and_why():
         raise ValueError("boom")
 
     tasks = make_tasks(order="blocks")
-    tasks.loss = fail
     runner = EXECUTORS["fused"](tasks)
+    tasks.loss = fail
     with pytest.raises(LearnerError, match="round failed in round 0 on all learners: ValueError: boom"):
         runner.submit(plan(tasks, 0))
     runner.close()

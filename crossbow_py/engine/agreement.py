@@ -1,0 +1,220 @@
+"""Whether another way to run a model gives the model's own numbers, on this model, its data and this machine.
+
+Exported graphs, kernels, compiled code and copies are trusted where they were compared with the module as the user
+wrote it, run by eager autograd, and refused by name elsewhere. What autograd does only backwards, such as a custom
+backward or a hook, is in no exported graph, and nothing but a comparison of gradients shows that.
+
+Two ways round differently, and a model may enlarge that. So where values are further apart than rounding alone puts
+them, a control decides: the module is run again with weights moved by about one rounding. What that moves, rounding may
+move as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Values = Mapping[str, Tensor]
+
+# Relative norm of a difference that rounding alone explains.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
+# Weights are moved so far, relatively, by the control.
+_MOVED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+_CHAOS, _CHAOS_ALIKE = 10.0, 2.0  # times what the control moves
+# What rounding leaves of a gradient that is zero, such as a bias before BatchNorm has, of the norm of all gradients.
+_RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+_HERE = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The value that is furthest off, by which relative distance."""
+
+    name: str
+    distance: float
+
+    def __str__(self) -> str:
+        return f"{self.name} is off by {self.distance:.0%}" if self.distance > 0.01 else f"{self.name} differs"
+
+
+def furthest(
+    found: Values, expected: Values, control: Callable[[], Values], compute: torch.dtype, alike: bool = False
+) -> Difference | None:
+    """Return the value that differs most, or None where rounding explains all of them.
+
+    Args:
+        found, expected: by name; those of one name have one shape.
+        control: gives the expected values once more, after `moved_weights`; called only where it decides.
+        compute: what both were computed in.
+        alike: whether both ran the same operators, so that only the order of some sums is left to rounding.
+    """
+    rounding, chaos = (_ROUNDING[torch.float32], _CHAOS_ALIKE) if alike else (_ROUNDING[compute], _CHAOS)
+    residue = _RESIDUE[compute] * _norm([value for name, value in expected.items() if name.startswith("the gradient")])
+    distances = {name: _distance(found[name], expected[name]) for name in expected}
+    norms = {name: _norm([value]) for name, value in expected.items()}
+
+    def is_far(name: str, allowed: float) -> bool:
+        return not distances[name] <= max(allowed, rounding * norms[name] + residue)  # NaN is far
+
+    far = [name for name in expected if is_far(name, 0.0)]
+    if far:
+        moved = control()
+        far = [name for name in far if is_far(name, chaos * _distance(moved[name], expected[name]))]
+    relative = {name: distances[name] / max(norms[name], torch.finfo(torch.float64).tiny) for name in far}
+    worst = max(relative, key=lambda name: relative[name], default=None)
+    return None if worst is None else Difference(worst, relative[worst])
+
+
+def _norm(values: Sequence[Tensor]) -> float:
+    """Of what is finite: masks may hold infinity."""
+    return math.sqrt(sum(float(value.double().nan_to_num(0, 0, 0).square().sum()) for value in values))
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Not finite where only one of the two is."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return float((found.double() - expected.double()).masked_fill(same, 0).norm())
+
+
+def gradients_of(loss: Tensor, module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return `values_of` a loss, with its gradients by the named parameters of the module that it came from."""
+    parameters = dict(module.named_parameters())
+    gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
+    return values_of(loss, dict(zip(names, gradients, strict=True)), module)
+
+
+def values_of(value: Tensor, gradients: Mapping[str, Tensor | None], module: nn.Module) -> dict[str, Tensor]:
+    """Return what two ways are compared by, under names for messages; a missing gradient is left out as zero."""
+    parameters = dict(module.named_parameters())
+    return {
+        "the loss": value.detach().clone(),
+        **{
+            f"the gradient of {name}": torch.zeros_like(parameters[name]) if own is None else own.detach().clone()
+            for name, own in gradients.items()
+        },
+        **{f"buffer {name}": buffer.detach().clone() for name, buffer in module.named_buffers()},
+    }
+
+
+@contextlib.contextmanager
+def kept_buffers(*modules: nn.Module) -> Iterator[None]:
+    """Put back what passes of the block write to the modules' buffers."""
+    kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def moved_weights(parameters: Sequence[Tensor], compute: torch.dtype) -> Iterator[None]:
+    """Have the block run with weights moved by about one rounding, always the same way."""
+    kept = [parameter.detach().clone() for parameter in parameters]
+    try:
+        with torch.no_grad():
+            move(parameters, _MOVED[compute])
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in zip(parameters, kept, strict=True):
+                parameter.copy_(before)
+
+
+@torch.no_grad()
+def move(tensors: Sequence[Tensor], share: float) -> None:
+    """Multiply values by 1 + `share` times a normal deviate, always the same; draws nothing from torch's generators."""
+    for index, tensor in enumerate(tensors):
+        generator = torch.Generator().manual_seed(index)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+        tensor.mul_(1 + share * noise.to(tensor.device))
+
+
+def custom_backwards(value: Tensor) -> list[str]:
+    """Return the custom autograd functions that a value was computed by, each with the place of its definition."""
+    found: dict[str, None] = {}
+    seen: set[Any] = set()
+    waiting = [value.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [function for function, _ in node.next_functions]
+        own = getattr(type(node), "_forward_cls", None)
+        if own is not None:
+            found[f"{own.__qualname__}{_defined(own)}"] = None
+    return list(found)
+
+
+def _defined(thing: type) -> str:
+    with contextlib.suppress(OSError, TypeError):
+        path = inspect.getsourcefile(thing)
+        return f" ({Path(path).name}:{inspect.getsourcelines(thing)[1]})" if path else ""
+    return ""
+
+
+class HookWatch(TorchFunctionMode):
+    """Notes where a pass registers hooks on gradients. Attribute `places`: file and line, in the user's code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run what was called."""
+        if func in _HOOKS:
+            self.places.append(_users_line())
+        return func(*args, **(kwargs or {}))
+
+
+def _users_line() -> str:
+    """Return the innermost line on the stack that is neither torch's nor this package's."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if not path.is_relative_to(_TORCH) and not path.is_relative_to(_HERE):
+            return f"{path.name}:{frame.lineno}"
+    return "its forward"
+
+
+def backward_hook(model: nn.Module) -> str | None:
+    """Return the name of a module with a hook on its backward pass; "every module" where one is registered for all."""
+    everywhere = nn.modules.module
+    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+        return "every module"
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return name or type(module).__name__
+    return None
+
+
+def python_state(model: nn.Module) -> dict[str, Any]:
+    """Return what modules keep in plain attributes: numbers and texts, and how many entries containers have."""
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith("_") and key in _OF_TORCH:
+                continue
+            if isinstance(value, int | float | str | bytes | None):
+                state[f"{name}.{key}".lstrip(".")] = value
+            elif isinstance(value, list | dict | set | tuple):
+                state[f"{name}.{key}".lstrip(".")] = len(value)
+    return state
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))

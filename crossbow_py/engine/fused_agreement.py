@@ -1,0 +1,273 @@
+"""Fused passes that were compared with eager autograd before they are trusted.
+
+Two learners with weights of their own take two batches, alone by their modules and together by the fused pass; losses,
+gradients and buffers have to agree. What a graph cannot have, hooks and counts kept in Python, is refused by name even
+where it made no difference on these batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.averaging import Independent
+from crossbow_py.averaging.collective import Collective
+from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.engine.agreement import (
+    Difference,
+    HookWatch,
+    backward_hook,
+    custom_backwards,
+    furthest,
+    gradients_of,
+    kept_buffers,
+    move,
+    moved_weights,
+    python_state,
+    values_of,
+)
+from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.fusion.export import exported
+from crossbow_py.engine.fusion.writes import FusionError
+from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.precision import Precision
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.rounds import Loss, RoundTasks
+from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.errors import CrossbowError, one_line
+from crossbow_py.host_randomness import kept_generators
+
+_LEARNERS = range(2)
+_MOST_SAMPLES = 64  # that are loaded for it; batches beyond that repeat them
+_APART = 0.02  # how far the second learner's weights lie from the first one's, relatively
+_SCALES = (2.0**-10, 2.0**10)  # powers of two: a linear backward pass gives the same digits
+
+_FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: a model on the data it is to be trained on.
+
+    Attributes:
+        template: the model.
+        feed: of training batches.
+        loss: of a batch.
+        precision, channels_last: of the banks that learners are to train in.
+        shared: whether learners take the same batches.
+    """
+
+    template: nn.Module
+    feed: Feed
+    loss: Loss
+    precision: Precision
+    channels_last: bool
+    shared: bool
+
+
+def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | None = None) -> FusedPass:
+    """Return the learning tasks of `learners` in one pass, by operators where kernels give other numbers.
+
+    Raises FusionError for models that cannot be fused, or whose graph gives other numbers than they do.
+    """
+    bank, shared = tasks.bank, not tasks.update.rule.has_central_model or tasks.bank.num_learners == 1
+    compared = Comparison(
+        bank.template, tasks.feed, tasks.loss, bank.precision, bank.layout.channels_last, shared
+    )  # fmt: skip
+    require_agreement(compared)
+    notes = []
+    if kernels:
+        try:
+            require_agreement(compared, kernels=True)
+        except FusionError as error:
+            notes, kernels = [f"Layers run by operators, not by kernels, as with these {error}."], False
+    found = FusedPass(tasks, kernels, learners)
+    found.notes += notes
+    return found
+
+
+def require_agreement(compared: Comparison, kernels: bool = False) -> None:
+    """Raise FusionError unless a fused pass of the model gives the model's own numbers; found out once a template."""
+    example = compared.feed.for_measuring().batch(0).inputs
+    key = (
+        tuple(example.shape), example.dtype, compared.precision.name, compared.channels_last, compared.shared, kernels,
+    )  # fmt: skip
+    known = _FOUND.setdefault(compared.template, {})
+    if key not in known:
+        try:
+            with kept_generators():
+                known[key] = _disagreement(compared, kernels)
+        except FusionError as error:
+            known[key] = str(error)
+    if (reason := known[key]) is not None:
+        raise FusionError(reason)
+
+
+def _disagreement(compared: Comparison, kernels: bool) -> str | None:
+    if (hooked := backward_hook(compared.template)) is not None:
+        return f"{hooked} has a hook on its backward pass, and a graph calls none"
+    exported(compared.template, compared.feed.for_measuring().batch(0).inputs, compared.precision)
+    pair = _Pair(compared)
+    with _failing("the model itself fails on its first samples"):
+        refusal = pair.examine()
+    if refusal is not None:
+        return refusal
+    with _failing("its graph fails on the model's first samples"):
+        fused = pair.together(kernels)
+    found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
+    if found is None and compared.precision.has_shadow and not kernels and pair.difference(0, fused[0], alike=True):
+        # In a coarse format rounding hides a lot; what the graph's operators give one by one leaves it little.
+        with _failing("its graph fails on the model's first samples"):
+            found = pair.difference(0, pair.one_by_one(), alike=True)
+    return None if found is None else pair.explained(found)
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Have exceptions of the block refuse the graph, but for memory that has run out."""
+    try:
+        yield
+    except CrossbowError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise FusionError(f"{what} ({one_line(error)[:160]})") from error
+
+
+class _Pair:
+    """Two learners, each with a batch, in a bank of their own."""
+
+    def __init__(self, compared: Comparison) -> None:
+        self._precision, template = compared.precision, compared.template
+        device = next(template.parameters()).device
+        self._bank = ReplicaBank(
+            template, len(_LEARNERS), device=device, precision=compared.precision, state_names=(),
+            channels_last=compared.channels_last, order="blocks",
+        )  # fmt: skip
+        self._weights = [list(self._bank.weights.shaped(learner).values()) for learner in _LEARNERS]
+        move(self._weights[1], _APART)
+        self._bank.refresh_shadow(1)
+        self._names = self._bank.layout.names[: self._bank.num_trained]
+        self._tasks = RoundTasks(
+            self._bank, update=TorchUpdate(SGD(), Independent()), feed=compared.feed, loss=compared.loss, seed=0,
+            collective=Collective(),
+        )  # fmt: skip
+        self._batches, self._shared = _two_batches(compared.feed), compared.shared
+        self._customs: list[str] = []
+        self._expected: dict[int, dict[str, Tensor]] = {}
+        self._moved: dict[int, dict[str, Tensor]] = {}
+
+    def examine(self) -> str | None:
+        """Return what a graph cannot have and the first learner's module shows; None when there is nothing."""
+        module, batch = self._bank.module(0), self._batches[0]
+        before = python_state(module)
+        self._seed()
+        with kept_buffers(module):
+            with HookWatch() as watch:
+                loss = self._loss(0)(module(batch.inputs))
+            if watch.places:
+                return f"it hooks its gradients at {watch.places[0]}, and a graph calls no hooks"
+            self._customs = custom_backwards(loss)
+            if self._customs and not self._is_linear(loss):
+                return f"the backward pass of {self._customs[0]} is not linear in its gradient, and a graph's is"
+            self._expected[0] = gradients_of(loss, module, self._names)
+        if (changed := _changed(before, python_state(module))) is not None:
+            before = python_state(module)  # what the first pass alone sets is no count
+            self._alone(0)
+            changed = _changed(before, python_state(module))
+        return None if changed is None else f"its forward changes {changed}, and a graph would repeat one value"
+
+    def _is_linear(self, loss: Tensor) -> bool:
+        """Whether larger losses have gradients that are larger by as much."""
+        parameters = self._bank.trained_parameters(0)
+
+        def scaled(scale: float) -> dict[str, Tensor]:
+            found = torch.autograd.grad(loss * scale, parameters, retain_graph=True, allow_unused=True)
+            return {f"{index}": each / scale for index, each in enumerate(found) if each is not None}
+
+        expected = scaled(1.0)
+        found = (furthest(scaled(scale), expected, lambda: expected, torch.float32) for scale in _SCALES)
+        return all(each is None for each in found)
+
+    def _alone(self, learner: int) -> dict[str, Tensor]:
+        """What a learner's module gives on its batch."""
+        self._seed()
+        module, batch = self._bank.module(learner), self._batches[learner]
+        with kept_buffers(module):
+            return gradients_of(self._loss(learner)(module(batch.inputs)), module, self._names)
+
+    def _loss(self, learner: int) -> Any:
+        targets = self._batches[learner].targets
+        return lambda output: self._tasks.loss(output.to(self._precision.master), targets)
+
+    def together(self, kernels: bool) -> list[dict[str, Tensor]]:
+        """What the fused pass gives for both; where they share batches each is taken from a pass on its own batch."""
+        fused = FusedPass(self._tasks, kernels)
+        if not self._shared:
+            both = Batch(*(torch.stack(each) for each in zip(*self._batches, strict=True)))
+            return self._learned(fused, both, shared=False)
+        return [self._learned(fused, self._batches[learner], shared=True)[learner] for learner in _LEARNERS]
+
+    def _learned(self, fused: FusedPass, batch: Batch, shared: bool) -> list[dict[str, Tensor]]:
+        self._seed()
+        with kept_buffers(*(self._bank.module(learner) for learner in fused.learners)):
+            learned = fused.learn(batch, shared)
+            found = []
+            for row, learner in enumerate(fused.learners):
+                own = [None if each is None else each[row] for each in learned.gradients]
+                gradients = dict(zip(self._names, own, strict=True))
+                found.append(values_of(learned.losses[row], gradients, self._bank.module(learner)))
+        return found
+
+    def _seed(self) -> None:
+        for learner in _LEARNERS:
+            self._bank.generators[learner].manual_seed(learner)
+        torch.manual_seed(0)
+
+    def difference(self, learner: int, found: dict[str, Tensor], alike: bool = False) -> Difference | None:
+        """Where values differ from the learner's own by more than rounding explains; see `furthest`."""
+        if learner not in self._expected:
+            self._expected[learner] = self._alone(learner)
+
+        def control() -> dict[str, Tensor]:
+            if learner not in self._moved:
+                with moved_weights(self._weights[learner], self._precision.compute):
+                    self._bank.refresh_shadow(learner)
+                    self._moved[learner] = self._alone(learner)
+                self._bank.refresh_shadow(learner)
+            return self._moved[learner]
+
+        return furthest(found, self._expected[learner], control, self._precision.compute, alike)
+
+    def one_by_one(self) -> dict[str, Tensor]:
+        """What the first learner gives by the graph's operators as they were exported."""
+        single = FusedPass(self._tasks, learners=range(1), fuses=False)
+        (found,) = self._learned(single, Batch(*(each[None] for each in self._batches[0])), shared=False)
+        return found
+
+    def explained(self, found: Difference) -> str:
+        """For the user."""
+        because = f", which may be for the custom backward pass of {', '.join(self._customs)}" if self._customs else ""
+        return f"its graph gives other numbers than the model itself ({found}{because})"
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """The first attribute that has another value than before."""
+    return next((name for name in after if before.get(name) != after[name]), None)
+
+
+def _two_batches(feed: Feed) -> tuple[Batch, Batch]:
+    """Real samples, each batch its own, as far as there are as many; small data and large batches repeat some."""
+    size = feed.batch_size
+    few = feed.first_samples(min(2 * size, _MOST_SAMPLES, feed.num_samples))
+    count = len(few.targets)
+    first, second = (torch.arange(start, start + size) % count for start in (0, size if size < count else 1))
+    return Batch(*(each[first] for each in few)), Batch(*(each[second] for each in few))
