@@ -30,7 +30,7 @@ from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound
 from crossbow_py.losses import loss_on
 from crossbow_py.parts import Parts
-from crossbow_py.probe import probe, probe_evaluation
+from crossbow_py.probe import faithful_copy, probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.seeded_model import MakeModel, seeded_model
 from crossbow_py.supply import first_workers
@@ -88,6 +88,7 @@ def build_parts(
     with ranks.together():
         template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
         choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, ranks)
+        template = faithful_copy(template, choices.precision, batch, settings.channels_last)
         validation_feed, test_feed = (
             _evaluation_feed(what, template, source, data, settings, choices, loss, metrics, ranks)
             for what, source in (("validation", data.validation), ("test", data.test))

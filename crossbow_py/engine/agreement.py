@@ -95,6 +95,12 @@ def gradients_of(loss: Tensor, module: nn.Module, names: Sequence[str]) -> dict[
     return values_of(loss, dict(zip(names, gradients, strict=True)), module)
 
 
+def projection(outputs: Tensor) -> Tensor:
+    """Return one number of outputs, for autograd, that depends on all of them."""
+    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs.device)
+    return (outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * weights).mean()
+
+
 def values_of(value: Tensor, gradients: Mapping[str, Tensor | None], module: nn.Module) -> dict[str, Tensor]:
     """Return what two ways are compared by, under names for messages; a missing gradient is left out as zero."""
     parameters = dict(module.named_parameters())

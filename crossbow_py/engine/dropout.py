@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,6 +139,21 @@ def set_dropout_rate(module: nn.Module, rate: float) -> None:
     for child in module.modules():
         if isinstance(child, CounterDropout):
             child.p = rate
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Have no dropout layer below `module` drop anything in the block, replaced or not."""
+    kinds: tuple[type[nn.Module], ...] = (CounterDropout, *_KINDS)
+    layers: list[Any] = [child for child in module.modules() if isinstance(child, kinds)]
+    rates = [layer.p for layer in layers]
+    for layer in layers:
+        layer.p = 0.0
+    try:
+        yield
+    finally:
+        for layer, rate in zip(layers, rates, strict=True):
+            layer.p = rate
 
 
 def counter_seed(seed: int, purpose: str, round_index: int, learner: int) -> int:

@@ -21,7 +21,7 @@ from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.packing.trials_alike import TrialsAlike
 from crossbow_py.packing.width import Width
 from crossbow_py.packing.width_measurement import BUDGET_S, measured_width
-from crossbow_py.probe import probe, probe_evaluation
+from crossbow_py.probe import faithful_copy, probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
 
 MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
@@ -166,6 +166,7 @@ class Roster:
         needs = (self._loss, *self.data.num_classes, settings.label_smoothing)
         for note in probe(template, self._choices.precision, batch, *needs):
             self._announce(note)
+        template = faithful_copy(template, self._choices.precision, batch, self._settings.channels_last)
         few = self.data.validation.first_samples(2)
         probe_evaluation(template, self._choices.precision, few, self._loss, "validation")
         begun = time.perf_counter()

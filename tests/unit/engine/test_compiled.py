@@ -68,6 +68,21 @@ def test_compiler_that_fails_is_one_line_with_the_remedy(monkeypatch):
         CompiledModels()(torch.nn.Linear(2, 2), 0)(torch.ones(1, 2))
 
 
+def test_compiled_code_with_other_gradients_is_refused_in_one_line(monkeypatch):
+    class Halved(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, inputs):
+            output = self.module(inputs)
+            return output / 2 + output.detach() / 2  # the value is right, and its gradient half of what it is
+
+    monkeypatch.setattr(torch, "compile", lambda module, dynamic: Halved(module))
+    with pytest.raises(UserError, match=r"other numbers than the model itself \(the gradient of \w+ is off by 50%\)"):
+        CompiledModels()(torch.nn.Linear(2, 2), 0)(torch.ones(1, 2))
+
+
 def test_fused_learners_cannot_be_compiled():
     with pytest.raises(UserError, match="compile_model=true is for executors that run one model after another"):
         make_trainer(executor="fused", compile_model=True)

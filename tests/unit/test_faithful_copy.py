@@ -1,0 +1,118 @@
+"""Learners are copies of the model: what a copy would lose is refused before anything is trained."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py.data.feed import Batch
+from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.errors import UserError
+from crossbow_py.probe import faithful_copy
+from tests.support import features
+from tests.trainers import image_model, images, make_trainer
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+class HookedWeight(Net):
+    def __init__(self):
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient * 0)
+
+
+class HoldsItself(Net):
+    """Its lambda goes on to use the layer of the model that was copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.apply_first = lambda x: self.first(x).tanh()
+
+    def forward(self, x):
+        return self.second(self.apply_first(x))
+
+
+class StoresInItself(Net):
+    """A hook puts what it sees into the model that was copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = torch.zeros(())
+        self.first.register_forward_hook(lambda module, inputs, output: setattr(self, "seen", output.detach()))
+
+    def forward(self, x):
+        return super().forward(x) + self.seen.mean()
+
+
+class SharesMemory(Net):
+    """Its second name for a weight is that memory, which a learner's weight leaves."""
+
+    def __init__(self):
+        super().__init__()
+        self.alias = self.first.weight.detach()
+
+    def forward(self, x):
+        return super().forward(x) + (x @ self.alias.t()).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (HookedWeight, r"the model's first\.weight has a hook on its gradient"),
+        (HoldsItself, r"would not train as it does \(the gradient of first\.\w+ is off by 100%\)"),
+        (StoresInItself, "would not train as it does"),
+        (SharesMemory, "would not train as it does"),
+    ],
+)
+@pytest.mark.parametrize("executor", ["serial", "threads", "auto"])
+def test_model_that_a_copy_would_not_train_as_is_refused_in_one_line(model, message, executor):
+    with pytest.raises(UserError, match=message) as refused:
+        make_trainer(model=model, executor=executor).fit(max_epochs=1)
+    assert "\n" not in str(refused.value)
+
+
+class Tied(Net):
+    """Two names of one parameter, a frozen one, a buffer that forward writes, hooks and methods of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.third = nn.Linear(6, 6)
+        self.fourth = nn.Linear(6, 6)
+        self.fourth.weight = self.third.weight
+        self.fourth.bias.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.first.register_forward_hook(lambda module, inputs, output: output * 2)
+        self.activation = self.squash
+
+    def squash(self, x):
+        return self.fourth(self.third(x)).tanh()
+
+    def forward(self, x):
+        hidden = self.activation(self.first(x))
+        self.mean.lerp_(hidden.detach().mean(0), 0.1)
+        return self.second(nn.functional.dropout(hidden - self.mean, 0.2, self.training))
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda precision: precision.name)
+@pytest.mark.parametrize("name", ["tied", "image"])
+def test_copy_of_an_honest_model_is_taken_and_leaves_it_as_it_was(name, precision):
+    model = Tied() if name == "tied" else image_model()
+    data = features(2) if name == "tied" else (images(2)[0].float(), images(2)[1])
+    before, drawn = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
+    copied = faithful_copy(model, precision, Batch(*data), channels_last=True)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(torch.equal(before[key], value) for key, value in copied.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert [each.p for each in model.modules() if isinstance(each, nn.Dropout | nn.Dropout2d)] == (
+        [] if name == "tied" else [0.2, 0.3]
+    )
