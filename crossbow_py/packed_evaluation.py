@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.data.feed import Feed
+from crossbow_py.engine.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph, FusionError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.replicas import ReplicaBank
@@ -86,7 +87,7 @@ def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> l
     for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
         shape = batch.inputs.shape
         if shape not in graphs:
-            graphs[shape] = FusedGraph(bank.template, batch.inputs, bank, training=False)
+            graphs[shape] = trusted_outputs(bank, batch.inputs)
         outputs = graphs[shape].run(batch.inputs, shared=True).to(bank.precision.master)
         sums += _measured(evaluator, outputs, batch.targets)
         count += len(batch.targets)

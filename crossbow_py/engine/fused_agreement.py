@@ -34,6 +34,7 @@ from crossbow_py.engine.agreement import (
 )
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.fusion.export import exported
+from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.optimizers import SGD
@@ -91,6 +92,43 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
     found = FusedPass(tasks, kernels, learners)
     found.notes += notes
     return found
+
+
+@torch.no_grad()
+def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = None) -> FusedGraph:
+    """Return the graph of some models in evaluation mode, once it gives the outputs of the first and last of them.
+
+    Args:
+        bank: that is not for training.
+        inputs: a batch `[B, ...]` like those to come, in compute precision.
+        learners: which models; by default all.
+
+    Raises:
+        FusionError: the models cannot be fused, or their graph gives other outputs than they do.
+    """
+    graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False)
+    rows = range(bank.num_learners) if learners is None else learners
+    modules = [bank.module(learner) for learner in rows]
+    with kept_buffers(*modules), kept_generators():
+        outputs = graph.run(inputs.clone(), shared=True)
+    for learner in sorted({rows[0], rows[-1]}):
+        module, weights = bank.module(learner), list(bank.weights.shaped(learner).values())
+
+        def values(module: nn.Module = module) -> dict[str, Tensor]:
+            with kept_buffers(module), kept_generators():
+                return {"the output": module(inputs.clone())}
+
+        def control(learner: int = learner, weights: list[Tensor] = weights) -> dict[str, Tensor]:
+            with moved_weights(weights, bank.precision.compute):
+                bank.refresh_shadow(learner)
+                moved = values()
+            bank.refresh_shadow(learner)
+            return moved
+
+        found = furthest({"the output": outputs[learner - rows[0]]}, values(), control, bank.precision.compute)
+        if found is not None:
+            raise FusionError(f"its graph gives other numbers than the model itself ({found})")
+    return graph
 
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.executors.subarrays import groups_of
+from crossbow_py.engine.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.intra_op import intra_op_threads
@@ -152,7 +153,7 @@ class FusedPredictor(ProgramsPredictor):
         return 1
 
     def _graphs(self, inputs: Tensor) -> list[FusedGraph]:
-        return [FusedGraph(bank.template, inputs, bank, learners=group, training=False) for bank, group in self._groups]
+        return [trusted_outputs(bank, inputs, group) for bank, group in self._groups]
 
     def _prepared(self, inputs: Tensor) -> Forward:
         run = partial(self._all, self._graphs(inputs))
