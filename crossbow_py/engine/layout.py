@@ -165,7 +165,7 @@ class Rows:
             out, channels, height, width = block.shape
             k = len(lead)
             return view.view(*lead, out, height, width, channels).movedim(-1, k + 1)
-        return view.view(*lead, *block.shape)
+        return view.view((*lead, *block.shape))  # a tuple: a single value has no sizes
 
     def load(self, row: int, values: Mapping[str, Tensor]) -> None:
         """Copy tensors by name into a row; names the layout does not know are ignored.
