@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from crossbow_py.engine.fusion.registry import base_name
+from crossbow_py.engine.fusion.regions import is_followed, put_in_line
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.host_randomness import host_state, kept_host_state
@@ -58,10 +59,12 @@ def _export(
         raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]})") from error
     if draws:
         raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
+    put_in_line(program.graph_module)
     single_output(program)
-    writes_of(program)
     for node in program.graph.nodes:
         _check_operator(node)
+        _make_dense(node)
+    writes_of(program)
     return program
 
 
@@ -109,7 +112,25 @@ def writes_of(program: torch.export.ExportedProgram) -> dict[Node, Write]:
     inputs = {node: kinds[node.name] for node in program.graph.nodes if node.op == "placeholder"}
     buffers = {node for node, kind in inputs.items() if kind is InputKind.BUFFER}
     fixed = {node for node, kind in inputs.items() if kind not in (InputKind.BUFFER, InputKind.USER_INPUT)}
-    return find_writes(list(program.graph.nodes), buffers, fixed)
+    found = find_writes(list(program.graph.nodes), buffers, fixed)
+    for node in found:
+        _check_gradient(node)
+    return found
+
+
+def _check_gradient(node: Node) -> None:
+    """Refuse a write that changes a value and leaves its gradient as it was: rules make a new value instead."""
+    written = node.args[0]
+    if isinstance(written, Node) and written.op == "call_function" and is_followed(written) and not is_followed(node):
+        raise FusionError(f"it writes under torch.no_grad what was computed outside of it ({node.target})")
+
+
+def _make_dense(node: Node) -> None:
+    """Have gradients of embeddings made dense: the bank's rows are."""
+    if node.op == "call_function" and isinstance(node.target, OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        if "sparse" in names[: len(node.args)]:
+            node.update_arg(names.index("sparse"), False)
 
 
 def _check_operator(node: Node) -> None:

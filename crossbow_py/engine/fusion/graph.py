@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from torch.fx import Node
 
 from crossbow_py.engine.fusion import elementwise, layers, recurrent
 from crossbow_py.engine.fusion.export import constants_of, exported, first_names, single_output, writes_of
+from crossbow_py.engine.fusion.regions import modes_of
 from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
 from crossbow_py.engine.fusion.shortcuts import Shortcut, find_shortcuts, run_shortcut
 from crossbow_py.engine.fusion.steps import Copies, Step, free_after_use, resolve
@@ -184,7 +186,7 @@ class FusedGraph:
             may_write=write.may_write,
             must_write=write.must_write,
         )
-        return Step(node, call, node.args, node.kwargs, write.others)
+        return Step(node, call, node.args, node.kwargs, write.others, modes=modes_of(node))
 
     def _bind(self) -> Parameters:
         """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy.
@@ -225,8 +227,9 @@ class FusedGraph:
         for step in self._steps:
             args = [resolve(argument, values) for argument in step.arguments]
             kwargs = {name: resolve(value, values) for name, value in step.named.items()}
-            known = step.settled or step.is_unit
-            result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
+            with nullcontext() if step.modes is None else step.modes.entered():
+                known = step.settled or step.is_unit
+                result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
             values[step.node] = result
             for node in step.others:
                 values[node] = result
@@ -259,7 +262,9 @@ class FusedGraph:
 
     def _first(self, step: Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step for the first time, and find out whether its rule serves it."""
-        step.settled, step.rule = True, _choose(step.call, args, kwargs)
+        # Rules take other operators than the model's, which autocast may give other formats.
+        casts = step.modes is not None and bool(step.modes.autocast)
+        step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs)
         try:
             result = step.rule(step.call, args, kwargs)
             if step.rule is not loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
