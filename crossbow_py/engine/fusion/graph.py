@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from crossbow_py.engine.fusion import elementwise, layers, recurrent
+from crossbow_py.engine.fusion import draws, elementwise, layers, recurrent
 from crossbow_py.engine.fusion.export import constants_of, exported, first_names, single_output, writes_of
 from crossbow_py.engine.fusion.regions import modes_of
 from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
@@ -47,7 +47,7 @@ from crossbow_py.engine.replicas import ReplicaBank
 
 __all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
-_RULE_MODULES = (elementwise, layers, recurrent)  # imported for the rules they register
+_RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 # What rules raise for arguments they were not written for.
 _UNSERVED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
@@ -76,6 +76,7 @@ class FusedGraph:
         looped: operators without a rule, run learner by learner; known after the first run.
         notes: sentences for the user, on what runs slower than it might.
         written: parameters whose gradients the backward pass writes to the bank's rows, past autograd.
+        draws: whether a run takes numbers from the learners' generators.
         takes_channels: whether the inputs are best given in the memory order of CHANNELS.
         anchor: has to be among what autograd differentiates, so that it comes by all units.
 
@@ -109,6 +110,7 @@ class FusedGraph:
         }
         nodes = list(program.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
+        self.draws = any(draws.draws(node) for node in nodes)
         self._output = single_output(program)
         writes = writes_of(program)
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
@@ -322,7 +324,7 @@ def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Rule:
     pointwise = torch.Tag.pointwise in call.target.tags or name in elementwise.POINTWISE or two
     if name in RULES and not two and not call.must_write:
         return RULES[name]
-    return elementwise.pointwise if pointwise else loop
+    return elementwise.pointwise if pointwise and not _draws(call) else loop
 
 
 def _draws(call: Call) -> bool:
