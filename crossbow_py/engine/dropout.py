@@ -119,7 +119,7 @@ class MaskTape:
         return found.values
 
 
-class OwnDraws(TorchDispatchMode):
+class OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws everything that operators would take from torch's own generator from another: drop path, say.
 
     Numbers lie in a tensor as in a contiguous one, whatever its memory order, so that they are the same in every
@@ -130,7 +130,7 @@ class OwnDraws(TorchDispatchMode):
     """
 
     def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator, self.has_drawn = generator, False
 
     def __torch_dispatch__(
@@ -142,11 +142,11 @@ class OwnDraws(TorchDispatchMode):
         if own is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         self.has_drawn = True
-        first, given = args[0] if args else None, args
-        if isinstance(first, Tensor) and not first.is_contiguous():
-            given = (first.contiguous(), *args[1:])
-        found = own(*given, **kwargs, generator=self._generator)
-        return first.copy_(found) if func._schema.is_mutable and given is not args else found
+        named = {**kwargs, "generator": self._generator}
+        if not args or not isinstance(args[0], Tensor) or args[0].is_contiguous():
+            return own(*args, **named)
+        found = own(args[0].contiguous(), *args[1:], **named)
+        return args[0].copy_(found) if func._schema.is_mutable else found
 
 
 @cache

@@ -22,7 +22,9 @@ def draws(node: Node) -> bool:
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     place = _CHANCES.get(base_name(target))
-    return place is None or (len(node.args) > place and node.args[place] != 0) or bool(node.kwargs.get("dropout_p"))
+    if place is None:
+        return True
+    return bool(node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p"))
 
 
 @rule("dropout", "feature_dropout")

@@ -15,7 +15,9 @@ def calls(node: Node, name: str, overload: str | None = None) -> bool:
     One in a block with modes of its own is never taken for another's part.
     """
     target = node.target
-    if modes_of(node) is not None or node.op != "call_function" or not isinstance(target, OpOverload) or base_name(target) != name:
+    if node.op != "call_function" or not isinstance(target, OpOverload) or base_name(target) != name:
+        return False
+    if modes_of(node) is not None:
         return False
     return overload is None or target._overloadname == overload
 

@@ -1,7 +1,7 @@
 """Blocks of a forward under `torch.no_grad()` or `torch.autocast()`.
 
-torch.export makes one operator of each block, which holds the block's graph. Here the nodes of that graph are put back in
-line, and every node remembers the modes it runs in.
+torch.export makes one operator of each block, which holds the block's graph. Here the nodes of that graph are put back
+in line, and every node remembers the modes it runs in.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -80,11 +81,12 @@ def _kind(node: Node) -> str | None:
 
 def _check_splits(blocks: list[Node]) -> None:
     """torch 2.13 splits an autocast block where grad mode changes inside it, and then forgets that it changes."""
-    for first, second in zip(blocks, blocks[1:], strict=False):
+    for first, second in pairwise(blocks):
         if _kind(first) == _kind(second) == _AUTOCAST and first.args[:4] == second.args[:4] and _meet(first, second):
             raise FusionError(
                 "it switches gradients on or off inside torch.autocast, which torch.export loses; put torch.autocast "
-                "inside torch.no_grad"
+                "inside torch.no_grad",
+                second,
             )
 
 
@@ -121,9 +123,9 @@ def _copy(inner: Graph, block: Node, operands: tuple[object, ...]) -> list[Node]
     with block.graph.inserting_before(block):
         for node in own:
             if node.op == "call_function":
-                values[node] = copied = block.graph.node_copy(node, lambda each: values[each])  # type: ignore[return-value]
+                values[node] = copied = block.graph.node_copy(node, lambda each: values[each])
                 copied.meta[_MODES] = _inside(block, modes_of(node))
-    return [values[node] for node in inner.output_node().args[0]]  # type: ignore[misc, union-attr, index]
+    return [values[node] for node in inner.output_node().args[0]]  # type: ignore[union-attr]
 
 
 def _inside(block: Node, own: Modes | None) -> Modes:

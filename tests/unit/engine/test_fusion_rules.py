@@ -115,7 +115,12 @@ CASES: dict[str, Case] = {
     ),
     "advanced index": Case(lambda x, w, m: x[:, torch.tensor([1, 0]), torch.tensor([2, 2])]),
     "advanced index of dimensions apart": Case(lambda x, w, m: x[torch.tensor([1, 0]), :, torch.tensor([[2], [1]])]),
-    "advanced index of rows": Case(lambda x, w, m: (w * 2)[m.index] * x, w=(5, 6), x=SEQUENCE, parts=lambda: {"index": INDEX[[0, 1, 2, 3, 0, 1, 2, 3]]}),
+    "advanced index of rows": Case(
+        lambda x, w, m: (w * 2)[m.index] * x,
+        w=(5, 6),
+        x=SEQUENCE,
+        parts=lambda: {"index": INDEX.repeat(2)},
+    ),
     "advanced index by own values": Case(lambda x, w, m: x[torch.arange(B), x.mean((2, 3)).argmax(1)]),
     "advanced index by own values, last": Case(lambda x, w, m: x[..., x.mean((1, 2)).argmax(-1)]),
     "unbind": Case(lambda x, w, m: pairwise(x.unbind(0)[1], x.unbind(-1)[0])),
@@ -314,7 +319,10 @@ CASES: dict[str, Case] = {
         lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w, sparse=True), x=ROWS, w=(5, 2)
     ),
     "bag of embeddings with a sparse gradient": Case(
-        lambda x, w, m: functional.embedding_bag((x.abs() * 9).long() % 5, w, sparse=True), x=ROWS, w=(5, 2), looped=True
+        lambda x, w, m: functional.embedding_bag((x.abs() * 9).long() % 5, w, sparse=True),
+        x=ROWS,
+        w=(5, 2),
+        looped=True,
     ),
     "zeros like it": Case(lambda x, w, m: torch.zeros_like(x).add_(x) + x.new_ones(6) + torch.full_like(x, 2.0)),
     "without a gradient": Case(lambda x, w, m: x * _without_gradient(x * w)),
