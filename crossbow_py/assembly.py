@@ -161,7 +161,7 @@ def _train_feed(
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
     batch = feed.first_samples(min(2, settings.batch_size))
-    needs = (loss, *count_classes(data, loss), settings.label_smoothing)
+    needs = (loss, *count_classes(data, loss), settings.label_smoothing, settings.compile_model)
     try:
         return choices, feed, batch, probe(template, choices.precision, batch, *needs)
     except UserError as error:

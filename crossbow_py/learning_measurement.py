@@ -219,7 +219,7 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return torch.cat([tensor.to_dense().reshape(-1) for tensor in tensors])
 
 
 def _squared(vector: Tensor) -> float:

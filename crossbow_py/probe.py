@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.agreement import furthest, gradients_of, kept_buffers, move, moved_weights, projection
-from crossbow_py.engine.dropout import replace_dropout, without_dropout
+from crossbow_py.engine.dropout import OwnDraws, replace_dropout, without_dropout
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
@@ -36,6 +37,7 @@ def probe(
     num_classes: int | None,
     exact: bool = True,
     label_smoothing: float = 0.0,
+    compile_model: bool = False,
 ) -> list[str]:
     """Run one small training batch through a copy of the model; returns warnings.
 
@@ -43,18 +45,22 @@ def probe(
         num_classes: the width the output must have; None when the data does not say.
         exact: whether more outputs than classes are refused too.
         label_smoothing: with more than 0 the loss is cross-entropy with a class for each sample.
+        compile_model: whether the model will be compiled.
 
     Raises:
         UserError: the model, its output or the loss does not fit the data.
     """
     model = _runnable(template, precision).train()
-    replace_dropout(model, torch.Generator(batch.inputs.device))
+    device = batch.inputs.device
+    replace_dropout(model, torch.Generator(device))
+    own = device.type == "cpu" and not compile_model  # learners draw as `RoundTasks` says
     buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng():
-            before = _generator_state(batch.inputs.device)
-            output = model(batch.inputs)
-            draws = not torch.equal(before, _generator_state(batch.inputs.device))
+            before = _generator_state(device)
+            with OwnDraws(torch.Generator()) if own else nullcontext():
+                output = model(batch.inputs)
+            draws = not torch.equal(before, _generator_state(device))
     except Exception as error:
         raise _unfit("training", batch.inputs, error) from error
     _check_output(output, batch.targets, num_classes, exact)

@@ -1,4 +1,4 @@
-"""Dropout that draws from its learner's own stream of numbers.
+"""Dropout, and whatever else a forward draws, from its learner's own stream of numbers.
 
 Masks follow from (seed, round, learner) alone, so threads, resumes and executors see the same masks, and no
 generator state has to be saved. They are drawn where a pass needs them, or ahead of it, on a `MaskTape`.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Shape of the mask for an input [B, C, ...]: whole channels for the N-d kinds, single values for nn.Dropout.
 _KINDS: dict[type[nn.Module], bool] = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
@@ -114,6 +117,50 @@ class MaskTape:
             raise RuntimeError("dropout takes masks of other shapes than in the rounds before")
         self._position += 1
         return found.values
+
+
+class OwnDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws everything that operators would take from torch's own generator from another: drop path, say.
+
+    Numbers lie in a tensor as in a contiguous one, whatever its memory order, so that they are the same in every
+    executor. What has no generator to be given draws as it would without. For one thread.
+
+    Attributes:
+        has_drawn: whether anything was drawn.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator, self.has_drawn = generator, False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, with the generator where it can be given one."""
+        kwargs = kwargs or {}
+        own = _with_generator(func)
+        if own is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self.has_drawn = True
+        named = {**kwargs, "generator": self._generator}
+        if not args or not isinstance(args[0], Tensor) or args[0].is_contiguous():
+            return own(*args, **named)
+        found = own(args[0].contiguous(), *args[1:], **named)
+        return args[0].copy_(found) if func._schema.is_mutable else found
+
+
+@cache
+def _with_generator(func: OpOverload) -> OpOverload | None:
+    """The overload of a random operator that takes a generator besides; None where there is none."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    if "generator" in names:
+        return func
+    packet = func.overloadpacket
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    wanted = {*names, "generator"}
+    return next((own for own in overloads if {each.name for each in own._schema.arguments} == wanted), None)
 
 
 def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:

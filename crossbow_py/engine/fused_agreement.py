@@ -29,9 +29,11 @@ from crossbow_py.engine.agreement import (
     kept_buffers,
     move,
     moved_weights,
+    projection,
     python_state,
     values_of,
 )
+from crossbow_py.engine.dropout import OwnDraws
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.fusion.export import exported
 from crossbow_py.engine.fusion.graph import FusedGraph
@@ -205,12 +207,12 @@ class _Pair:
 
     def examine(self) -> str | None:
         """Return what a graph cannot have and the first learner's module shows; None when there is nothing."""
-        module, batch = self._bank.module(0), self._batches[0]
+        module = self._bank.module(0)
         before = python_state(module)
         self._seed()
         with kept_buffers(module):
             with HookWatch() as watch:
-                loss = self._loss(0)(module(batch.inputs))
+                loss = self._own_loss(0)
             if watch.places:
                 return f"it hooks its gradients at {watch.places[0]}, and a graph calls no hooks"
             self._customs = custom_backwards(loss)
@@ -238,13 +240,21 @@ class _Pair:
     def _alone(self, learner: int) -> dict[str, Tensor]:
         """What a learner's module gives on its batch."""
         self._seed()
-        module, batch = self._bank.module(learner), self._batches[learner]
+        module = self._bank.module(learner)
         with kept_buffers(module):
-            return gradients_of(self._loss(learner)(module(batch.inputs)), module, self._names)
+            return gradients_of(self._own_loss(learner), module, self._names)
 
-    def _loss(self, learner: int) -> Any:
-        targets = self._batches[learner].targets
-        return lambda output: self._tasks.loss(output.to(self._precision.master), targets)
+    def _own_loss(self, learner: int) -> Tensor:
+        """The loss of a learner's module on its batch; of one that draws numbers, which have an order, another."""
+        batch = self._batches[learner]
+        with OwnDraws(self._bank.generators[learner]):
+            output = self._bank.module(learner)(batch.inputs).to(self._precision.master)
+        before = torch.random.get_rng_state()
+        loss = self._tasks.loss(output, batch.targets)
+        if torch.equal(before, torch.random.get_rng_state()):
+            return loss
+        self._tasks.loss = lambda output, targets: projection(output)
+        return projection(output)
 
     def together(self, kernels: bool) -> list[dict[str, Tensor]]:
         """What the fused pass gives for both; where they share batches each is taken from a pass on its own batch."""

@@ -47,7 +47,7 @@ class FusedDeviceTasks(RoundValues):
     def load(self, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
         """As `DeviceTasks.load`, for every learner."""
         bank, rates = self.tasks.bank, plan.learning_rates[self.learners.start : self.learners.stop]
-        if bank.has_dropout:
+        if self._pass.graph.draws:
             for learner in self.learners:
                 self._seed(learner, plan)
             if masks_ahead:

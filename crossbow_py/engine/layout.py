@@ -165,7 +165,7 @@ class Rows:
             out, channels, height, width = block.shape
             k = len(lead)
             return view.view(*lead, out, height, width, channels).movedim(-1, k + 1)
-        return view.view(*lead, *block.shape)
+        return view.view((*lead, *block.shape))  # a tuple: a single value has no sizes
 
     def load(self, row: int, values: Mapping[str, Tensor]) -> None:
         """Copy tensors by name into a row; names the layout does not know are ignored.
@@ -233,7 +233,11 @@ def buffer_layout(module: nn.Module) -> Layout:
 
 
 def copy_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their views, but for those that are there already; a missing one is zero."""
+    """Copy gradients to their views, but for those that are there already; a missing one is zero.
+
+    Those of `nn.Embedding(sparse=True)` are sparse, and become dense.
+    """
+    gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
     pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not view]
     present = [(view, gradient) for view, gradient in pairs if gradient is not None]
     if present:

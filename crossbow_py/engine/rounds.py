@@ -18,7 +18,7 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.compiled import CompiledModels, Model
-from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.layout import TrainedRow
@@ -117,6 +117,7 @@ class RoundTasks:
     ) -> None:
         self._compiled = CompiledModels() if compile_model else None
         self._summed_rows: list[TrainedRow] = []
+        self._without_draws: set[int] = set()  # learners whose models draw in dropout modules alone
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
 
@@ -147,15 +148,32 @@ class RoundTasks:
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
         bank = self.bank
-        if bank.has_dropout:
+        if bank.has_dropout or self._may_draw(learner):
             self.seed_dropout(learner, outcome.plan)
         batch = self.feed.batch(outcome.plan.starts[learner])
-        output = self.model(learner)(batch.inputs).to(bank.precision.master)
+        output = self._outputs(learner, batch.inputs).to(bank.precision.master)
         loss = self.loss_of(learner, output, batch.targets)
         parameters = bank.trained_parameters(learner)
         bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
         outcome.num_correct[learner] = count_correct(output.detach(), batch.targets)
+
+    def _may_draw(self, learner: int) -> bool:
+        """Whether the learner's model may draw outside dropout modules: its first pass shows it.
+
+        On CUDA and in compiled models numbers come from torch's own generator.
+        """
+        return self.bank.device.type == "cpu" and self._compiled is None and learner not in self._without_draws
+
+    def _outputs(self, learner: int, inputs: Tensor) -> Tensor:
+        """The learner's outputs. All random numbers are its own."""
+        if not self._may_draw(learner):
+            return self.model(learner)(inputs)
+        with OwnDraws(self.bank.generators[learner]) as draws:
+            outputs = self.model(learner)(inputs)
+        if not draws.has_drawn:
+            self._without_draws.add(learner)
+        return outputs
 
     def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
         """The learner's own loss on a batch, a mean."""

@@ -126,8 +126,9 @@ def test_probe_changes_neither_the_model_nor_torchs_generator():
     assert isinstance(model[3], nn.Dropout2d)
 
 
-def test_probe_warns_about_random_numbers_outside_of_dropout_modules():
-    (warning,) = probe(FunctionalDropout(), FP32, BATCH, cross_entropy, 3)
+def test_probe_warns_about_random_numbers_that_a_compiled_model_draws_outside_of_dropout_modules():
+    assert probe(FunctionalDropout(), FP32, BATCH, cross_entropy, 3) == []
+    (warning,) = probe(FunctionalDropout(), FP32, BATCH, cross_entropy, 3, compile_model=True)
     assert "draws random numbers outside nn.Dropout modules" in warning
     assert "will not repeat or resume bit for bit" in warning
 

@@ -299,10 +299,10 @@ def test_output_dir_that_cannot_be_written_is_refused(tmp_path):
         make_trainer(output_dir=tmp_path / "file" / "run").fit(max_epochs=1)
 
 
-def test_random_numbers_outside_of_dropout_modules_are_warned_about_once():
+def test_random_numbers_that_are_asked_of_torchs_own_generator_are_warned_about_once():
     class Functional(nn.Linear):
         def forward(self, inputs):
-            return nn.functional.dropout(super().forward(inputs), 0.1, self.training)
+            return super().forward(inputs + torch.rand(4, generator=torch.default_generator))
 
     recorder = Recorder()
     trainer = make_trainer(model=lambda: Functional(4, 3), callbacks=[recorder])

@@ -220,7 +220,7 @@ class FusedExecutor(Executor):
     def _learn(self, outcome: RoundOutcome) -> Sequence[Tensor | None]:
         """Gradients `[K, *shape]` of all learners; losses and correct predictions to the outcome."""
         bank, plan = self.tasks.bank, outcome.plan
-        for learner in range(bank.num_learners) if bank.has_dropout else ():
+        for learner in range(bank.num_learners) if self._pass.graph.draws else ():
             self.tasks.seed_dropout(learner, plan)
         learned = self._pass.learn(self._pass.batch(plan), self._pass.shares(plan))
         outcome.losses = learned.losses.tolist()  # host–device synchronisation on CUDA

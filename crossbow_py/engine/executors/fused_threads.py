@@ -50,7 +50,7 @@ class FusedThreadsExecutor(ThreadsExecutor):
 
     def _learn(self, fused: FusedPass, outcome: RoundOutcome) -> None:
         bank, plan = self.tasks.bank, outcome.plan
-        for learner in fused.learners if bank.has_dropout else ():
+        for learner in fused.learners if fused.graph.draws else ():
             self.tasks.seed_dropout(learner, plan)
         learned = fused.learn(fused.batch(plan), fused.shares(plan))
         self._pass_notes.read(fused)

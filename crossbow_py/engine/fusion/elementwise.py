@@ -165,6 +165,29 @@ def index_select(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     return Fused(stack(own, call.num_learners).index_select(dim + 1 if dim >= 0 else dim, index.tensor), Layout.STACK)
 
 
+@rule("index")
+def index(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Dimensions with an index come first; learners with indices of their own are one index more."""
+    own, given = stack(args[0], call.num_learners), args[1]
+    dims = [dim for dim, each in enumerate(given) if each is not None]
+    indices = [given[dim] for dim in dims]
+    if any(each.tensor.dtype in (torch.bool, torch.uint8) for each in indices):
+        raise NotFusedError
+    rank = max(rank_of(each) for each in indices)
+    first: list[Tensor | None] = [None]
+    if any(each.layout is not Layout.SHARED for each in indices):
+        learners = torch.arange(call.num_learners, device=own.device)
+        first = [learners.view(-1, *(1,) * rank)]
+        tensors = [with_rank(stack(each, call.num_learners), rank) for each in indices]
+    else:
+        tensors = [each.tensor for each in indices]
+    moved = own.movedim([dim + 1 for dim in dims], list(range(1, len(dims) + 1)))
+    found = torch.ops.aten.index.Tensor(moved, [*first, *tensors])
+    if dims[-1] - dims[0] == len(dims) - 1:  # neighbours: what is found takes their place
+        found = found.movedim(list(range(1, rank + 1)), list(range(dims[0] + 1, dims[0] + rank + 1)))
+    return Fused(found, Layout.STACK)
+
+
 @rule("contiguous", "alias", "lift_fresh_copy")
 def unchanged(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Memory formats are the layouts' own business."""

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from crossbow_py.engine.fusion.places import line_of_failure
+from crossbow_py.engine.fusion.regions import is_followed, put_in_line
 from crossbow_py.engine.fusion.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.precision import Precision, cast_module
@@ -55,13 +58,19 @@ def _export(
             draws = before != host_state()
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]})") from error
+        if isinstance(error, GuardOnDataDependentSymNode):
+            reason = "Python asks for the value of a tensor"
+        raise FusionError(f"torch.export cannot capture it ({reason.strip()[:160]}){line_of_failure(error)}") from error
     if draws:
         raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
+    put_in_line(program.graph_module)
+    for node in list(program.graph.nodes):
+        _write_afterwards(node)
     single_output(program)
-    writes_of(program)
     for node in program.graph.nodes:
         _check_operator(node)
+        _make_dense(node)
+    writes_of(program)
     return program
 
 
@@ -109,7 +118,44 @@ def writes_of(program: torch.export.ExportedProgram) -> dict[Node, Write]:
     inputs = {node: kinds[node.name] for node in program.graph.nodes if node.op == "placeholder"}
     buffers = {node for node, kind in inputs.items() if kind is InputKind.BUFFER}
     fixed = {node for node, kind in inputs.items() if kind not in (InputKind.BUFFER, InputKind.USER_INPUT)}
-    return find_writes(list(program.graph.nodes), buffers, fixed)
+    found = find_writes(list(program.graph.nodes), buffers, fixed)
+    for node in found:
+        _check_gradient(node)
+    return found
+
+
+def _check_gradient(node: Node) -> None:
+    """Refuse a write that changes a value and leaves its gradient as it was: rules make a new value instead."""
+    written = node.args[0]
+    if isinstance(written, Node) and written.op == "call_function" and is_followed(written) and not is_followed(node):
+        raise FusionError(f"it writes under torch.no_grad what was computed outside of it ({node.target})", node)
+
+
+def _write_afterwards(node: Node) -> None:
+    """Make two of an operator that writes to its argument `out`: what it computes, and the writing."""
+    out = node.kwargs.get("out")
+    if not isinstance(node.target, OpOverload) or not isinstance(out, Node):
+        return
+    arguments = [(each.name, str(each.type)) for each in node.target._schema.arguments if each.name != "out"]
+    overloads = [getattr(node.target.overloadpacket, name) for name in node.target.overloadpacket.overloads()]
+    plain = [o for o in overloads if [(each.name, str(each.type)) for each in o._schema.arguments] == arguments]
+    if not plain:
+        return
+    named = {name: value for name, value in node.kwargs.items() if name != "out"}
+    with node.graph.inserting_before(node):
+        computed = node.graph.call_function(plain[0], node.args, named)
+        written = node.graph.call_function(torch.ops.aten.copy_.default, (out, computed))
+    computed.meta, written.meta = dict(node.meta), dict(node.meta)
+    node.replace_all_uses_with(written)
+    node.graph.erase_node(node)
+
+
+def _make_dense(node: Node) -> None:
+    """Have gradients of embeddings made dense: the bank's rows are."""
+    if node.op == "call_function" and isinstance(node.target, OpOverload):
+        names = [argument.name for argument in node.target._schema.arguments]
+        if "sparse" in names[: len(node.args)]:
+            node.update_arg(names.index("sparse"), False)
 
 
 def _check_operator(node: Node) -> None:
@@ -118,9 +164,11 @@ def _check_operator(node: Node) -> None:
     if node.op != "call_function" or target is operator.getitem:
         return
     if not isinstance(target, OpOverload):
-        raise FusionError(f"its graph holds {getattr(target, '__name__', target)}, which is no operator")
+        raise FusionError(f"its graph holds {getattr(target, '__name__', target)}, which is no operator", node)
     name = base_name(target)
     if value is not None and not isinstance(value, Tensor | list | tuple):
-        raise FusionError(f"it makes a number of a tensor ({name}), and learners may have different ones")
+        raise FusionError(f"it makes a number of a tensor ({name}), and learners may have different ones", node)
+    if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+        raise FusionError(f"a shape depends on values ({name}), and learners may have different ones", node)
     if name.startswith("as_strided"):
-        raise FusionError(f"it looks into memory ({name}), which learners share")
+        raise FusionError(f"it looks into memory ({name}), which learners share", node)

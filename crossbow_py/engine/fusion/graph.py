@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from crossbow_py.engine.fusion import elementwise, layers, recurrent
+from crossbow_py.engine.fusion import draws, elementwise, layers, recurrent
 from crossbow_py.engine.fusion.export import constants_of, exported, first_names, single_output, writes_of
+from crossbow_py.engine.fusion.regions import modes_of
 from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
 from crossbow_py.engine.fusion.shortcuts import Shortcut, find_shortcuts, run_shortcut
 from crossbow_py.engine.fusion.steps import Copies, Step, free_after_use, resolve
@@ -45,7 +47,7 @@ from crossbow_py.engine.replicas import ReplicaBank
 
 __all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
-_RULE_MODULES = (elementwise, layers, recurrent)  # imported for the rules they register
+_RULE_MODULES = (draws, elementwise, layers, recurrent)  # imported for the rules they register
 _ASSERTIONS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")
 # What rules raise for arguments they were not written for.
 _UNSERVED = (NotFusedError, RuntimeError, AttributeError, TypeError, LookupError, ValueError, StopIteration)
@@ -75,6 +77,7 @@ class FusedGraph:
         looped: operators without a rule, run learner by learner; known after the first run.
         notes: sentences for the user, on what runs slower than it might.
         written: parameters whose gradients the backward pass writes to the bank's rows, past autograd.
+        draws: whether a run takes numbers from the learners' generators.
         takes_channels: whether the inputs are best given in the memory order of CHANNELS.
         anchor: has to be among what autograd differentiates, so that it comes by all units.
 
@@ -110,6 +113,7 @@ class FusedGraph:
         }
         nodes = list(program.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
+        self.draws = any(draws.draws(node) for node in nodes)
         self._output = single_output(program)
         writes = writes_of(program)
         self._written = {node.args[0] for node, write in writes.items() if write.must_write}
@@ -187,7 +191,7 @@ class FusedGraph:
             may_write=write.may_write,
             must_write=write.must_write,
         )
-        return Step(node, call, node.args, node.kwargs, write.others)
+        return Step(node, call, node.args, node.kwargs, write.others, modes=modes_of(node))
 
     def _bind(self) -> Parameters:
         """Leaves over the bank's rows: they share the rows' memory, so that updates are seen without a copy.
@@ -228,8 +232,9 @@ class FusedGraph:
         for step in self._steps:
             args = [resolve(argument, values) for argument in step.arguments]
             kwargs = {name: resolve(value, values) for name, value in step.named.items()}
-            known = step.settled or step.is_unit
-            result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
+            with nullcontext() if step.modes is None else step.modes.entered():
+                known = step.settled or step.is_unit
+                result = step.rule(step.call, args, kwargs) if known else self._first(step, args, kwargs)
             values[step.node] = result
             for node in step.others:
                 values[node] = result
@@ -262,7 +267,9 @@ class FusedGraph:
 
     def _first(self, step: Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step for the first time, and find out whether its rule serves it."""
-        step.settled, step.rule = True, _choose(step.call, args, kwargs, self._fuses)
+        # Rules take other operators than the model's, which autocast may give other formats.
+        casts = step.modes is not None and bool(step.modes.autocast)
+        step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs, self._fuses)
         try:
             result = step.rule(step.call, args, kwargs)
             if step.rule is not loop and not _fits(result, step.node.meta.get("val"), step.call.num_learners):
@@ -322,7 +329,7 @@ def _choose(call: Call, args: list[Any], kwargs: Mapping[str, Any], fuses: bool)
     pointwise = torch.Tag.pointwise in call.target.tags or name in elementwise.POINTWISE or two
     if name in RULES and not two and not call.must_write:
         return RULES[name]
-    return elementwise.pointwise if pointwise else loop
+    return elementwise.pointwise if pointwise and not _draws(call) else loop
 
 
 def _draws(call: Call) -> bool:

@@ -126,6 +126,16 @@ class _BatchedLinear(torch.autograd.Function):
         )
 
 
+@rule("addmm", "baddbmm")
+def product_and_sum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A batched product of all learners, with what is added."""
+    assert call.shape is not None, "a product is a tensor"
+    shift, left, right = (with_rank(stack(value, call.num_learners), len(call.shape)) for value in args)
+    whole = shift.expand(call.num_learners, *call.shape)
+    found = torch.baddbmm(*(value.flatten(0, -3) for value in (whole, left, right)), **kwargs)
+    return Fused(found.view(call.num_learners, *call.shape), Layout.STACK)
+
+
 @rule("matmul", "mm", "bmm")
 def matmul(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """A batched product with one more batch dimension. Vectors are left to the loop."""
@@ -156,7 +166,7 @@ def einsum(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
 def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """One table of K·V rows; learner j's indices begin at j·V."""
     named = arguments_by_name(call, args, kwargs)
-    if named["padding_idx"] != -1 or named["sparse"] or named["weight"].layout is Layout.SHARED:
+    if named["weight"].layout is Layout.SHARED:
         raise NotFusedError
     table, indices = stack(named["weight"], call.num_learners), stack(named["indices"], call.num_learners)
     # Beyond a learner's own table lies its neighbour's. On CUDA the check is made on the device, without a wait.
@@ -168,15 +178,17 @@ def embedding(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         table.flatten(0, 1),
         scale_grad_by_freq=named["scale_grad_by_freq"],
     )
+    if named["padding_idx"] >= 0:  # a row that is read and never learned
+        found = torch.where((indices == named["padding_idx"]).unsqueeze(-1), found.detach(), found)
     return Fused(found, Layout.STACK)
 
 
 @rule("scaled_dot_product_attention")
 def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Learners are more of the batch. Dropout inside attention draws from torch's generator: left to the loop."""
+    """Learners are more of the batch. With dropout, as torch does it on a CPU, by masks of each learner's own."""
     named = arguments_by_name(call, args, kwargs)
-    mask = named["attn_mask"]
-    if named["dropout_p"] or rank_of(named["query"]) < 3:
+    mask, p = named["attn_mask"], named["dropout_p"]
+    if rank_of(named["query"]) < 3 or p == 1 or (named["scale"] or 1) < 0:
         raise NotFusedError
     if mask is not None and (mask.layout is not Layout.SHARED or mask.tensor.ndim > 2):
         batched = with_rank(stack(mask, call.num_learners), rank_of(named["query"]))
@@ -186,7 +198,28 @@ def attention(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         named["attn_mask"] = mask.tensor
     for name in ("query", "key", "value"):
         named[name] = stack(named[name], call.num_learners).flatten(0, 1)
-    return Fused(apart(run(call.target, named), 0, call.num_learners), Layout.STACK)
+    if p == 0:
+        return Fused(apart(run(call.target, named), 0, call.num_learners), Layout.STACK)
+    query = apart(named["query"], 0, call.num_learners)
+    shape, generators = (*query.shape[1:-1], named["key"].shape[-2]), call.generators[: call.num_learners]
+    kept = take_masks(shape, [p] * call.num_learners, generators, query)
+    return Fused(apart(_attention_with_dropout(named, kept.flatten(0, 1)), 0, call.num_learners), Layout.STACK)
+
+
+def _attention_with_dropout(named: Mapping[str, Any], kept: Tensor) -> Tensor:
+    """softmax(q·kᵀ·scale + mask)·kept·v, in the order in which torch does it on a CPU."""
+    query, key, value, mask = (named[name] for name in ("query", "key", "value", "attn_mask"))
+    if named["enable_gqa"]:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    root = (query.shape[-1] ** -0.5 if named["scale"] is None else named["scale"]) ** 0.5
+    scores = (query * root) @ (key * root).transpose(-2, -1)
+    if named["is_causal"]:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    weights = torch.ops.aten._safe_softmax(scores, -1)  # zeros where all is masked
+    result: Tensor = (weights * kept) @ value
+    return result
 
 
 def _batch(value: Fused, num_learners: int) -> int:
@@ -229,21 +262,3 @@ def prelu(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     values = channels(own, call.num_learners)
     each = stack(slopes, call.num_learners).expand(-1, values.shape[1] // call.num_learners)
     return Fused(call.target(values, each.flatten(0, 1)), Layout.CHANNELS)
-
-
-@rule("dropout", "feature_dropout")
-def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A mask of each learner's own, of those `engine.dropout.CounterDropout` would take."""
-    named = arguments_by_name(call, args, kwargs)
-    own, p = named["input"], named["p"]
-    assert call.shape is not None, "dropout gives a tensor"
-    if not named["train"] or p == 0:
-        return own
-    whole_channels = "feature" in str(call.target)
-    shape = (*call.shape[:2], *(1,) * (len(call.shape) - 2)) if whole_channels else call.shape
-    rates = (call.dropout_rates[learner] for learner in call.learners)
-    own_p = [p if rate is None else rate for rate in rates]
-    mask = take_masks(shape, own_p, call.generators[: call.num_learners], own.tensor)
-    if own.layout is Layout.CHANNELS:
-        return Fused(own.tensor * channels(Fused(mask, Layout.STACK), call.num_learners), Layout.CHANNELS)
-    return Fused(stack(own, call.num_learners) * mask, Layout.STACK)

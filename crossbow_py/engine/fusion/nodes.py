@@ -5,13 +5,19 @@ from __future__ import annotations
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from crossbow_py.engine.fusion.regions import modes_of
 from crossbow_py.engine.fusion.registry import base_name
 
 
 def calls(node: Node, name: str, overload: str | None = None) -> bool:
-    """Whether a node calls the operator of that name, in place or not; by default whatever its overload."""
+    """Whether a node calls the operator of that name, in place or not; by default whatever its overload.
+
+    One in a block with modes of its own is never taken for another's part.
+    """
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload) or base_name(target) != name:
+        return False
+    if modes_of(node) is not None:
         return False
     return overload is None or target._overloadname == overload
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from crossbow_py.engine.dropout import OwnDraws
 from crossbow_py.engine.fusion.values import of_learner, stacked_results
 
 
@@ -39,6 +41,12 @@ class Call:
     learners: range
     may_write: bool = False
     must_write: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether the operator may draw from the learners' generators; on CUDA it draws from torch's own in a loop."""
+        seeded = torch.Tag.nondeterministic_seeded in self.target.tags
+        return seeded and self.generators[0].device.type == "cpu"
 
     @property
     def functional(self) -> OpOverload:
@@ -124,5 +132,6 @@ def loop(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         named = {name: of_learner(value, learner, call.num_learners) for name, value in kwargs.items()}
         if is_view(call.target):  # what is a view of one learner's tensor need not be one of its part of all
             own[0] = own[0].contiguous()
-        results.append(call.perform(own, named))
+        with OwnDraws(call.generators[learner]) if call.draws else nullcontext():
+            results.append(call.perform(own, named))
     return args[0] if call.must_write else stacked_results(results)

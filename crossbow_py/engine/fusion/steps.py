@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from crossbow_py.engine.fusion.regions import Modes
 from crossbow_py.engine.fusion.registry import Call, Rule, loop
 from crossbow_py.engine.fusion.values import Fused
 
@@ -24,6 +25,7 @@ class Step:
         rule: what runs it.
         settled: whether the rule is known to serve.
         is_unit: whether it runs several nodes, by a rule that is settled from the beginning.
+        modes: of the blocks of the model's forward that the node is in.
         finished: nodes whose values nobody needs afterwards.
     """
 
@@ -35,6 +37,7 @@ class Step:
     rule: Rule = loop
     settled: bool = False
     is_unit: bool = False
+    modes: Modes | None = None
     finished: list[Node] = field(default_factory=list)
 
     @property

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch._ops import OpOverload
 from torch.fx import Node
 
+from crossbow_py.engine.fusion.places import line_of
 from crossbow_py.engine.fusion.registry import base_name, is_in_place
 from crossbow_py.errors import CrossbowError
 
@@ -22,7 +23,15 @@ _RETURNS_ITS_INPUT = ("type_as", "dropout", "feature_dropout")  # some of them s
 
 
 class FusionError(CrossbowError):
-    """A model cannot run fused; the message says why, as half a sentence."""
+    """A model cannot run fused; the message says why, as half a sentence, and names the line of the model's code.
+
+    Args:
+        reason: half a sentence.
+        node: of the exported graph, that the reason is about.
+    """
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason if node is None else f"{reason}{line_of(node)}")
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,11 @@ def find_writes(nodes: Sequence[Node], buffers: Collection[Node], fixed: Collect
             continue
         written = node.args[0] if node.args else None
         if not is_in_place(target) or not isinstance(written, Node):
-            raise FusionError(f"it writes to several tensors in one operator ({target._schema.name})")
+            raise FusionError(f"it writes to several tensors in one operator ({target._schema.name})", node)
         now, tensor = position[node], _tensor(written)
         together = [other for other in nodes[:now] if memory[other] is memory[written] and last[other] > now]
         if any(_tensor(other) is not tensor for other in together):
-            raise FusionError(f"it writes through a view ({base_name(target)}_)")
+            raise FusionError(f"it writes through a view ({base_name(target)}_)", node)
         _check_target(node, memory[written], tensor, buffers, fixed)
         found[node] = Write(
             others=tuple(together),
@@ -80,9 +89,9 @@ def find_writes(nodes: Sequence[Node], buffers: Collection[Node], fixed: Collect
 
 def _check_target(node: Node, base: Node, tensor: Node, buffers: Collection[Node], fixed: Collection[Node]) -> None:
     if base in fixed:
-        raise FusionError(f"it writes to {base.name}, which is no buffer")
+        raise FusionError(f"it writes to {base.name}, which is no buffer", node)
     if base in buffers and tensor is not base:
-        raise FusionError(f"it writes through a view of a buffer ({node.target})")
+        raise FusionError(f"it writes through a view of a buffer ({node.target})", node)
 
 
 def _tensor(node: Node) -> Node:

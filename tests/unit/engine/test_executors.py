@@ -55,6 +55,63 @@ def test_fused_threads_after_twenty_rounds_in_float64_equal_serial(optimizer, nu
     assert_learners_equal(grouped.bank, serial.bank)
 
 
+class Temperature(nn.Module):
+    """A single value as a parameter, as CLIP's `logit_scale`, and as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = linear_model(), nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("seen", torch.tensor(1.0, dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen.mul_(0.9)
+        return self.layer(x) * self.scale.exp() * self.seen
+
+
+class SparseEmbedding(nn.Module):
+    """Gradients of which most rows are zero, and not stored."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.bag = nn.Embedding(11, 3, sparse=True, padding_idx=2), nn.EmbeddingBag(11, 3, sparse=True)
+
+    def forward(self, tokens):
+        return self.embedding(tokens).mean(1) + self.bag(tokens)
+
+
+TOKENS = torch.arange(48 * 5).view(48, 5) % 11, torch.arange(48) % 3
+
+
+@pytest.mark.parametrize(("network", "data"), [(Temperature, features(48)), (SparseEmbedding, TOKENS)])
+@pytest.mark.parametrize("optimizer", [SGD(weight_decay=1e-3), AdamW()])
+def test_single_values_and_sparse_gradients_train_as_in_a_plain_loop_on_every_executor(
+    network, data, optimizer, two_cores
+):
+    serial = make_tasks(network, data=data, num_learners=1, rule=Independent(), order="rows")
+    run_rounds(serial, "serial", 4)
+    model = network().double()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for index in range(4):
+        batch = serial.feed.batch(index * 4)
+        plain.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad.to_dense()
+        plain.step()
+    ours = serial.bank.learner_state(0)
+    for name, expected in model.state_dict().items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-12, atol=1e-12)
+    banks = []
+    for executor in ("serial", "threads", "fused", "fused_threads"):
+        order = "blocks" if executor.startswith("fused") else "rows"
+        tasks = make_tasks(network, data=data, optimizer=optimizer, order=order)
+        run_rounds(tasks, executor, 4)
+        banks.append(tasks.bank)
+    for bank in banks[1:]:
+        assert_learners_equal(bank, banks[0])
+
+
 def norm_with_frozen_layer():
     model = norm_model()
     model.append(nn.Linear(model[-1].out_features, 3).requires_grad_(False))

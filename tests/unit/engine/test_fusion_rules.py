@@ -64,6 +64,13 @@ def pairwise(first: Tensor, second: Tensor) -> Tensor:
 INDEX = torch.tensor([4, 0, 3, 3])
 TRIANGLE = torch.ones(6, 6, dtype=torch.bool).tril()
 
+@torch.no_grad()
+def _without_gradient(x: Tensor) -> Tensor:
+    mean = x.mean()
+    with torch.enable_grad():
+        return x / 2 + mean
+
+
 CASES: dict[str, Case] = {
     # Reductions
     "max of everything": Case(lambda x, w, m: x.max()),
@@ -106,7 +113,16 @@ CASES: dict[str, Case] = {
     "index_select of own indices": Case(
         lambda x, w, m: x.index_select(1, m.index), looped=True, parts=lambda: {"index": INDEX}
     ),
-    "advanced index": Case(lambda x, w, m: x[:, torch.tensor([1, 0]), torch.tensor([2, 2])], looped=True),
+    "advanced index": Case(lambda x, w, m: x[:, torch.tensor([1, 0]), torch.tensor([2, 2])]),
+    "advanced index of dimensions apart": Case(lambda x, w, m: x[torch.tensor([1, 0]), :, torch.tensor([[2], [1]])]),
+    "advanced index of rows": Case(
+        lambda x, w, m: (w * 2)[m.index] * x,
+        w=(5, 6),
+        x=SEQUENCE,
+        parts=lambda: {"index": INDEX.repeat(2)},
+    ),
+    "advanced index by own values": Case(lambda x, w, m: x[torch.arange(B), x.mean((2, 3)).argmax(1)]),
+    "advanced index by own values, last": Case(lambda x, w, m: x[..., x.mean((1, 2)).argmax(-1)]),
     "unbind": Case(lambda x, w, m: pairwise(x.unbind(0)[1], x.unbind(-1)[0])),
     "narrow": Case(lambda x, w, m: x.narrow(1, 2, 3)),
     "select": Case(lambda x, w, m: x[:, -1] + x[1, 0]),
@@ -282,7 +298,7 @@ CASES: dict[str, Case] = {
     "bilinear": Case(lambda x, w, m: m.fc(x, x), x=ROWS, looped=True, parts=lambda: {"fc": nn.Bilinear(6, 6, 2)}),
     "embedding": Case(lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w), x=ROWS, w=(5, 2)),
     "embedding with padding": Case(
-        lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w, padding_idx=1), x=ROWS, w=(5, 2), looped=True
+        lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w, padding_idx=1), x=ROWS, w=(5, 2)
     ),
     "embedding by frequency": Case(
         lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w, scale_grad_by_freq=True), x=ROWS, w=(5, 2)
@@ -295,8 +311,21 @@ CASES: dict[str, Case] = {
     "matmul with a vector": Case(lambda x, w, m: x @ w, w=(6,), looped=True),
     "matmul of vectors": Case(lambda x, w, m: x[0, 0, 0] @ w, w=(6,), looped=True),
     "bmm": Case(lambda x, w, m: torch.bmm(x, x.transpose(1, 2)) * w, x=SEQUENCE, w=(8, 8)),
-    "baddbmm": Case(lambda x, w, m: torch.baddbmm(w, x, x.mT), x=SEQUENCE, w=(8, 8), looped=True),
-    "addmm": Case(lambda x, w, m: torch.addmm(w, x, x.mT), x=ROWS, w=(3, 3), looped=True),
+    "baddbmm": Case(lambda x, w, m: torch.baddbmm(w, x, x.mT, beta=2), x=SEQUENCE, w=(8, 8)),
+    "addmm": Case(lambda x, w, m: torch.addmm(w, x, x.mT), x=ROWS, w=(3, 3)),
+    "addmm of a vector": Case(lambda x, w, m: torch.addmm(w, x, x.mT, alpha=3), x=ROWS, w=(3,)),
+    "one value": Case(lambda x, w, m: x * w.exp(), w=()),
+    "embedding with a sparse gradient": Case(
+        lambda x, w, m: functional.embedding((x.abs() * 9).long() % 5, w, sparse=True), x=ROWS, w=(5, 2)
+    ),
+    "bag of embeddings with a sparse gradient": Case(
+        lambda x, w, m: functional.embedding_bag((x.abs() * 9).long() % 5, w, sparse=True),
+        x=ROWS,
+        w=(5, 2),
+        looped=True,
+    ),
+    "zeros like it": Case(lambda x, w, m: torch.zeros_like(x).add_(x) + x.new_ones(6) + torch.full_like(x, 2.0)),
+    "without a gradient": Case(lambda x, w, m: x * _without_gradient(x * w)),
     "einsum": Case(lambda x, w, m: torch.einsum("bchw,cd->bdhw", x, w), w=(8, 2)),
     "einsum with dots": Case(lambda x, w, m: torch.einsum("...ij,jk->...ik", x, w), w=(6, 2)),
     "einsum without a result": Case(lambda x, w, m: torch.einsum("bi,ij", x, w), x=ROWS, w=(6, 2), looped=True),
@@ -419,7 +448,7 @@ def check_run(graph: FusedGraph, bank: ReplicaBank, models: list[nn.Module], inp
         parameters = dict(model.named_parameters())
         expected = gradients_of(output, cotangent[learner], list(parameters.values()))
         for name, gradient in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(found[name][learner], gradient, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(found[name][learner], gradient.to_dense(), rtol=1e-9, atol=1e-9)
         state = bank.learner_state(learner)
         for name, buffer in model.named_buffers():
             torch.testing.assert_close(state[name], buffer, rtol=1e-9, atol=1e-9)

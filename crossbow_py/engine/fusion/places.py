@@ -1,0 +1,33 @@
+"""The line of a model's code that something comes from, for messages: the innermost outside torch and this package."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+from torch.fx import Node
+
+_OURS = tuple(str(Path(file).parent) for file in (torch.__file__, str(Path(__file__).parents[1])))
+_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .*\n    (?P<code>.+)$', re.MULTILINE)
+_LONGEST = 80
+
+
+def line_of(node: Node) -> str:
+    """` in net.py, line 7: y[:, 0].mul_(2)` of an exported node; nothing where that is not known."""
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return _last([(found["file"], int(found["line"]), found["code"]) for found in frames])
+
+
+def line_of_failure(error: BaseException) -> str:
+    """The line of the model's forward that an exception passed, as `line_of` has it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _last([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
+
+
+def _last(frames: list[tuple[str, int, str]]) -> str:
+    for file, line, code in reversed(frames):
+        if code and not file.startswith((*_OURS, "<")):
+            return f" in {Path(file).name}, line {line}: {code.strip()[:_LONGEST]}"
+    return ""
