@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.agreement import furthest, gradients_of, kept_buffers, move, moved_weights, projection
 from crossbow_py.engine.dropout import OwnDraws, replace_dropout, without_dropout
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
@@ -124,6 +125,13 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
             for name, own in ours.items():
                 own.copy_(theirs[name])
         found = furthest(values(learner), values(original), control, precision.master)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"the model's gradients cannot be computed ({one_line(error)[:300]}); take them once yourself, by "
+            "torch.autograd.grad(loss, parameters), and mend what fails."
+        ) from error
     finally:
         with torch.no_grad():
             for name, before in kept.items():

@@ -253,7 +253,7 @@ class _Pair:
         loss = self._tasks.loss(output, batch.targets)
         if torch.equal(before, torch.random.get_rng_state()):
             return loss
-        self._tasks.loss = lambda output, targets: projection(output)
+        self._tasks.loss = lambda output, _: projection(output)
         return projection(output)
 
     def together(self, kernels: bool) -> list[dict[str, Tensor]]:
