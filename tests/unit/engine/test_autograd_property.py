@@ -122,6 +122,11 @@ class Doubles(nn.Module):
         return straight_through(weight)
 
 
+def double_inputs(module, inputs, outputs):
+    """A hook: of the gradients of inputs the first layer has none."""
+    return tuple(None if each is None else each * 2 for each in inputs)
+
+
 def with_hook(register):
     def make():
         made = Block()
@@ -163,7 +168,7 @@ BLOCKS = {
     "hook in forward": block(lambda self, x: hooked(x)),
     "forward hook": with_hook(lambda m: m.linear.register_forward_hook(lambda own, inputs, output: output * 2)),
     "forward pre-hook": with_hook(lambda m: m.linear.register_forward_pre_hook(lambda own, inputs: inputs[0] + 1)),
-    "backward hook": with_hook(lambda m: m.linear.register_full_backward_hook(lambda own, i, o: [e if e is None else e * 2 for e in i])),
+    "backward hook": with_hook(lambda m: m.linear.register_full_backward_hook(double_inputs)),
     "backward pre-hook": with_hook(lambda m: m.linear.register_full_backward_pre_hook(lambda own, o: (o[0] * 2,))),
     "weight hook": with_hook(lambda m: m.linear.weight.register_hook(lambda gradient: gradient * 2)),
     "spectral norm": with_hook(lambda m: parametrizations.spectral_norm(m.linear)),
