@@ -33,6 +33,7 @@ _MOVED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torc
 _CHAOS, _CHAOS_ALIKE = 10.0, 2.0  # times what the control moves
 # What rounding leaves of a gradient that is zero, such as a bias before BatchNorm has, of the norm of all gradients.
 _RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+_DEVIATES = 4093  # a prime: what repeats is nowhere in step with a layer
 _HERE = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -79,13 +80,24 @@ def furthest(
 
 def _norm(values: Sequence[Tensor]) -> float:
     """Of what is finite: masks may hold infinity."""
-    return math.sqrt(sum(float(value.double().nan_to_num(0, 0, 0).square().sum()) for value in values))
+    return math.hypot(*(_length(value) for value in values))
+
+
+def _length(value: Tensor) -> float:
+    value = value.to(torch.promote_types(value.dtype, torch.float32))  # integers too
+    found = float(torch.linalg.vector_norm(value, dtype=torch.float64))
+    return found if math.isfinite(found) else float(value.double().nan_to_num(0, 0, 0).norm())
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
     """Not finite where only one of the two is."""
+    fine = torch.promote_types(expected.dtype, torch.float32)
+    difference = found.to(fine) - expected.to(fine)
+    distance = float(torch.linalg.vector_norm(difference, dtype=torch.float64))
+    if math.isfinite(distance):
+        return distance
     same = (found == expected) | (found.isnan() & expected.isnan())
-    return float((found.double() - expected.double()).masked_fill(same, 0).norm())
+    return float(difference.double().masked_fill(same, 0).norm())
 
 
 def gradients_of(loss: Tensor, module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
@@ -107,7 +119,7 @@ def values_of(value: Tensor, gradients: Mapping[str, Tensor | None], module: nn.
     return {
         "the loss": value.detach().clone(),
         **{
-            f"the gradient of {name}": torch.zeros_like(parameters[name]) if own is None else own.detach().clone()
+            f"the gradient of {name}": torch.zeros_like(parameters[name]) if own is None else own.detach()
             for name, own in gradients.items()
         },
         **{f"buffer {name}": buffer.detach().clone() for name, buffer in module.named_buffers()},
@@ -142,11 +154,11 @@ def moved_weights(parameters: Sequence[Tensor], compute: torch.dtype) -> Iterato
 
 @torch.no_grad()
 def move(tensors: Sequence[Tensor], share: float) -> None:
-    """Multiply values by 1 + `share` times a normal deviate, always the same; draws nothing from torch's generators."""
-    for index, tensor in enumerate(tensors):
-        generator = torch.Generator().manual_seed(index)
-        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
-        tensor.mul_(1 + share * noise.to(tensor.device))
+    """Multiply values by 1 + `share` times normal deviates, always the same; draws nothing from torch's generators."""
+    factors = 1 + share * torch.randn(_DEVIATES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for tensor in tensors:
+        repeated = factors.to(tensor.device, tensor.dtype).repeat(1 + tensor.numel() // _DEVIATES)
+        tensor.mul_(repeated[: tensor.numel()].view(tensor.shape))
 
 
 def custom_backwards(value: Tensor) -> list[str]:

@@ -154,13 +154,13 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
     if (hooked := backward_hook(compared.template)) is not None:
         return f"{hooked} has a hook on its backward pass, and a graph calls none"
     exported(compared.template, compared.feed.for_measuring().batch(0).inputs, compared.precision)
-    pair = _Pair(compared)
+    pair = _Pair(compared, kernels)
     with _failing("the model itself fails on its first samples"):
         refusal = pair.examine()
     if refusal is not None:
         return refusal
     with _failing("its graph fails on the model's first samples"):
-        fused = pair.together(kernels)
+        fused = pair.together()
     found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
     if found is None and compared.precision.has_shadow and not kernels and pair.difference(0, fused[0], alike=True):
         # In a coarse format rounding hides a lot; what the graph's operators give one by one leaves it little.
@@ -185,13 +185,15 @@ def _failing(what: str) -> Iterator[None]:
 class _Pair:
     """Two learners, each with a batch, in a bank of their own."""
 
-    def __init__(self, compared: Comparison) -> None:
+    def __init__(self, compared: Comparison, kernels: bool) -> None:
         self._precision, template = compared.precision, compared.template
         device = next(template.parameters()).device
         self._bank = ReplicaBank(
             template, len(_LEARNERS), device=device, precision=compared.precision, state_names=(),
-            channels_last=compared.channels_last, order="blocks",
+            channels_last=compared.channels_last, order="blocks", training=kernels,  # which write gradients to rows
         )  # fmt: skip
+        for learner in _LEARNERS:
+            self._bank.module(learner).train()
         self._weights = [list(self._bank.weights.shaped(learner).values()) for learner in _LEARNERS]
         move(self._weights[1], _APART)
         self._bank.refresh_shadow(1)
@@ -200,7 +202,7 @@ class _Pair:
             self._bank, update=TorchUpdate(SGD(), Independent()), feed=compared.feed, loss=compared.loss, seed=0,
             collective=Collective(),
         )  # fmt: skip
-        self._batches, self._shared = _two_batches(compared.feed), compared.shared
+        self._batches, self._shared, self._kernels = _two_batches(compared.feed), compared.shared, kernels
         self._customs: list[str] = []
         self._expected: dict[int, dict[str, Tensor]] = {}
         self._moved: dict[int, dict[str, Tensor]] = {}
@@ -256,9 +258,9 @@ class _Pair:
         self._tasks.loss = lambda output, _: projection(output)
         return projection(output)
 
-    def together(self, kernels: bool) -> list[dict[str, Tensor]]:
+    def together(self) -> list[dict[str, Tensor]]:
         """What the fused pass gives for both; where they share batches each is taken from a pass on its own batch."""
-        fused = FusedPass(self._tasks, kernels)
+        fused = FusedPass(self._tasks, self._kernels)
         if not self._shared:
             both = Batch(*(torch.stack(each) for each in zip(*self._batches, strict=True)))
             return self._learned(fused, both, shared=False)
@@ -271,6 +273,7 @@ class _Pair:
             found = []
             for row, learner in enumerate(fused.learners):
                 own = [None if each is None else each[row] for each in learned.gradients]
+                own = [each if each is None else each.clone() for each in own] if self._kernels else own
                 gradients = dict(zip(self._names, own, strict=True))
                 found.append(values_of(learned.losses[row], gradients, self._bank.module(learner)))
         return found
