@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout is enough, installed or not
 
+from experiments.agreement import report as agreement_report
 from experiments.auto_tuner.report import decisions_list, phases_table
 from experiments.averaging_rules.report import differences_table
 from experiments.batch_norm import report as batch_norm_report
@@ -68,6 +69,7 @@ _CELLS: dict[str, Table] = {"all": cells_report.result_text, "cells": cells_repo
 # The tables of each experiment; the first is what a page about all of its results shows.
 TABLES: dict[str, dict[str, Table]] = {
     "throughput": {"all": result_text, "sides": sides_table, "rounds": rounds_table, "machine": _machine},
+    "agreement": {"all": agreement_report.result_text, "machine": _machine},
     "auto_tuner": {
         "all": lambda result: f"{phases_table(result)}\n\n{decisions_list(result)}",
         "phases": phases_table,

@@ -306,7 +306,7 @@ class _Pair:
 
     def explained(self, found: Difference) -> str:
         """For the user."""
-        because = f", which may be for the custom backward pass of {', '.join(self._customs)}" if self._customs else ""
+        because = f"; a graph has no custom backward pass, such as {self._customs[0]} has" if self._customs else ""
         return f"its graph gives other numbers than the model itself ({found}{because})"
 
 

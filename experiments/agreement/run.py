@@ -1,0 +1,57 @@
+"""Does every executor train what plain PyTorch trains, or refuse, and what does finding out cost?
+
+    python experiments/agreement/run.py nets [--json PATH]
+    python experiments/agreement/run.py setup [--repetitions 7] [--json PATH]
+
+README.md says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.agreement import nets, setup
+from experiments.agreement.report import result_text
+from experiments.common.arguments import count
+from experiments.common.machine import machine
+from experiments.common.results import show_and_write
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure as asked for; prints the tables and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", choices=["nets", "setup"])
+    parser.add_argument("--models", nargs="+", choices=list(setup.SHAPES), default=list(setup.SHAPES))
+    parser.add_argument("--repetitions", type=count, default=7, help="of every set-up (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
+    options = parser.parse_args(argv)
+    result: dict[str, Any] = {"machine": machine()}
+    if options.what == "nets":
+        known = {name: own for name, own in nets.NETS.items() if name != "tiny Llama" or _has_transformers()}
+        result["nets"] = {name: {each: nets.trained(name, each) for each in nets.EXECUTORS} for name in known}
+    else:
+        result["setup"] = {
+            f"{model} {precision}": setup.measure(model, precision, options.repetitions)
+            for model in options.models
+            for precision in ("fp32", "bf16")
+        }
+    show_and_write(result, result_text, options.json)
+    return 0
+
+
+def _has_transformers() -> bool:
+    if importlib.util.find_spec("transformers"):
+        return True
+    print("no tiny Llama: transformers is not installed; pip install '.[zoo]'")
+    return False
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

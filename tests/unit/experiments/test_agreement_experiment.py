@@ -1,0 +1,35 @@
+"""The experiment on what executors train: its networks by plain PyTorch, and its commands in a short form."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.agreement import nets, report, run
+
+
+@pytest.mark.parametrize("name", [name for name in nets.NETS if name != "tiny Llama"])
+def test_network_of_the_experiment_trains_serially_as_in_plain_pytorch(name: str) -> None:
+    assert nets.trained(name, "serial") == {"executor": "serial", "distance": pytest.approx(0, abs=1e-6)}
+
+
+@pytest.mark.parametrize("name", ["straight-through estimator", "gradient reversal", "backward hook"])
+def test_network_of_the_experiment_that_no_graph_can_hold_is_refused(name: str) -> None:
+    assert nets.trained(name, "fused")["refused"].startswith("executor=fused cannot run this model: ")
+
+
+def test_table_of_networks_says_where_weights_differ() -> None:
+    found = {"auto": {"executor": "threads", "distance": 0.5}, "fused": {"refused": "why."}}
+    text = report.result_text({"nets": {"a net": found}})
+    assert "| a net | 5e-01 (threads) DIFFERENT | refused |" in text
+    assert text.endswith("- why.")
+
+
+def test_setup_command_writes_ratios_of_pairs(tmp_path, capsys) -> None:
+    path = tmp_path / "setup.json"
+    assert run.main(["setup", "--models", "lenet", "--repetitions", "1", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert set(result["setup"]) == {"lenet fp32", "lenet bf16"}
+    assert result["setup"]["lenet fp32"]["ratio"]["median"] > 0
+    assert "with ÷ without" in capsys.readouterr().out
