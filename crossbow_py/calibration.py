@@ -149,8 +149,16 @@ class Calibration:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.left_out().items():
+            by_reason.setdefault(reason, []).append(name)
         return (
-            *(f"Executor {name} is left out: {reason}." for name, reason in self.left_out().items()),
+            *(
+                f"Executor {names[0]} is left out: {reason}."
+                if len(names) == 1
+                else f"Executors {' and '.join(names)} are left out: {reason}."
+                for reason, names in by_reason.items()
+            ),
             *self.busy_notes,
         )
 

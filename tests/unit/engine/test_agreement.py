@@ -13,7 +13,10 @@ from crossbow_py.averaging import SMA, Independent
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.errors import UserError
+from tests.caches import use_cache
 from tests.support import make_tasks
+from tests.trainers import make_trainer
 
 
 class Sign(torch.autograd.Function):
@@ -161,3 +164,25 @@ def test_comparison_leaves_learners_their_weights_buffers_and_random_numbers():
     for learner in range(2):
         ours, theirs = tasks.bank.learner_state(learner), untouched.bank.learner_state(learner)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_auto_goes_on_to_executors_that_give_the_models_gradients(tmp_path, monkeypatch):
+    use_cache(tmp_path, monkeypatch)
+    parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run.parts
+    assert parts.choices.executor in ("serial", "threads")
+    why = "Executors fused and fused_threads are left out: its graph gives other numbers"
+    assert any(note.startswith(why) for note in parts.warnings), parts.warnings
+
+
+def test_fused_asked_for_by_name_is_refused_before_training():
+    with pytest.raises(UserError, match=r"executor=fused cannot run this model: its graph .*; set executor=auto\.$"):
+        make_trainer(model=lambda: Net(Reversal.apply), executor="fused")
+
+
+def test_model_trains_by_a_graph_as_by_its_module_where_the_loss_draws_numbers():
+    def noisy(output, targets):
+        return nn.functional.cross_entropy(output + torch.randn_like(output), targets)
+
+    tasks = make_tasks(Net, order="blocks")
+    tasks.loss = noisy
+    EXECUTORS["fused"](tasks).close()
