@@ -20,7 +20,7 @@ from crossbow_py.epoch_closing import EpochCloser
 from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, is_of_data
 from crossbow_py.reporter import Reporter, Result, run_info
 from crossbow_py.round_runner import RoundRunner
-from crossbow_py.run import Run
+from crossbow_py.run import Run, SavedModels
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import WorkerSupply
@@ -72,7 +72,7 @@ class TrainingLoop:
         self.parts.close_feeds()
         if error is not None and self.reporter.started:
             status, reason = _how_it_failed(error)
-            self.reporter.summarize(self.state, status, reason, None, None)
+            self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))
         self.reporter.close()
         return False
 
@@ -323,9 +323,9 @@ class TrainingLoop:
         self.meter.pause()
         final = self._epochs.final(measures=not stopped_by_signal)
         models = self._run.models()
-        model_path = self._run.save_models(models)
+        saved = self._run.save_models(models)
         self.rounds.tell_notes()
-        summary = self.reporter.summarize(self.state, status, reason, final, model_path)
+        summary = self.reporter.summarize(self.state, status, reason, final, saved)
         independent = [] if self.parts.rule.has_central_model else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # the first rank's, as in its records
         return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
