@@ -11,7 +11,7 @@ from torch import nn
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Data, as_pair
+from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.normalisation import Normalisation
@@ -162,7 +162,7 @@ def _train_feed(
     batch = feed.first_samples(min(2, settings.batch_size))
     needs = (loss, *count_classes(data, loss), settings.label_smoothing)
     try:
-        return choices, feed, batch, probe(template, choices.precision, batch, *needs)
+        return choices, feed, batch, probe(template, choices.precision, batch, *needs, feed=feed)
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
             raise
@@ -170,7 +170,7 @@ def _train_feed(
     choices = dataclasses.replace(choices, precision=FP32)
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
-    warnings = probe(template, FP32, batch, *needs)
+    warnings = probe(template, FP32, batch, *needs, feed=feed)
     return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
 
 
@@ -188,7 +188,7 @@ def _evaluation_feed(
     if source is None:
         return None
     feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
-    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics)
+    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics, feed)
     return feed
 
 
@@ -231,6 +231,6 @@ def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:
     if loss is not nn.functional.cross_entropy:
         return None, False
     pair = as_pair(data.train)
-    if data.num_classes is not None or pair is None or pair[1].ndim != 1 or pair[1].is_floating_point():
+    if data.num_classes is not None or pair is None or pair[1].ndim != 1 or not has_integers(pair[1]):
         return data.num_classes, True
     return int(pair[1].max()) + 1, False

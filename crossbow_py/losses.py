@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.data.datasets import has_integers
+from crossbow_py.data.labels import Classes
 from crossbow_py.engine.label_smoothing import IGNORED
 from crossbow_py.engine.rounds import Loss
 
@@ -33,6 +35,15 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
     return settled
 
 
+def classes_of(loss: Loss, output: Tensor, targets: Tensor) -> Classes | None:
+    """The targets that the loss takes with such an output; None where they are no classes, or nobody knows."""
+    if output.ndim < 2 or not has_integers(targets):
+        return None
+    if loss in (_F.cross_entropy, _F.nll_loss):
+        return Classes(output.shape[1], IGNORED)
+    return Classes(output.shape[1], loss.ignore_index) if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
+
+
 def untrained(loss: Loss) -> str | None:
     """The name of a parameter of the loss itself, which nothing would train; None where it has none."""
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
@@ -53,13 +64,25 @@ def misfit(loss: Loss, output: Tensor, targets: Tensor) -> str | None:
     return None
 
 
+def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
+    """What cannot be told from shapes alone, and is to be said."""
+    if loss is not _F.cross_entropy or output.ndim < 3 or output.shape[:-1] != targets.shape:
+        return []
+    return [
+        f"The model's output is [batch, {', '.join(map(str, output.shape[1:]))}]: classes are in the second place. If "
+        "the model has them in the last one, it trains on something else; then return output.movedim(-1, 1)."
+    ]
+
+
 def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
     kind = str(targets.dtype).removeprefix("torch.")
-    if not targets.is_floating_point():
-        if targets.dtype in _CLASS_DTYPES:
-            return None
+    if targets.dtype in _CLASS_DTYPES:
+        if output.ndim > 2 and targets.shape == output.shape[:-1] != (len(output), *output.shape[2:]):
+            return f"{given}: it takes the scores of classes from the second place; return output.movedim(-1, 1)."
+        return None
+    if has_integers(targets):
         return f"{given}: classes are int64, got {kind}; give targets.long()."
-    if targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
+    if targets.is_floating_point() and targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
         return None  # probabilities of the classes
     return (
         f"{given}: it is cross-entropy, and targets of {kind} are no classes; give classes as int64, or, from Python, "

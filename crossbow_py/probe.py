@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.data.feed import Batch
+from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Metric
-from crossbow_py.losses import misfit
+from crossbow_py.losses import classes_of, misfit, remarks
 
 _DRAWS_OUTSIDE = (
     "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
@@ -31,6 +31,7 @@ def probe(
     num_classes: int | None,
     exact: bool = True,
     label_smoothing: float = 0.0,
+    feed: Feed | None = None,
 ) -> list[str]:
     """Run one small training batch through a copy of the model; returns warnings.
 
@@ -38,6 +39,7 @@ def probe(
         num_classes: the width the output must have; None when the data does not say.
         exact: whether more outputs than classes are refused too.
         label_smoothing: with more than 0 the loss is cross-entropy with a class for each sample.
+        feed: where the batch is from, whose other targets must be classes of the output, too.
 
     Raises:
         UserError: the model, its output or the loss does not fit the data.
@@ -53,6 +55,9 @@ def probe(
     except Exception as error:
         raise _unfit("training", batch.inputs, error) from error
     _check_output(output, batch.targets, num_classes, exact)
+    if wrong := misfit(loss, output, batch.targets):
+        raise UserError(wrong)
+    _check_labels(loss, output, batch, feed, "training")
     _check_loss(output, batch.targets, precision, loss)
     if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
         raise UserError(
@@ -66,7 +71,7 @@ def probe(
             f"the model replaces its buffer {moved[0]} in forward, and a learner's buffers live in one place; "
             "write into it instead, with copy_()."
         )
-    return [_DRAWS_OUTSIDE] if draws else []
+    return [*([_DRAWS_OUTSIDE] if draws else []), *remarks(loss, output, batch.targets)]
 
 
 @torch.no_grad()
@@ -77,8 +82,9 @@ def probe_evaluation(
     loss: Loss,
     what: str,
     metrics: Mapping[str, Metric] | None = None,
+    feed: Feed | None = None,
 ) -> None:
-    """Run one small batch of the `what` ("test", "validation") data; training data is known to fit.
+    """Run one small batch of the `what` ("test", "validation") data; training data is known to fit. See `probe`.
 
     Raises UserError when it does not fit the model, or a metric cannot be measured on it.
     """
@@ -86,7 +92,10 @@ def probe_evaluation(
         output = _runnable(template, precision).eval()(batch.inputs).to(precision.master)
         wrong = misfit(loss, output, batch.targets)
         if wrong is None:
+            _check_labels(loss, output, batch, feed, what)
             loss(output, batch.targets)
+    except UserError:
+        raise
     except Exception as error:
         raise _unfit(what, batch.inputs, error) from error
     if wrong is not None:
@@ -138,9 +147,17 @@ def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: 
         )
 
 
+def _check_labels(loss: Loss, output: Tensor, batch: Batch, feed: Feed | None, what: str) -> None:
+    classes = classes_of(loss, output, batch.targets)
+    if classes is None:
+        return
+    if found := classes.first_outside(batch.targets):
+        raise UserError(classes.refusal(f"sample {found[0]} of the {what} data", found[1]))
+    if feed is not None:
+        feed.check_labels(classes, what)
+
+
 def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> None:
-    if wrong := misfit(loss, output, targets):
-        raise UserError(wrong)
     try:
         value: Any = loss(output.to(precision.master), targets)
     except Exception as error:

@@ -20,9 +20,11 @@ from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.config_files import write_yaml
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
+from crossbow_py.data.labels import Classes
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.label_smoothing import IGNORED
 from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
@@ -169,12 +171,19 @@ class SearchRun:
         data = DataSets(
             source.train, source.test, source.validation, source.num_classes, mean=source.mean, std=source.std
         )
-        feed = partial(new_feed, data=data, settings=self.settings, choices=self.choices)
 
-        def kept(dataset: Any, augmentation: Augmentation | None, *, training: bool) -> Feed:
-            return self._closing.enter_context(closing(feed(dataset, 1, augmentation, training=training)))
+        def feed(dataset: Any, size: int, augmentation: Augmentation | None, what: str = "training") -> Feed:
+            made = new_feed(
+                dataset, size, augmentation, data, self.settings, self.choices, training=what == "training"
+            )
+            if source.num_classes is not None:
+                made.check_labels(Classes(source.num_classes, IGNORED), what)
+            return made
 
-        train = kept(source.train, self._most_augmentation(), training=True)
+        def kept(dataset: Any, augmentation: Augmentation | None, what: str) -> Feed:
+            return self._closing.enter_context(closing(feed(dataset, 1, augmentation, what)))
+
+        train = kept(source.train, self._most_augmentation(), "training")
         feed_of: Callable[[int], Feed]
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size
@@ -184,8 +193,8 @@ class SearchRun:
         return SearchData(
             feed_of=feed_of,
             num_samples=train.num_samples,
-            validation=kept(source.validation, None, training=False),
-            test=None if source.test is None else kept(source.test, None, training=False),
+            validation=kept(source.validation, None, "validation"),
+            test=None if source.test is None else kept(source.test, None, "test"),
             num_classes=count_classes(data, LOSS),
             streams=train.STREAMS,
         )

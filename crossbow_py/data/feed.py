@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.data.inputs import MemoryOrder
+from crossbow_py.data.labels import Classes
 from crossbow_py.errors import UserError
 
 
@@ -75,6 +76,12 @@ class Feed(ABC):
     def first_samples(self, count: int) -> Batch:
         """The first `count` samples, not augmented: to try a model on."""
         return next(self.evaluation_batches(count))
+
+    def check_labels(self, classes: Classes, what: str) -> None:
+        """Refuse integer targets that are none of the classes: all of them now, or each as it is loaded from now on.
+
+        Raises UserError, in which `what` names the data.
+        """
 
     def for_measuring(self) -> Feed:
         """A feed of batches like this one's that are always there: to measure with how fast learners are."""

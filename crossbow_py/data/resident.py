@@ -14,7 +14,9 @@ from crossbow_py.data.augmentation import Augmentation, Ids
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
+from crossbow_py.data.labels import Classes
 from crossbow_py.data.sampler import epoch_order, segments
+from crossbow_py.errors import UserError
 
 STREAM = 2**48  # positions a stream has: more samples than any run takes
 
@@ -135,6 +137,12 @@ class ResidentFeed(PickedFeed):
         variant = self._variants.get(stream, self._plain)
         found = segments(position, count, self.num_samples)
         return [(_Epoch(variant, epoch), first, last) for epoch, first, last in found]
+
+    def check_labels(self, classes: Classes, what: str) -> None:
+        """See `Feed.check_labels`. A host–device synchronisation, once."""
+        if found := classes.first_outside(self._targets):
+            sample, label = found
+            raise UserError(classes.refusal(f"sample {sample} of the {what} data", label))
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`."""

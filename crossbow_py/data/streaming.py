@@ -22,6 +22,7 @@ from crossbow_py.data.augmentation import Augmentation, Ids
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.inputs import is_image_batch
+from crossbow_py.data.labels import Classes
 from crossbow_py.data.loader import Loaded, Loader, fetched_or_raise
 from crossbow_py.data.positions import Positions, RankPositions
 from crossbow_py.data.preparation import Preparation
@@ -122,6 +123,7 @@ class StreamingFeed(Feed):
         self._notes: list[str] = []
         self._num_loaded, self._loading_s = 0, 0.0
         self._evaluating: Ahead[Fetched] | None = None
+        self._classes: Classes | None = None
         self._measuring: Feed | None = None
         self.sample_bytes = 0
 
@@ -215,6 +217,10 @@ class StreamingFeed(Feed):
             return batch
         raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
 
+    def check_labels(self, classes: Classes, what: str) -> None:
+        """See `Feed.check_labels`: those to come, by whoever loads them."""
+        self._classes = classes
+
     def for_measuring(self) -> Feed:
         """See `Feed.for_measuring`: the first sample over and over."""
         if self._measuring is None:
@@ -261,7 +267,7 @@ class StreamingFeed(Feed):
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
         return Loader(
             self._data, batches, batch_size=largest, seed=self._seed, training=training, num_workers=num_workers,
-            pins=pins,
+            pins=pins, classes=self._classes,
         )  # fmt: skip
 
     def _keys(self, start: int) -> list[Key]:
@@ -339,7 +345,8 @@ class StreamingFeed(Feed):
             new, most = bad.sample not in self._bad, self._data.max_bad
             self._bad[bad.sample] = bad
             if len(self._bad) > most:
-                raise BadSampleError(f"{bad.name} cannot be read ({bad.reason}); {self._data.remedy}.")
+                failed = BadSampleError(f"{bad.name} cannot be read ({bad.reason}); {self._data.remedy}.")
+                raise failed from (RuntimeError(bad.trace) if bad.trace else None)
             if new:
                 so_far = f"{len(self._bad)} of at most {most}"
                 self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {so_far}.")

@@ -164,10 +164,11 @@ class Roster:
     def _measured_kind(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> Kind:
         batch = feed.first_samples(min(2, settings.batch_size))
         needs = (self._loss, *self.data.num_classes, settings.label_smoothing)
-        for note in probe(template, self._choices.precision, batch, *needs):
+        for note in probe(template, self._choices.precision, batch, *needs, feed=feed):
             self._announce(note)
-        few = self.data.validation.first_samples(2)
-        probe_evaluation(template, self._choices.precision, few, self._loss, "validation")
+        validation = self.data.validation
+        few = validation.first_samples(2)
+        probe_evaluation(template, self._choices.precision, few, self._loss, "validation", feed=validation)
         begun = time.perf_counter()
         try:
             width, notes = measured_width(
