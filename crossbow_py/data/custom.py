@@ -14,7 +14,6 @@ from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
 from crossbow_py.targets import call_target
 
-
 _MOST_CLASSES = 2**24  # whoever has more has given numbers that are no classes
 
 

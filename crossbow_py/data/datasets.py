@@ -147,8 +147,8 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
         item = data[0]
     except Exception as error:
         raise UserError(
-            f"{what} must give an item for index 0, but raised {one_line(error)}{raised_at(error)}; have its __getitem__ return "
-            "(input, target) for every number from 0 to len() - 1."
+            f"{what} must give an item for index 0, but raised {one_line(error)}{raised_at(error)}; have its "
+            "__getitem__ return (input, target) for every number from 0 to len() - 1."
         ) from error
     if isinstance(item, tuple | list) and len(item) == 2:
         _check_extents(what, *(getattr(entry, "shape", ()) for entry in item))

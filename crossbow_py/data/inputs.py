@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages
+from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 from crossbow_py.errors import UserError
@@ -27,7 +27,7 @@ from crossbow_py.errors import UserError
 MemoryOrder = Literal["stacked", "channels"]
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
-_NUM_PLACES = 3  # rows of the picks of images that say where pixels come from
+_NUM_PLACES, _MIRRORED = 3, 2  # rows of the picks of images that say where pixels come from, and the last of them
 
 
 def is_image_batch(inputs: Tensor) -> bool:
@@ -95,8 +95,12 @@ class ResidentInputs(ABC):
     def take(self, picks: Tensor) -> Tensor:
         """The inputs [B, ...]; enqueued on the current stream, the host does not wait."""
 
+    def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
+        """The targets [B, ...] out of [N, ...] by sample id, moved as the inputs are; likewise."""
+        return all_targets.index_select(0, picks[0])
+
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
-        """What `take` gives, in memory that stays; a CUDA graph may hold it.
+        """What `take` and `take_targets` give, in memory that stays; a CUDA graph may hold it.
 
         Args:
             picks: [R, K·B], batch by batch.
@@ -229,12 +233,23 @@ class ImageInputs(ResidentInputs):
         pixels = self._images.crops(picks[1], picks[2]) if moves else self._images.whole(picks[0])
         return self._normalise(pixels, picks[_NUM_PLACES:] if self._augmentation.random_erasing else None)
 
+    def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
+        """Masks [N, ..., H, W] are flipped with their images."""
+        taken = super().take_targets(picks, all_targets)
+        return flipped(taken, picks[_MIRRORED].bool()) if self._moves(all_targets) else taken
+
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
         """See `ResidentInputs.fill`."""
         if self._kernel is None:
             super().fill(picks, inputs, all_targets, targets)
         else:
             self._kernel(picks, inputs, all_targets, targets)
+        if self._moves(all_targets):
+            targets.copy_(self.take_targets(picks, all_targets).view(targets.shape))
+
+    def _moves(self, all_targets: Tensor) -> bool:
+        """Whether the targets are masks of images that are flipped."""
+        return bool(self._augmentation.flip) and all_targets.ndim > 2
 
 
 def _image_kernel(images: PaddedImages, normalise: PixelNormaliser) -> Fill:

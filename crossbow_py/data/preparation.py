@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from crossbow_py.data.augmentation import flipped
 from crossbow_py.data.inputs import is_clip_batch, is_image_batch
 from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
 
@@ -53,7 +54,7 @@ class Preparation:
 
     def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
         if mirrored is not None:
-            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+            images = flipped(images, mirrored)
         channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
         if shape not in self._pixels:
             normalisation = self._normalisation or IDENTITY

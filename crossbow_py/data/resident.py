@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, Ids
+from crossbow_py.data.augmentation import Augmentation, Ids, check_targets
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
@@ -87,6 +87,7 @@ class ResidentFeed(PickedFeed):
         Raises UserError when its crops need more padding than the images were stored with.
         """
         self._inputs.check_augmentation(variant.augmentation)
+        check_targets(variant.augmentation, self._inputs.shape, self._targets.shape[1:])
         self._variants[stream] = variant
 
     def batch(self, start: int) -> Batch:
@@ -151,7 +152,7 @@ class ResidentFeed(PickedFeed):
             yield self._take(self._upload(self._inputs.plain_picks(ids)))
 
     def _take(self, picks: Tensor) -> Batch:
-        return Batch(self._inputs.take(picks), self._targets.index_select(0, picks[0]))
+        return Batch(self._inputs.take(picks), self._inputs.take_targets(picks, self._targets))
 
     def _epoch_picks(self, key: _Epoch) -> Tensor:
         order = epoch_order(self._order_seed, key.epoch, self.num_samples)

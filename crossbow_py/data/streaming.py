@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, Ids
+from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.inputs import is_image_batch
@@ -284,13 +284,14 @@ class StreamingFeed(Feed):
         """On CUDA on the copy stream, from pinned memory, so that the host does not wait."""
         mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
         if self._copies is None:
-            return _Staged(fetched.inputs, fetched.targets, mirrored, erased, None)
+            return _Staged(fetched.inputs, _moved(fetched.targets, mirrored), mirrored, erased, None)
         with torch.cuda.stream(self._copies):
             inputs, targets = (each.to(self._device, non_blocking=True) for each in fetched[:2])
             mirrored, erased = (
                 None if each is None else each.pin_memory().to(self._device, non_blocking=True)
                 for each in (mirrored, erased)
             )
+            targets = _moved(targets, mirrored)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
         return _Staged(inputs, targets, mirrored, erased, copied)
@@ -367,6 +368,11 @@ class StreamingFeed(Feed):
         if self._copies is not None:
             inputs, targets = (each.to(self._device, non_blocking=True) for each in (inputs, targets))
         yield Batch(self._prepare(inputs), targets)
+
+
+def _moved(targets: Tensor, mirrored: Tensor | None) -> Tensor:
+    """Masks [B, ..., H, W] as their images; a class or a vector of values is neither flipped nor copied."""
+    return targets if mirrored is None or targets.ndim < 3 else flipped(targets, mirrored)
 
 
 class _SameBatchFeed(Feed):
