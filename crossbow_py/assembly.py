@@ -20,7 +20,7 @@ from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.precision import FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update_choice import choose_update
@@ -35,6 +35,8 @@ from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.seeded_model import MakeModel, seeded_model
 from crossbow_py.supply import first_workers
 from crossbow_py.telemetry.timeline import Timeline
+
+_FEW_ITEMS = 32  # to be looked at before training
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,8 @@ def _train_feed(
     batch = feed.first_samples(min(2, settings.batch_size))
     needs = (loss, *count_classes(data, loss), settings.label_smoothing)
     try:
+        if settings.precision == "auto" and choices.precision != FP32:
+            _check_integers(feed, choices.precision)
         return choices, feed, batch, probe(template, choices.precision, batch, *needs, feed=feed)
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
@@ -172,6 +176,13 @@ def _train_feed(
     batch = feed.first_samples(min(2, settings.batch_size))
     warnings = probe(template, FP32, batch, *needs, feed=feed)
     return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
+
+
+def _check_integers(feed: Feed, precision: Precision) -> None:
+    """Raise UserError for inputs with whole numbers that the precision rounds; of items a few are looked at."""
+    feed.look_through(_FEW_ITEMS)
+    if feed.rounded is not None:
+        raise UserError(feed.rounded.remark(precision.compute))
 
 
 def _evaluation_feed(

@@ -25,6 +25,7 @@ from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.label_smoothing import IGNORED
+from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
@@ -75,6 +76,7 @@ class SearchRun:
         self._closing = ExitStack()
         self._told: dict[str, None] = {}  # in their order
         self._is_news = False
+        self._notes: list[str] = []
         self.config, self.folder, self.listeners = config, folder, listeners
         with ExitStack() as stack:
             stack.callback(self.close)
@@ -184,6 +186,11 @@ class SearchRun:
             return self._closing.enter_context(closing(feed(dataset, 1, augmentation, what)))
 
         train = kept(source.train, self._most_augmentation(), "training")
+        if train.rounded is not None and self.settings.precision == "auto" and self.choices.precision != FP32:
+            self._notes = [f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}."]
+            self.choices = dataclasses.replace(self.choices, precision=FP32)
+            train = kept(source.train, self._most_augmentation(), "training")
+        self._notes += train.take_notes()
         feed_of: Callable[[int], Feed]
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size
@@ -220,7 +227,7 @@ class SearchRun:
             return self._told_again(before)
         for listener in self.listeners:
             listener.on_trials(records)
-        for note in self.source.notes:
+        for note in (*self.source.notes, *self._notes):
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
         search = Search(self.rules, self.study, self.roster, self.states, self.settings, self.choices, LOSS, hooks)

@@ -11,7 +11,15 @@ from torch import Tensor
 from crossbow_py.data.augmentation import Augmentation, check_targets
 from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs, is_clip_batch, is_image_batch
+from crossbow_py.data.inputs import (
+    ClipInputs,
+    ImageInputs,
+    ResidentInputs,
+    RowInputs,
+    is_clip_batch,
+    is_image_batch,
+    rounded_integer,
+)
 from crossbow_py.data.items import ItemData
 from crossbow_py.data.normalisation import IDENTITY, Normalisation
 from crossbow_py.data.preparation import Preparation
@@ -72,14 +80,26 @@ def make_feed(
             streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks, order_seed
         )
     _check_resident(pair, augmentation)
-    inputs: ResidentInputs
-    if is_image_batch(pair[0]):
-        inputs = ImageInputs(pair[0], augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
-    elif is_clip_batch(pair[0]):
-        inputs = ClipInputs(pair[0], normalisation or IDENTITY, device, dtype)
-    else:
-        inputs = RowInputs(pair[0], normalisation, device, channels_last, dtype)
-    return ResidentFeed(inputs, pair[1].to(device), batch_size, seed, order_seed)
+    inputs = _resident_inputs(pair[0], augmentation, normalisation, device, channels_last, dtype, kernels)
+    feed = ResidentFeed(inputs, pair[1].to(device), batch_size, seed, order_seed)
+    feed.note_rounding(None if normalisation else rounded_integer(pair[0], dtype), dtype)
+    return feed
+
+
+def _resident_inputs(
+    inputs: Tensor,
+    augmentation: Augmentation,
+    normalisation: Normalisation | None,
+    device: torch.device,
+    channels_last: bool,
+    dtype: torch.dtype,
+    kernels: bool,
+) -> ResidentInputs:
+    if is_image_batch(inputs):
+        return ImageInputs(inputs, augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
+    if is_clip_batch(inputs):
+        return ClipInputs(inputs, normalisation or IDENTITY, device, dtype)
+    return RowInputs(inputs, normalisation, device, channels_last, dtype)
 
 
 def _check_resident(pair: Pair, augmentation: Augmentation) -> None:

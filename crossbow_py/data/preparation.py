@@ -43,6 +43,11 @@ class Preparation:
         last = self._channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
 
+    @property
+    def casts_to(self) -> torch.dtype | None:
+        """What floating inputs are cast to as they are; None where they are normalised."""
+        return None if self._normalisation else self._dtype
+
     def _normalised(self, inputs: Tensor, normalisation: Normalisation) -> Tensor:
         """As `Normalisation.apply`, its constants copied to the device once."""
         kind = inputs.ndim, inputs.dtype
