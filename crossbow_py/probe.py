@@ -101,6 +101,8 @@ def probe_evaluation(
     if wrong is not None:
         raise UserError(f"of the {what} data, {wrong}")
     for name, metric in (metrics or {}).items():
+        if wrong := misfit(metric, output, batch.targets):
+            raise UserError(f"metrics[{name!r}]: {wrong}")
         try:
             float(metric(output, batch.targets))
         except Exception as error:

@@ -29,6 +29,9 @@ FLIP_HELP = "flip training images left to right: true at random, alternating so 
 ERASING_HELP = "probability that a rectangle of a training image is erased; 0 for no erasing"
 
 
+_MOST_CHANNELS = 4  # RGB and transparency; images are not so narrow
+
+
 @dataclass(frozen=True)
 class Augmentation:
     """What is done to training images at random. The same sample in the same epoch is always augmented alike."""
@@ -92,12 +95,19 @@ def flipped(values: Tensor, mirrored: Tensor) -> Tensor:
     return torch.where(mirrored.view(-1, *[1] * (values.ndim - 1)), values.flip(-1), values)
 
 
-def check_targets(augmentation: Augmentation, image: Sequence[int], target: Sequence[int]) -> None:
+def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Sequence[int]) -> None:
     """Raise UserError for targets of a shape (without N) that would not go with images [C, H, W] that are moved.
+
+    So it does for images whose channels are last.
 
     A class, or a vector of values, stays what it is. Targets [..., H, W] are flipped with their image. They are not
     cropped: nobody knows which class lies beyond the border.
     """
+    if augmentation.active and image[0] > _MOST_CHANNELS >= image[2]:
+        raise UserError(
+            f"{augmentation} are for images [C, H, W], and {list(image)} looks like [H, W, C]; give "
+            "images.permute(0, 3, 1, 2)."
+        )
     if len(target) < 2 or not augmentation.moves_pixels:
         return
     given = f"{augmentation} move images {list(image)}, and targets {list(target)}"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, check_targets
+from crossbow_py.data.augmentation import Augmentation, check_shapes
 from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.inputs import (
@@ -105,7 +105,7 @@ def _resident_inputs(
 def _check_resident(pair: Pair, augmentation: Augmentation) -> None:
     if augmentation.active and not is_image_batch(pair[0]):
         raise UserError(_needs_images(augmentation, f"set {Augmentation()}"))
-    check_targets(augmentation, pair[0].shape[1:], pair[1].shape[1:])
+    check_shapes(augmentation, pair[0].shape[1:], pair[1].shape[1:])
 
 
 def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
@@ -116,7 +116,7 @@ def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
     first, target = data[0]
     if not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
         raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))
-    check_targets(augmentation, first.shape, np.shape(target))
+    check_shapes(augmentation, first.shape, np.shape(target))
 
 
 def _needs_images(augmentation: Augmentation, remedy: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, Ids, check_targets
+from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
@@ -87,7 +87,7 @@ class ResidentFeed(PickedFeed):
         Raises UserError when its crops need more padding than the images were stored with.
         """
         self._inputs.check_augmentation(variant.augmentation)
-        check_targets(variant.augmentation, self._inputs.shape, self._targets.shape[1:])
+        check_shapes(variant.augmentation, self._inputs.shape, self._targets.shape[1:])
         self._variants[stream] = variant
 
     def batch(self, start: int) -> Batch:

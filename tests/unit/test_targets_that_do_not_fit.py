@@ -151,3 +151,19 @@ def test_fit_on_items_of_different_shapes_names_one():
     items[30] = (torch.zeros(5), 0)
     with pytest.raises(BadDataError, match=r"got \[4\] at .* and \[5\] at .*, which are items \d+ and 30\)"):
         make_trainer(train_data=items, num_workers=0, model=linear_model).fit(max_epochs=1)
+
+
+def test_trainer_with_a_metric_that_would_repeat_values_refuses_it():
+    inputs, targets = torch.randn(8, 4), torch.randn(8)
+    with pytest.raises(UserError, match=r"^metrics\['error'\]: .* would repeat them; give targets of the output's"):
+        make_trainer(
+            model=lambda: nn.Linear(4, 1), train_data=(inputs, targets), test_data=(inputs, targets),
+            loss=lambda outputs, right: (outputs[:, 0] - right).square().mean(), metrics={"error": nn.L1Loss()},
+        )  # fmt: skip
+
+
+def test_fit_with_a_softmax_before_cross_entropy_says_so():
+    recorder = Recorder()
+    model = lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(1))  # noqa: E731
+    make_trainer(model=model, callbacks=[recorder]).fit(max_rounds=1)
+    assert any("leave the softmax out of the model" in message for message in recorder.of("message"))

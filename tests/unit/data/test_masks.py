@@ -120,3 +120,12 @@ def test_stream_of_its_own_augmentation_flips_its_masks_alone() -> None:
     assert_alike(feed.batch(2 * STREAM + 40), masks)
     with pytest.raises(UserError, match=r"go beyond what the images were stored for"):
         feed.set_variant(3, Variant(9, Augmentation(crop_padding=1)))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("augmentation", [FLIP, Augmentation(random_erasing=0.5)])
+def test_make_feed_augmenting_images_with_channels_last_is_refused(augmentation: Augmentation, streamed: bool) -> None:
+    images, targets = IMAGES.permute(0, 2, 3, 1), torch.arange(N)
+    data = list(zip(images, targets, strict=True)) if streamed else (images, targets)
+    with pytest.raises(UserError, match=r"\[6, 5, 3\] looks like \[H, W, C\]; give images.permute\(0, 3, 1, 2\)"):
+        make_feed(data, 4, SEED, augmentation=augmentation)
