@@ -11,7 +11,7 @@ from torch import nn
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Data, as_pair
+from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.normalisation import Normalisation
@@ -20,7 +20,7 @@ from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.precision import FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update_choice import choose_update
@@ -30,11 +30,13 @@ from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound
 from crossbow_py.losses import loss_on
 from crossbow_py.parts import Parts
-from crossbow_py.probe import faithful_copy, probe, probe_evaluation
+from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.seeded_model import MakeModel, seeded_model
+from crossbow_py.seeded_model import MakeModel, faithful_copy, seeded_model
 from crossbow_py.supply import first_workers
 from crossbow_py.telemetry.timeline import Timeline
+
+_FEW_ITEMS = 32  # to be looked at before training
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,9 @@ def _train_feed(
     batch = feed.first_samples(min(2, settings.batch_size))
     needs = (loss, *count_classes(data, loss), settings.label_smoothing, settings.compile_model)
     try:
-        return choices, feed, batch, probe(template, choices.precision, batch, *needs)
+        if settings.precision == "auto" and choices.precision != FP32:
+            _check_integers(feed, choices.precision)
+        return choices, feed, batch, probe(template, choices.precision, batch, *needs, feed=feed)
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
             raise
@@ -171,8 +175,15 @@ def _train_feed(
     choices = dataclasses.replace(choices, precision=FP32)
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
-    warnings = probe(template, FP32, batch, *needs)
+    warnings = probe(template, FP32, batch, *needs, feed=feed)
     return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
+
+
+def _check_integers(feed: Feed, precision: Precision) -> None:
+    """Raise UserError for inputs with whole numbers that the precision rounds; of items a few are looked at."""
+    feed.look_through(_FEW_ITEMS)
+    if feed.rounded is not None:
+        raise UserError(feed.rounded.remark(precision.compute))
 
 
 def _evaluation_feed(
@@ -189,7 +200,7 @@ def _evaluation_feed(
     if source is None:
         return None
     feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
-    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics)
+    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics, feed)
     return feed
 
 
@@ -232,6 +243,6 @@ def count_classes(data: DataSets, loss: Loss) -> tuple[int | None, bool]:
     if loss is not nn.functional.cross_entropy:
         return None, False
     pair = as_pair(data.train)
-    if data.num_classes is not None or pair is None or pair[1].ndim != 1 or pair[1].is_floating_point():
+    if data.num_classes is not None or pair is None or pair[1].ndim != 1 or not has_integers(pair[1]):
         return data.num_classes, True
     return int(pair[1].max()) + 1, False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossbow_py.evaluation import Evaluation
+from crossbow_py.evaluation import Evaluation, non_finite_remark
 from crossbow_py.learning_measurement import LearningMeasurement
 from crossbow_py.reporter import Reporter, epoch_record
 from crossbow_py.run import Run
@@ -36,7 +36,7 @@ class EpochCloser:
         run.check_z()
         self._meter.pause()
         self._watch.doing = f"the evaluation after round {state.round_index - 1}"
-        measured = run.evaluate(self._measured)
+        measured = self._evaluate(self._measured)
         state.elapsed_s = self._meter.elapsed_s
         if measured:
             state.note_evaluation(measured[0].accuracy, measured[0].loss, self._stops.target_accuracy)
@@ -71,5 +71,13 @@ class EpochCloser:
         if self._state.last_recorded != self._state.samples_seen:
             self._final = None  # of an earlier model
         if self._final is None and measures:
-            self._final = self._run.evaluate("test")
+            self._final = self._evaluate("test")
         return self._final
+
+    def _evaluate(self, which: str) -> Measured | None:
+        """Measure on the `test` or `validation` data, and say what outputs were not finite."""
+        measured = self._run.evaluate(which)
+        if measured and measured[0].num_non_finite:
+            what = f"{which} data after {self._state.samples_seen:,} samples"
+            self._reporter.message(non_finite_remark(what, measured[0].num_non_finite, measured[0].num_samples))
+        return measured

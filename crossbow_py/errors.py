@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
 from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
 class CrossbowError(Exception):
@@ -139,6 +144,18 @@ class CentralModelError(CrossbowError):
             "network corrupts data there. Go on from an earlier checkpoint on other machines; a lower "
             "distributed.check_every_rounds finds it sooner."
         )
+
+
+def raised_at(error: BaseException) -> str:
+    """Where the user's own code raised an exception: " at FILE:LINE", the innermost line outside installed packages.
+
+    Of an exception that no line of the user's has part in, it is the innermost that is not in this package; empty
+    where there is none.
+    """
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if _PACKAGE not in Path(frame.filename).parents]
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    return f" at {(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else ""
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

@@ -15,7 +15,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.memory import free_memory, is_out_of_memory, raising_if_lost
 from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.engine.rounds import Loss, count_correct
+from crossbow_py.engine.rounds import Loss, count_correct, non_finite_outputs
 
 Metric = Callable[[Tensor, Tensor], Tensor | float]
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
@@ -43,14 +43,24 @@ class Examples:
 class Evaluation:
     """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification.
 
-    `examples` are on the first rank alone.
+    `num_non_finite` samples have outputs that are not finite, which count as wrong. `examples` are on the first rank
+    alone.
     """
 
     loss: float
     accuracy: float | None
     num_samples: int
     metrics: dict[str, float] = field(default_factory=dict)
+    num_non_finite: int = 0
     examples: Examples | None = field(default=None, compare=False, repr=False)
+
+
+def non_finite_remark(what: str, num_non_finite: int, num_samples: int) -> str:
+    """Tell the user what became of samples whose outputs are not finite."""
+    return (
+        f"{what}: the outputs of {num_non_finite:,} of {num_samples:,} samples are not finite, which counts as wrong; "
+        "look for NaN in these data, or for weights that have grown too large."
+    )
 
 
 def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
@@ -65,6 +75,7 @@ def mean_evaluation(each: Sequence[Evaluation]) -> Evaluation:
         accuracy=mean(accuracies) if accuracies else None,
         num_samples=each[0].num_samples,
         metrics={name: mean(one.metrics[name] for one in each) for name in each[0].metrics},
+        num_non_finite=max(one.num_non_finite for one in each),
         examples=each[0].examples,
     )
 
@@ -117,13 +128,13 @@ class Evaluator:
         """
         with ranks.together():
             count, own, found = self._sums(state, feed, ranks, examples and ranks.is_first)
-        count, *added = ranks.sum([count, *own.values()])
-        sums = dict(zip(own, added, strict=True))
+        count, num_non_finite, correct, loss, *metrics = ranks.sum([count, *own])
         return Evaluation(
-            loss=sums["loss"] / count,
-            accuracy=None if math.isnan(sums["correct"]) else sums["correct"] / count,
+            loss=loss / count,
+            accuracy=None if math.isnan(correct) else correct / count,
             num_samples=round(count),
-            metrics={name: sums[name] / count for name in self.metrics},
+            metrics={name: total / count for name, total in zip(self.metrics, metrics, strict=True)},
+            num_non_finite=round(num_non_finite),
             examples=found,
         )
 
@@ -137,10 +148,13 @@ class Evaluator:
     @torch.no_grad()
     def _sums(
         self, state: State, feed: Feed, ranks: Ranks, collects: bool
-    ) -> tuple[float, dict[str, float], Examples | None]:
-        """How many samples the rank measured, their sums, and what there is to show, if it collects that."""
-        module = self._runnable(state)
-        count, sums = 0, dict.fromkeys(["loss", "correct", *self.metrics], 0.0)
+    ) -> tuple[float, list[float], Examples | None]:
+        """How many samples the rank measured, their sums, and what there is to show, if it collects that.
+
+        Sums are of outputs that are not finite, right predictions (NaN: no classes), loss and metrics.
+        """
+        module, functions = self._runnable(state), [self.loss, *self.metrics.values()]
+        count, sums = 0, [0.0] * (2 + len(functions))
         share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
         numbers = self._batch_numbers(feed, ranks)
         collector = _Collector(sum(min(self.batch_size, feed.num_samples - n * self.batch_size) for n in numbers))
@@ -149,11 +163,10 @@ class Evaluator:
             if collects and _are_classified_images(*batch, output):
                 collector.take(*batch, output)
             size = len(batch.targets)
-            sums["loss"] += float(self.loss(output, batch.targets)) * size
             correct = count_correct(output, batch.targets)
-            sums["correct"] += math.nan if correct is None else correct
-            for name, metric in self.metrics.items():
-                sums[name] += float(metric(output, batch.targets)) * size
+            own = [float(non_finite_outputs(output)), math.nan if correct is None else correct]
+            own += [float(function(output, batch.targets)) * size for function in functions]
+            sums = [total + value for total, value in zip(sums, own, strict=True)]
             count += size
         return count, sums, collector.examples()
 

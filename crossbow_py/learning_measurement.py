@@ -169,7 +169,9 @@ class LearningMeasurement:
                 output = module(_in_master(inputs, module))
                 if not is_classification(output, targets):
                     return None
-                own.append(output.argmax(1).cpu())  # host–device synchronisation on CUDA
+                largest, predicted = output.max(1)
+                # Host–device synchronisation on CUDA.
+                own.append(predicted.masked_fill_(~largest.isfinite(), _NO_CLASS).cpu())
         return torch.stack([torch.cat(own) for own in found]).double()
 
 

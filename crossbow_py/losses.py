@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.data.datasets import has_integers
+from crossbow_py.data.labels import Classes
 from crossbow_py.engine.label_smoothing import IGNORED
 from crossbow_py.engine.rounds import Loss
 
 _F = nn.functional
-_ELEMENTWISE = (_F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.huber_loss)
-_ELEMENTWISE_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_ELEMENTWISE = (
+    _F.mse_loss, _F.l1_loss, _F.smooth_l1_loss, _F.huber_loss, _F.poisson_nll_loss, _F.kl_div, _F.soft_margin_loss,
+)  # fmt: skip
+_ELEMENTWISE_MODULES = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.KLDivLoss, nn.SoftMarginLoss,
+)  # fmt: skip
+_TOLERANCE = 0.02  # of a sum of probabilities, which in bfloat16 have two digits, and of means that are to differ
+_EXACT = 1e-5
 _CLASS_DTYPES = (torch.int64, torch.uint8)
 
 
@@ -33,13 +44,22 @@ def loss_on(device: torch.device, loss: Loss) -> Loss:
     return settled
 
 
+def classes_of(loss: Loss, output: Tensor, targets: Tensor) -> Classes | None:
+    """The targets that the loss takes with such an output; None where they are no classes, or nobody knows."""
+    if output.ndim < 2 or not has_integers(targets):
+        return None
+    if loss in (_F.cross_entropy, _F.nll_loss):
+        return Classes(output.shape[1], IGNORED)
+    return Classes(output.shape[1], loss.ignore_index) if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
+
+
 def untrained(loss: Loss) -> str | None:
     """The name of a parameter of the loss itself, which nothing would train; None where it has none."""
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     return next((name for name, parameter in named if parameter.requires_grad), None)
 
 
-def misfit(loss: Loss, output: Tensor, targets: Tensor) -> str | None:
+def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, targets: Tensor) -> str | None:
     """Why torch would take a loss of these and make nonsense of them, or refuse them for reasons of its own.
 
     One sentence with the remedy; None where nothing is known against them.
@@ -47,19 +67,77 @@ def misfit(loss: Loss, output: Tensor, targets: Tensor) -> str | None:
     given = f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)}"
     if loss is _F.cross_entropy:
         return _no_classes(given, output, targets)
+    if getattr(loss, "reduction", "mean") == "sum":
+        return "the loss must be the mean over a batch, got one with reduction='sum'; leave the reduction out."
     elementwise = loss in _ELEMENTWISE or isinstance(loss, _ELEMENTWISE_MODULES)
     if elementwise and output.shape != targets.shape:
         return f"{given}: it compares value by value and would repeat them; give targets of the output's shape."
     return None
 
 
+def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
+    """What looks wrong and may be meant so: sentences for the user."""
+    output = output.detach().float()
+    shape = f"[batch, {', '.join(map(str, output.shape[1:]))}]"
+    if loss is _F.cross_entropy and output.ndim > 2 and output.shape[:-1] == targets.shape:
+        return [
+            f"The model's output is {shape}: classes are in the second place. If the model has them in the last one, "
+            "it trains on something else; then return output.movedim(-1, 1)."
+        ]
+    if _is_of(loss, (_F.cross_entropy, nn.CrossEntropyLoss)) and _are_probabilities(output):
+        return [
+            "The model's outputs are probabilities, and cross-entropy takes scores, of which it takes the softmax "
+            "itself: leave the softmax out of the model."
+        ]
+    if _is_of(loss, (_F.nll_loss, nn.NLLLoss)) and not _are_probabilities(output.exp()):
+        return [
+            "The model's outputs are no logarithms of probabilities, which nll_loss takes: end the model with "
+            "log_softmax, or leave the loss out for cross-entropy."
+        ]
+    return [] if loss is _F.cross_entropy else _remarks_on_mean(loss, output, targets)
+
+
+def _remarks_on_mean(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
+    """By the losses of samples one by one, whose mean a batch's loss ought to be."""
+    try:
+        whole = float(loss(output, targets))
+        each = [float(loss(*one)) for one in zip(torch.split(output, 1), torch.split(targets, 1), strict=True)]
+    except Exception:  # it may need several samples
+        return []
+    if len(each) < 2 or math.isclose(whole, sum(each) / len(each), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
+        return []
+    if math.isclose(whole, sum(each), rel_tol=_EXACT):
+        return ["The loss is a sum over the batch, and is taken for a mean: divide it by the number of samples."]
+    fewer, more = sorted([tuple(output.shape), tuple(targets.shape)], key=len)
+    if more != (*fewer, 1):
+        return []
+    return [
+        f"The loss of a batch is not the mean of its samples': it takes outputs {list(output.shape)} and targets "
+        f"{list(targets.shape)}, and compares every sample with every other, it seems; give both the same shape."
+    ]
+
+
+def _is_of(loss: Loss, kinds: tuple[Loss, type[nn.Module]]) -> bool:
+    function, module = kinds
+    return loss is function or isinstance(loss, module)
+
+
+def _are_probabilities(output: Tensor) -> bool:
+    """Of two classes or more, in the second place."""
+    if output.ndim < 2 or output.shape[1] < 2 or bool((output < 0).any()):
+        return False
+    return bool(((output.sum(1) - 1).abs() < _TOLERANCE).all())
+
+
 def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
     kind = str(targets.dtype).removeprefix("torch.")
-    if not targets.is_floating_point():
-        if targets.dtype in _CLASS_DTYPES:
-            return None
+    if targets.dtype in _CLASS_DTYPES:
+        if output.ndim > 2 and targets.shape == output.shape[:-1] != (len(output), *output.shape[2:]):
+            return f"{given}: it takes the scores of classes from the second place; return output.movedim(-1, 1)."
+        return None
+    if has_integers(targets):
         return f"{given}: classes are int64, got {kind}; give targets.long()."
-    if targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
+    if targets.is_floating_point() and targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
         return None  # probabilities of the classes
     return (
         f"{given}: it is cross-entropy, and targets of {kind} are no classes; give classes as int64, or, from Python, "

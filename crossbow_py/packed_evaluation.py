@@ -15,7 +15,7 @@ from crossbow_py.engine.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph, FusionError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.rounds import correct_predictions
+from crossbow_py.engine.rounds import correct_predictions, non_finite_outputs
 from crossbow_py.evaluation import Evaluation, Evaluator
 
 
@@ -83,7 +83,7 @@ def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None
 def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
     """The last batch may be smaller than the others: then there is a graph for it, too."""
     graphs: dict[torch.Size, FusedGraph] = {}
-    count, sums = 0, torch.zeros(bank.num_learners, 2 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
+    count, sums = 0, torch.zeros(bank.num_learners, 3 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
     for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
         shape = batch.inputs.shape
         if shape not in graphs:
@@ -92,32 +92,30 @@ def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> l
         sums += _measured(evaluator, outputs, batch.targets)
         count += len(batch.targets)
     # The only host–device synchronisation, unless a metric has one.
-    return [_evaluation(evaluator, means, count) for means in (sums / count).tolist()]
+    return [_evaluation(evaluator, own, count) for own in sums.tolist()]
 
 
 def _measured(evaluator: Evaluator, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Of each learner's outputs `[K, B, ...]`: right predictions (NaN: no classes), loss, metrics `[K, 2 + metrics]`.
-
-    Summed over the batch, float64.
-    """
+    """Sums over the batch of each learner's outputs `[K, B, ...]`, in the order of `Evaluator`, `[K, 3 + metrics]`."""
     functions = [evaluator.loss, *evaluator.metrics.values()]
     means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
     sums = torch.stack([torch.stack(each) for each in means]) * len(targets)
     correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), lead=1)
     if correct is None:
         correct = torch.full((len(outputs),), torch.nan)
-    return torch.column_stack([correct.to(sums), sums])
+    return torch.column_stack([non_finite_outputs(outputs, lead=1).to(sums), correct.to(sums), sums])
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
 
 
-def _evaluation(evaluator: Evaluator, means: list[float], count: int) -> Evaluation:
-    accuracy, loss, *metrics = means
+def _evaluation(evaluator: Evaluator, sums: list[float], count: int) -> Evaluation:
+    num_non_finite, correct, loss, *metrics = sums
     return Evaluation(
-        loss=loss,
-        accuracy=None if math.isnan(accuracy) else accuracy,
+        loss=loss / count,
+        accuracy=None if math.isnan(correct) else correct / count,
         num_samples=count,
-        metrics=dict(zip(evaluator.metrics, metrics, strict=True)),
+        metrics={name: total / count for name, total in zip(evaluator.metrics, metrics, strict=True)},
+        num_non_finite=round(num_non_finite),
     )

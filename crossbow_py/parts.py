@@ -171,7 +171,7 @@ class Parts:
         """What the feeds, and what was loaded from them, have to tell the user since the last call."""
         own = self.notes.copy()
         self.notes.clear()
-        return own + [note for feed in self.feeds for note in feed.take_notes()]
+        return own + list(dict.fromkeys(note for feed in self.feeds for note in feed.take_notes()))
 
     def close_feeds(self) -> None:
         """End the threads and processes of all feeds."""

@@ -86,8 +86,15 @@ class Prediction:
         """Of the ensemble."""
         return self._accuracy(self.ensemble)
 
+    @property
+    def num_non_finite(self) -> list[int]:
+        """Samples for which a member's outputs are not finite, of every member."""
+        return [int((~np.isfinite(own).all(-1)).sum()) for own in self.probabilities]
+
     def _accuracy(self, probabilities: npt.NDArray[np.float32]) -> float:
-        return float((probabilities.argmax(-1) == self.targets).mean())
+        """Of what is finite; the rest is wrong."""
+        right = (probabilities.argmax(-1) == self.targets) & np.isfinite(probabilities).all(-1)
+        return float(right.mean())
 
 
 def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Prediction:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from crossbow_py.errors import unwritable
+from crossbow_py.evaluation import non_finite_remark
 from crossbow_py.file_writing import replacing
 from crossbow_py.prediction import Prediction
 from crossbow_py.telemetry.records import write_atomically
@@ -30,7 +31,7 @@ def as_text(found: Prediction) -> str:
     together = [("ensemble", f"{found.accuracy:.4f}")] if k > 1 else []
     by_all = ", each answered by all models" if k > 1 else ""
     blocks = [
-        [head, *found.notes],
+        [head, *found.notes, *_non_finite(found)],
         columns(("model", "accuracy"), [*rows, *together]),
         [f"{found.images_per_s:,.0f} images/s{by_all}; loading is not counted."],
     ]
@@ -45,13 +46,21 @@ def as_text(found: Prediction) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
+def _non_finite(found: Prediction) -> list[str]:
+    named = zip(found.models, found.num_non_finite, strict=True)
+    return [non_finite_remark(model.name, count, len(found.targets)) for model, count in named if count]
+
+
 def as_plain(found: Prediction) -> dict[str, Any]:
     """Everything but the probabilities, in plain values."""
-    members = zip(found.models, found.accuracies, strict=True)
+    members = zip(found.models, found.accuracies, found.num_non_finite, strict=True)
     return {
         "models": [
-            {"name": model.name, "file": str(model.file), "model": model.config.model.NAME, "accuracy": accuracy}
-            for model, accuracy in members
+            {
+                "name": model.name, "file": str(model.file), "model": model.config.model.NAME, "accuracy": accuracy,
+                "num_non_finite": count,
+            }
+            for model, accuracy, count in members
         ],
         "ensemble": {"accuracy": found.accuracy},
         "data": found.data,

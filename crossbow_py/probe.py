@@ -5,25 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.data.feed import Batch
-from crossbow_py.engine.agreement import furthest, gradients_of, kept_buffers, move, moved_weights, projection
-from crossbow_py.engine.dropout import OwnDraws, replace_dropout, without_dropout
-from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.engine.dropout import OwnDraws, replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Metric
-from crossbow_py.host_randomness import kept_host_state
-from crossbow_py.losses import misfit
+from crossbow_py.losses import classes_of, misfit, remarks
 
-_APART = 0.02  # how far weights lie from those that the model was made with, relatively, when copies are compared
 _DRAWS_OUTSIDE = (
     "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
     "runs will not repeat or resume bit for bit."
@@ -39,6 +33,7 @@ def probe(
     exact: bool = True,
     label_smoothing: float = 0.0,
     compile_model: bool = False,
+    feed: Feed | None = None,
 ) -> list[str]:
     """Run one small training batch through a copy of the model; returns warnings.
 
@@ -47,6 +42,7 @@ def probe(
         exact: whether more outputs than classes are refused too.
         label_smoothing: with more than 0 the loss is cross-entropy with a class for each sample.
         compile_model: whether the model will be compiled.
+        feed: where the batch is from, whose other targets must be classes of the output, too.
 
     Raises:
         UserError: the model, its output or the loss does not fit the data.
@@ -65,6 +61,9 @@ def probe(
     except Exception as error:
         raise _unfit("training", batch.inputs, error) from error
     _check_output(output, batch.targets, num_classes, exact)
+    if wrong := misfit(loss, output, batch.targets):
+        raise UserError(wrong)
+    _check_labels(loss, output, batch, feed, "training")
     _check_loss(output, batch.targets, precision, loss)
     if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
         raise UserError(
@@ -78,74 +77,7 @@ def probe(
             f"the model replaces its buffer {moved[0]} in forward, and a learner's buffers live in one place; "
             "write into it instead, with copy_()."
         )
-    return [_DRAWS_OUTSIDE] if draws else []
-
-
-def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, channels_last: bool) -> nn.Module:
-    """Return a copy of the model, as every learner is one, that was compared with the model itself.
-
-    What is compared is a learner on a bank's row, with weights that have moved: its output, gradients and buffers. A
-    copy loses hooks of parameters; functions that hold the model itself go on to use it instead of the copy.
-
-    Args:
-        original: as it was made; its weights and buffers stay as they are.
-        batch: a small one, which the model can take.
-
-    Raises:
-        UserError: learners would train otherwise than the model.
-    """
-    hooked = [name for name, own in original.named_parameters() if own._backward_hooks or _after_hooks(own)]
-    if hooked:
-        raise UserError(
-            f"the model's {hooked[0]} has a hook on its gradient, which learners, copies of the model, would lose; "
-            "write what it does into forward, as for a mask: (weight * mask) in place of weight."
-        )
-    copied, full = copy.deepcopy(original), replace(precision, compute=precision.master)
-    bank = ReplicaBank(
-        copied, 1, device=batch.inputs.device, precision=full, state_names=(), channels_last=channels_last,
-        training=False,
-    )  # fmt: skip
-    learner, trained = bank.module(0), [name for name, own in original.named_parameters() if own.requires_grad]
-    ours, theirs = dict(original.named_parameters()), dict(learner.named_parameters())
-    kept = {name: own.detach().clone() for name, own in ours.items()}
-    move(list(theirs.values()), _APART)
-    inputs = batch.inputs.to(precision.master) if batch.inputs.is_floating_point() else batch.inputs
-
-    def values(model: nn.Module) -> dict[str, Tensor]:
-        with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
-            torch.manual_seed(0)
-            return gradients_of(projection(model(inputs)), model, trained)
-
-    def control() -> dict[str, Tensor]:
-        with moved_weights(list(ours.values()), precision.master):
-            return values(original)
-
-    try:
-        with torch.no_grad():
-            for name, own in ours.items():
-                own.copy_(theirs[name])
-        found = furthest(values(learner), values(original), control, precision.master)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"the model's gradients cannot be computed ({one_line(error)[:300]}); take them once yourself, by "
-            "torch.autograd.grad(loss, parameters), and mend what fails."
-        ) from error
-    finally:
-        with torch.no_grad():
-            for name, before in kept.items():
-                ours[name].copy_(before)
-    if found is not None:
-        raise UserError(
-            f"learners, copies of the model, would not train as it does ({found}); let no hook, lambda or other tensor "
-            "of the model hold the model itself or memory of its weights, but take them from self when forward runs."
-        )
-    return copied
-
-
-def _after_hooks(parameter: nn.Parameter) -> object:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return [*([_DRAWS_OUTSIDE] if draws else []), *remarks(loss, output, batch.targets)]
 
 
 @torch.no_grad()
@@ -156,8 +88,9 @@ def probe_evaluation(
     loss: Loss,
     what: str,
     metrics: Mapping[str, Metric] | None = None,
+    feed: Feed | None = None,
 ) -> None:
-    """Run one small batch of the `what` ("test", "validation") data; training data is known to fit.
+    """Run one small batch of the `what` ("test", "validation") data; training data is known to fit. See `probe`.
 
     Raises UserError when it does not fit the model, or a metric cannot be measured on it.
     """
@@ -165,12 +98,17 @@ def probe_evaluation(
         output = _runnable(template, precision).eval()(batch.inputs).to(precision.master)
         wrong = misfit(loss, output, batch.targets)
         if wrong is None:
+            _check_labels(loss, output, batch, feed, what)
             loss(output, batch.targets)
+    except UserError:
+        raise
     except Exception as error:
         raise _unfit(what, batch.inputs, error) from error
     if wrong is not None:
         raise UserError(f"of the {what} data, {wrong}")
     for name, metric in (metrics or {}).items():
+        if wrong := misfit(metric, output, batch.targets):
+            raise UserError(f"metrics[{name!r}]: {wrong}")
         try:
             float(metric(output, batch.targets))
         except Exception as error:
@@ -217,9 +155,17 @@ def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: 
         )
 
 
+def _check_labels(loss: Loss, output: Tensor, batch: Batch, feed: Feed | None, what: str) -> None:
+    classes = classes_of(loss, output, batch.targets)
+    if classes is None:
+        return
+    if found := classes.first_outside(batch.targets):
+        raise UserError(classes.refusal(f"sample {found[0]} of the {what} data", found[1]))
+    if feed is not None:
+        feed.check_labels(classes, what)
+
+
 def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> None:
-    if wrong := misfit(loss, output, targets):
-        raise UserError(wrong)
     try:
         value: Any = loss(output.to(precision.master), targets)
     except Exception as error:

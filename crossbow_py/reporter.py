@@ -16,7 +16,7 @@ from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.measures import correction_norm
 from crossbow_py.evaluation import Evaluation, Examples
 from crossbow_py.example_predictions import example_predictions
-from crossbow_py.run import Run
+from crossbow_py.run import Run, SavedModels
 from crossbow_py.run_state import RunState
 from crossbow_py.settings import apart_from_defaults, flat, to_mapping, written
 from crossbow_py.telemetry.events import (
@@ -189,16 +189,16 @@ class Reporter:
             self.meter.resume()
 
     def summarize(
-        self, state: RunState, status: str, stop_reason: str, final: Measured | None, model_path: str | None
+        self, state: RunState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
     ) -> Summary:
         """Build the summary and announce the end."""
         self._show_predictions()
-        summary = self._summary(state, status, stop_reason, final, model_path)
+        summary = self._summary(state, status, stop_reason, final, saved)
         self._tell(lambda listener: listener.on_end(summary))
         return summary
 
     def _summary(
-        self, state: RunState, status: str, stop_reason: str, final: Measured | None, model_path: str | None
+        self, state: RunState, status: str, stop_reason: str, final: Measured | None, saved: SavedModels
     ) -> Summary:
         info, (test, each) = self.info, final or (None, ())
         # Of the whole run, earlier processes included. Independent learners each see all samples.
@@ -227,6 +227,7 @@ class Reporter:
             data_wait_share=None if info.num_workers is None else self.meter.whole.wait_share,
             num_workers=info.num_workers,
             metrics=test.metrics if test else {},
+            num_non_finite=test.num_non_finite if test else 0,
             time_to_accuracy_s=state.time_to_accuracy_s,
             train_time_s=train_time_s,
             wall_time_s=self.wall_s,
@@ -235,7 +236,8 @@ class Reporter:
             num_reseeded=state.num_reseeded,
             resumed_from=info.resumed_from,
             output_dir=info.output_dir,
-            model_path=model_path,
+            model_path=saved.path,
+            model_sha256=saved.digests,
             versions=versions(),
         )
 
@@ -340,4 +342,5 @@ def epoch_record(
         num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
         metrics=evaluation.metrics if evaluation else {},
         learning=learning,
+        num_non_finite=evaluation.num_non_finite if evaluation else 0,
     )

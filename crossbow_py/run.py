@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -36,6 +36,13 @@ _CHANGEABLE = (
     "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
     "learning_statistics",
 )  # fmt: skip
+
+
+class SavedModels(NamedTuple):
+    """Where a run's models are, None for nowhere, and the SHA-256 of each file by its name."""
+
+    path: str | None
+    digests: dict[str, str]
 
 
 @dataclass
@@ -78,24 +85,25 @@ class Run:
         states = self.parts.final_states(self.state.samples_seen, list(self.state.sick_learners))
         return [self.parts.evaluator.module(state) for state in states]
 
-    def save_models(self, models: Sequence[nn.Module]) -> str | None:
-        """Write them as safetensors into the run's folder, if it has one; the first rank does, all call it. Says where.
+    def save_models(self, models: Sequence[nn.Module]) -> SavedModels:
+        """Write them as safetensors into the run's folder, if it has one; the first rank does, all call it.
 
         Raises UserError when they cannot be written.
         """
         if self.output_dir is None:
-            return None
+            return SavedModels(None, {})
+        digests = dict[str, str]()
         single = self.parts.rule.has_central_model
         names = [MODEL_FILE] if single else [f"model_{j}.safetensors" for j in range(len(models))]
         with self.parts.ranks.together():
             for name, module in zip(names, models, strict=True) if self.parts.ranks.is_first else ():
                 try:
-                    save_weights(module, self.output_dir / name)
+                    digests[name] = save_weights(module, self.output_dir / name)
                 except OSError as error:
                     raise UserError(
                         f"cannot write {self.output_dir / name} ({error}); make room there and resume the run."
                     ) from error
-        return str(self.output_dir / names[0]) if single else str(self.output_dir)
+        return SavedModels(str(self.output_dir / names[0]) if single else str(self.output_dir), digests)
 
     def newest_checkpoint(self) -> str | None:
         """Its folder."""

@@ -20,9 +20,12 @@ from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.config_files import write_yaml
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
+from crossbow_py.data.labels import Classes
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.dropout import counter_seed
+from crossbow_py.engine.label_smoothing import IGNORED
+from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
@@ -73,6 +76,7 @@ class SearchRun:
         self._closing = ExitStack()
         self._told: dict[str, None] = {}  # in their order
         self._is_news = False
+        self._notes: list[str] = []
         self.config, self.folder, self.listeners = config, folder, listeners
         with ExitStack() as stack:
             stack.callback(self.close)
@@ -169,12 +173,24 @@ class SearchRun:
         data = DataSets(
             source.train, source.test, source.validation, source.num_classes, mean=source.mean, std=source.std
         )
-        feed = partial(new_feed, data=data, settings=self.settings, choices=self.choices)
 
-        def kept(dataset: Any, augmentation: Augmentation | None, *, training: bool) -> Feed:
-            return self._closing.enter_context(closing(feed(dataset, 1, augmentation, training=training)))
+        def feed(dataset: Any, size: int, augmentation: Augmentation | None, what: str = "training") -> Feed:
+            made = new_feed(
+                dataset, size, augmentation, data, self.settings, self.choices, training=what == "training"
+            )
+            if source.num_classes is not None:
+                made.check_labels(Classes(source.num_classes, IGNORED), what)
+            return made
 
-        train = kept(source.train, self._most_augmentation(), training=True)
+        def kept(dataset: Any, augmentation: Augmentation | None, what: str) -> Feed:
+            return self._closing.enter_context(closing(feed(dataset, 1, augmentation, what)))
+
+        train = kept(source.train, self._most_augmentation(), "training")
+        if train.rounded is not None and self.settings.precision == "auto" and self.choices.precision != FP32:
+            self._notes = [f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}."]
+            self.choices = dataclasses.replace(self.choices, precision=FP32)
+            train = kept(source.train, self._most_augmentation(), "training")
+        self._notes += train.take_notes()
         feed_of: Callable[[int], Feed]
         if isinstance(train, ResidentFeed):
             feed_of = train.without_augmentation().with_batch_size
@@ -184,8 +200,8 @@ class SearchRun:
         return SearchData(
             feed_of=feed_of,
             num_samples=train.num_samples,
-            validation=kept(source.validation, None, training=False),
-            test=None if source.test is None else kept(source.test, None, training=False),
+            validation=kept(source.validation, None, "validation"),
+            test=None if source.test is None else kept(source.test, None, "test"),
             num_classes=count_classes(data, LOSS),
             streams=train.STREAMS,
         )
@@ -211,7 +227,7 @@ class SearchRun:
             return self._told_again(before)
         for listener in self.listeners:
             listener.on_trials(records)
-        for note in self.source.notes:
+        for note in (*self.source.notes, *self._notes):
             self._say(note)
         hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
         search = Search(self.rules, self.study, self.roster, self.states, self.settings, self.choices, LOSS, hooks)

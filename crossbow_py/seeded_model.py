@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from crossbow_py.errors import UserError
+from crossbow_py.data.feed import Batch
+from crossbow_py.engine.agreement import furthest, gradients_of, kept_buffers, move, moved_weights, projection
+from crossbow_py.engine.dropout import without_dropout
+from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.precision import Precision
+from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.errors import UserError, one_line
+from crossbow_py.host_randomness import kept_host_state
 from crossbow_py.weights_file import load_weights
 
 MakeModel = Callable[[], nn.Module]
+
+_APART = 0.02  # how far weights lie from those that the model was made with, relatively, when copies are compared
 
 
 def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.Module:
@@ -44,3 +55,70 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
     if init_from is not None:
         load_weights(module, init_from)
     return module
+
+
+def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, channels_last: bool) -> nn.Module:
+    """Return a copy of the model, as every learner is one, that was compared with the model itself.
+
+    What is compared is a learner on a bank's row, with weights that have moved: its output, gradients and buffers. A
+    copy loses hooks of parameters; functions that hold the model itself go on to use it instead of the copy.
+
+    Args:
+        original: as it was made; its weights and buffers stay as they are.
+        batch: a small one, which the model can take.
+
+    Raises:
+        UserError: learners would train otherwise than the model.
+    """
+    hooked = [name for name, own in original.named_parameters() if own._backward_hooks or _after_hooks(own)]
+    if hooked:
+        raise UserError(
+            f"the model's {hooked[0]} has a hook on its gradient, which learners, copies of the model, would lose; "
+            "write what it does into forward, as for a mask: (weight * mask) in place of weight."
+        )
+    copied, full = copy.deepcopy(original), replace(precision, compute=precision.master)
+    bank = ReplicaBank(
+        copied, 1, device=batch.inputs.device, precision=full, state_names=(), channels_last=channels_last,
+        training=False,
+    )  # fmt: skip
+    learner, trained = bank.module(0), [name for name, own in original.named_parameters() if own.requires_grad]
+    ours, theirs = dict(original.named_parameters()), dict(learner.named_parameters())
+    kept = {name: own.detach().clone() for name, own in ours.items()}
+    move(list(theirs.values()), _APART)
+    inputs = batch.inputs.to(precision.master) if batch.inputs.is_floating_point() else batch.inputs
+
+    def values(model: nn.Module) -> dict[str, Tensor]:
+        with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
+            torch.manual_seed(0)
+            return gradients_of(projection(model(inputs)), model, trained)
+
+    def control() -> dict[str, Tensor]:
+        with moved_weights(list(ours.values()), precision.master):
+            return values(original)
+
+    try:
+        with torch.no_grad():
+            for name, own in ours.items():
+                own.copy_(theirs[name])
+        found = furthest(values(learner), values(original), control, precision.master)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"the model's gradients cannot be computed ({one_line(error)[:300]}); take them once yourself, by "
+            "torch.autograd.grad(loss, parameters), and mend what fails."
+        ) from error
+    finally:
+        with torch.no_grad():
+            for name, before in kept.items():
+                ours[name].copy_(before)
+    if found is not None:
+        raise UserError(
+            f"learners, copies of the model, would not train as it does ({found}); let no hook, lambda or other tensor "
+            "of the model hold the model itself or memory of its weights, but take them from self when forward runs."
+        )
+    return copied
+
+
+def _after_hooks(parameter: nn.Parameter) -> object:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -239,7 +239,9 @@ class Trainer:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             uuids = device_uuids(self.run.parts.choices.device)
-            listeners = file_listeners(folder, self.state.samples_seen if begun else None, uuids)
+            listeners = file_listeners(
+                folder, self.state.samples_seen if begun else None, uuids, self.state.closed_epochs
+            )
         except OSError as error:
             raise unwritable(folder, error) from error
         timeline = self.run.parts.timeline

@@ -17,10 +17,10 @@ from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_numb
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
 from crossbow_py.epoch_closing import EpochCloser
-from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, is_of_data
+from crossbow_py.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
 from crossbow_py.reporter import Reporter, Result, run_info
 from crossbow_py.round_runner import RoundRunner
-from crossbow_py.run import Run
+from crossbow_py.run import Run, SavedModels
 from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import WorkerSupply
@@ -72,7 +72,7 @@ class TrainingLoop:
         self.parts.close_feeds()
         if error is not None and self.reporter.started:
             status, reason = _how_it_failed(error)
-            self.reporter.summarize(self.state, status, reason, None, None)
+            self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))
         self.reporter.close()
         return False
 
@@ -104,8 +104,7 @@ class TrainingLoop:
             if self._agreed.fails:
                 self.ranks.raise_any(self._failure)
             if reason := self._end_reached():
-                if self._run.resumed_from and state.round_index == first_round:
-                    self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
+                self._check_trained(reason, first_round)
                 return "finished", reason
             self._run_round()
 
@@ -118,6 +117,14 @@ class TrainingLoop:
         return self.stops.after_round(
             state.samples_seen, self.num_samples, self._agreed.elapsed_s, state.round_index
         )
+
+    def _check_trained(self, reason: str, first_round: int) -> None:
+        """Say that a resumed run had nothing left to do. Raises UserError where nothing was ever trained."""
+        if not self.state.round_index:
+            limit = getattr(self.stops, reason)
+            raise UserError(f"{reason}={limit:g} is over before the first round, with nothing trained; raise it.")
+        if self._run.resumed_from and self.state.round_index == first_round:
+            self.reporter.message(f"Nothing is left to train: the run had reached {reason}; allow more of it.")
 
     def _stopped_by(self, signal: str) -> tuple[str, str]:
         reason = StopSignal.REASONS[signal]
@@ -323,9 +330,9 @@ class TrainingLoop:
         self.meter.pause()
         final = self._epochs.final(measures=not stopped_by_signal)
         models = self._run.models()
-        model_path = self._run.save_models(models)
+        saved = self._run.save_models(models)
         self.rounds.tell_notes()
-        summary = self.reporter.summarize(self.state, status, reason, final, model_path)
+        summary = self.reporter.summarize(self.state, status, reason, final, saved)
         independent = [] if self.parts.rule.has_central_model else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # the first rank's, as in its records
         return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,14 +13,19 @@ from torch import Tensor, nn
 
 from crossbow_py.errors import CheckpointError
 from crossbow_py.file_writing import replacing
+from crossbow_py.telemetry.records import DIGESTS, read_summary
 
 MODEL_FILE = "model.safetensors"  # of the one model of a run, in its folder
 
 
-def save_weights(module: nn.Module, path: Path) -> None:
-    """Write a model as safetensors, atomically; tied parameters are stored once. Raises OSError."""
+def save_weights(module: nn.Module, path: Path) -> str:
+    """Write a model as safetensors, atomically; tied parameters are stored once. Returns the file's SHA-256.
+
+    Raises OSError.
+    """
     with replacing(path, synced=True) as partial:
         _write(module, partial)
+        return _sha256(partial)
 
 
 def _write(module: nn.Module, path: Path) -> None:
@@ -41,8 +47,10 @@ def load_weights(
 ) -> None:
     """Fill a module from safetensors, which `key` named.
 
-    Raises CheckpointError naming what does not fit, in words for the module and for what the user can do.
+    Raises CheckpointError naming what does not fit, in words for the module and for what the user can do; and for a
+    file that is not what the run in whose folder it lies has written.
     """
+    _check_digest(Path(path), key)
     try:
         values = load_file(str(path))
     except Exception as error:
@@ -56,6 +64,22 @@ def load_weights(
     with torch.no_grad():
         for name, value in values.items():
             own[name].copy_(value)
+
+
+def _check_digest(path: Path, key: str) -> None:
+    """A file without a summary beside it is taken as it is."""
+    digests = read_summary(path.parent).get(DIGESTS)
+    expected = digests.get(path.name) if isinstance(digests, dict) else None
+    if expected is not None and path.is_file() and _sha256(path) != expected:
+        raise CheckpointError(
+            f"{key}={path} is not what its run has written, as the SHA-256 in summary.json says: it is damaged, or was "
+            "replaced; restore it from a copy, or, if it is as you want it, move it to another folder."
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unfitting(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> str:

@@ -7,6 +7,7 @@ table, and cropping and flipping a batch is one `index_select` of H·W rows a sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from crossbow_py.data.erasing import draw_rectangles
 from crossbow_py.data.randomness import uniform
+from crossbow_py.errors import UserError
 from crossbow_py.settings import check, setting
 
 Ids = npt.NDArray[np.int64]
@@ -25,6 +27,9 @@ Flip = bool | Literal["alternating"]
 # The one-line meanings of settings that every source of images has too.
 FLIP_HELP = "flip training images left to right: true at random, alternating so that two epochs in a row show both ways"
 ERASING_HELP = "probability that a rectangle of a training image is erased; 0 for no erasing"
+
+
+_MOST_CHANNELS = 4  # RGB and transparency; images are not so narrow
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,39 @@ class Augmentation:
         """(top, left, flip) that give the images as they are."""
         corner = np.full(num_samples, self.crop_padding, dtype=np.int64)
         return corner, corner, np.zeros(num_samples, dtype=np.int64)
+
+
+def flipped(values: Tensor, mirrored: Tensor) -> Tensor:
+    """Images, or masks of them, [B, ..., W] left to right where `mirrored` bool [B] says so."""
+    return torch.where(mirrored.view(-1, *[1] * (values.ndim - 1)), values.flip(-1), values)
+
+
+def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Sequence[int]) -> None:
+    """Raise UserError for targets of a shape (without N) that would not go with images [C, H, W] that are moved.
+
+    So it does for images whose channels are last.
+
+    A class, or a vector of values, stays what it is. Targets [..., H, W] are flipped with their image. They are not
+    cropped: nobody knows which class lies beyond the border.
+    """
+    if augmentation.active and image[0] > _MOST_CHANNELS >= image[2]:
+        raise UserError(
+            f"{augmentation} are for images [C, H, W], and {list(image)} looks like [H, W, C]; give "
+            "images.permute(0, 3, 1, 2)."
+        )
+    if len(target) < 2 or not augmentation.moves_pixels:
+        return
+    given = f"{augmentation} move images {list(image)}, and targets {list(target)}"
+    if tuple(target[-2:]) != tuple(image[-2:]):
+        raise UserError(
+            f"{given} may have places in them that would have to move, too; set {Augmentation()} and augment inside "
+            "the data set, or give targets [..., H, W] of the images' size, which are flipped with them."
+        )
+    if augmentation.crop_padding:
+        raise UserError(
+            f"{given} have no values beyond the border, which crops would show; set data.crop_padding=0, or crop "
+            "inside the data set."
+        )
 
 
 class PaddedImages:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from crossbow_py.data.base import SourceSettings
-from crossbow_py.data.datasets import Data, as_pair, check_data
+from crossbow_py.data.datasets import Data, as_pair, check_data, has_integers
 from crossbow_py.errors import UserError
 from crossbow_py.settings import setting
 from crossbow_py.targets import call_target
+
+_MOST_CLASSES = 2**24  # whoever has more has given numbers that are no classes
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,19 @@ class Custom(SourceSettings):
         return None, None
 
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """As set; else `len(dataset.classes)`; else one more than the largest integer target; else None."""
+        """As set; else `len(dataset.classes)`; else one more than the largest integer target; else None.
+
+        Raises UserError for targets that no model has as many outputs for.
+        """
         if self.num_classes is not None:
             return self.num_classes
         counts = [_classes_of(data) for data in (train, test)]
         known = [count for count in counts if count is not None]
+        if known and not 0 < max(known) <= _MOST_CLASSES:
+            raise UserError(
+                f"the targets of data.target={self.target} are taken for classes, of which {max(known) - 1} is the "
+                f"largest; number them from 0, at most to {_MOST_CLASSES - 1}, or set data.num_classes."
+            )
         return max(known) if known else None
 
 
@@ -65,7 +75,7 @@ def _classes_of(data: Any) -> int | None:
 
 def _largest(targets: Any) -> int | None:
     if isinstance(targets, Tensor):
-        return None if targets.is_floating_point() else int(targets.max()) + 1
+        return int(targets.max()) + 1 if has_integers(targets) else None
     if isinstance(targets, list) and targets and all(isinstance(target, int) for target in targets):
         return int(max(targets)) + 1
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.streamed import StreamedData
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, one_line, raised_at
 
 
 class MapStyleDataset(Protocol):
@@ -56,6 +56,11 @@ def check_data(data: Any, what: str) -> None:
     if len(data) == 0:
         raise UserError(f"{what} must hold at least one sample, got none; check its path and filter.")
     _check_item(data, what)
+
+
+def has_integers(targets: Tensor) -> bool:
+    """Whether they may be classes."""
+    return not targets.is_floating_point() and not targets.is_complex()
 
 
 def num_samples(data: Data) -> int:
@@ -119,6 +124,7 @@ def _check_tensors(tensors: tuple[Tensor, ...], what: str, needs: str) -> None:
             f"{what} must have inputs [N, ...] and targets [N], got shapes {tuple(inputs.shape)} and "
             f"{tuple(targets.shape)}; add the missing axis."
         )
+    _check_extents(what, inputs.shape[1:], targets.shape[1:])
     if len(inputs) != len(targets) or len(inputs) == 0:
         remedy = "give it samples" if len(inputs) == len(targets) else "see that both are of the same samples"
         raise UserError(
@@ -127,16 +133,25 @@ def _check_tensors(tensors: tuple[Tensor, ...], what: str, needs: str) -> None:
         )
 
 
+def _check_extents(what: str, *shapes: Sequence[int]) -> None:
+    for name, shape in zip(("inputs", "targets"), shapes, strict=True):
+        if 0 in shape:
+            raise UserError(
+                f"{what} must have values in every sample, but its {name} are of shape {list(shape)}; look at how they "
+                "are cropped or selected."
+            )
+
+
 def _check_item(data: MapStyleDataset, what: str) -> None:
     try:
         item = data[0]
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
         raise UserError(
-            f"{what} must give an item for index 0, but raised {reason.rstrip('.')}; have its __getitem__ return "
-            "(input, target) for every number from 0 to len() - 1."
+            f"{what} must give an item for index 0, but raised {one_line(error)}{raised_at(error)}; have its "
+            "__getitem__ return (input, target) for every number from 0 to len() - 1."
         ) from error
     if isinstance(item, tuple | list) and len(item) == 2:
+        _check_extents(what, *(getattr(entry, "shape", ()) for entry in item))
         return
     needs = f"the items of {what} must be (input, target), but item 0 is"
     if isinstance(item, Mapping):

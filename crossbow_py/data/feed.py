@@ -13,7 +13,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from crossbow_py.data.inputs import MemoryOrder
+from crossbow_py.data.inputs import MemoryOrder, Rounded
+from crossbow_py.data.labels import Classes
 from crossbow_py.errors import UserError
 
 
@@ -30,10 +31,12 @@ class Feed(ABC):
     Attributes:
         STREAMS: whether batches are made while training goes on, so that they may be late.
         num_workers: processes that make them.
+        rounded: an integer among the floating inputs that is another number in batches, if any was seen yet.
     """
 
     STREAMS: ClassVar[bool] = False
     num_workers: int = 0
+    rounded: Rounded | None = None
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
         """Raises UserError when a batch would be larger than the data set."""
@@ -43,6 +46,7 @@ class Feed(ABC):
                 f"samples; choose at most {num_samples}."
             )
         self.num_samples, self.batch_size = num_samples, batch_size
+        self._notes: list[str] = []
 
     @abstractmethod
     def batch(self, start: int) -> Batch:
@@ -76,6 +80,15 @@ class Feed(ABC):
         """The first `count` samples, not augmented: to try a model on."""
         return next(self.evaluation_batches(count))
 
+    def look_through(self, count: int) -> None:
+        """Look for `rounded` in that many samples from all over the data set, where not all were looked at yet."""
+
+    def check_labels(self, classes: Classes, what: str) -> None:
+        """Refuse integer targets that are none of the classes: all of them now, or each as it is loaded from now on.
+
+        Raises UserError, in which `what` names the data.
+        """
+
     def for_measuring(self) -> Feed:
         """A feed of batches like this one's that are always there: to measure with how fast learners are."""
         return self
@@ -95,7 +108,14 @@ class Feed(ABC):
 
     def take_notes(self) -> list[str]:
         """Sentences for the user that came up since the last call."""
-        return []
+        notes, self._notes = self._notes, []
+        return notes
+
+    def note_rounding(self, rounded: Rounded | None, dtype: torch.dtype) -> None:
+        """Keep the first integer that was found, and tell the user of it."""
+        if rounded is not None and self.rounded is None:
+            self.rounded = rounded
+            self._notes.append(rounded.sentence(dtype))
 
     def close(self) -> None:
         """Stop threads and processes; a feed that is asked again starts them again. Does not raise."""

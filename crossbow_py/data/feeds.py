@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.datasets import Data, MapStyleDataset, as_pair, check_data
+from crossbow_py.data.augmentation import Augmentation, check_shapes
+from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs, is_clip_batch, is_image_batch
+from crossbow_py.data.inputs import (
+    ClipInputs,
+    ImageInputs,
+    ResidentInputs,
+    RowInputs,
+    is_clip_batch,
+    is_image_batch,
+    rounded_integer,
+)
 from crossbow_py.data.items import ItemData
 from crossbow_py.data.normalisation import IDENTITY, Normalisation
 from crossbow_py.data.preparation import Preparation
@@ -39,7 +48,7 @@ def make_feed(
 
     uint8 inputs [N, C, H, W] are images: augmented, scaled to [0, 1] and normalised; [N, C, T, H, W] are clips, not
     augmented but otherwise likewise. Floating inputs are cast to `dtype`, and normalised when `mean` and `std` are
-    given. Other inputs and all targets pass unchanged.
+    given. Other inputs pass unchanged, and so do targets, but for masks [N, ..., H, W], which are flipped with images.
 
     Args:
         data: a pair of tensors or a map-style data set.
@@ -70,24 +79,44 @@ def make_feed(
         return StreamingFeed(
             streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks, order_seed
         )
+    _check_resident(pair, augmentation)
+    inputs = _resident_inputs(pair[0], augmentation, normalisation, device, channels_last, dtype, kernels)
+    feed = ResidentFeed(inputs, pair[1].to(device), batch_size, seed, order_seed)
+    feed.note_rounding(None if normalisation else rounded_integer(pair[0], dtype), dtype)
+    return feed
+
+
+def _resident_inputs(
+    inputs: Tensor,
+    augmentation: Augmentation,
+    normalisation: Normalisation | None,
+    device: torch.device,
+    channels_last: bool,
+    dtype: torch.dtype,
+    kernels: bool,
+) -> ResidentInputs:
+    if is_image_batch(inputs):
+        return ImageInputs(inputs, augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
+    if is_clip_batch(inputs):
+        return ClipInputs(inputs, normalisation or IDENTITY, device, dtype)
+    return RowInputs(inputs, normalisation, device, channels_last, dtype)
+
+
+def _check_resident(pair: Pair, augmentation: Augmentation) -> None:
     if augmentation.active and not is_image_batch(pair[0]):
         raise UserError(_needs_images(augmentation, f"set {Augmentation()}"))
-    inputs: ResidentInputs
-    if is_image_batch(pair[0]):
-        inputs = ImageInputs(pair[0], augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
-    elif is_clip_batch(pair[0]):
-        inputs = ClipInputs(pair[0], normalisation or IDENTITY, device, dtype)
-    else:
-        inputs = RowInputs(pair[0], normalisation, device, channels_last, dtype)
-    return ResidentFeed(inputs, pair[1].to(device), batch_size, seed, order_seed)
+    check_shapes(augmentation, pair[0].shape[1:], pair[1].shape[1:])
 
 
 def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
     if augmentation.crop_padding:
         raise UserError(_needs_images(augmentation, "set data.crop_padding=0 and crop inside the data set"))
-    first = data[0][0] if augmentation.active else None
-    if augmentation.active and not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
+    if not augmentation.active:
+        return
+    first, target = data[0]
+    if not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
         raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))
+    check_shapes(augmentation, first.shape, np.shape(target))
 
 
 def _needs_images(augmentation: Augmentation, remedy: str) -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages
+from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 from crossbow_py.errors import UserError
@@ -27,7 +27,8 @@ from crossbow_py.errors import UserError
 MemoryOrder = Literal["stacked", "channels"]
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
-_NUM_PLACES = 3  # rows of the picks of images that say where pixels come from
+_VALUES_AT_ONCE = 2**22  # that are looked at, so that copies of them are small
+_NUM_PLACES, _MIRRORED = 3, 2  # rows of the picks of images that say where pixels come from, and the last of them
 
 
 def is_image_batch(inputs: Tensor) -> bool:
@@ -43,6 +44,43 @@ def num_picks(augmentation: Augmentation) -> int:
 def is_clip_batch(inputs: Tensor) -> bool:
     """uint8 [N, C, T, H, W] counts as clips."""
     return inputs.dtype == torch.uint8 and inputs.ndim == 5
+
+
+class Rounded(NamedTuple):
+    """An integer among floating inputs, and what the dtype of batches makes of it."""
+
+    value: float
+    becomes: float
+
+    def sentence(self, dtype: torch.dtype) -> str:
+        """Tell the user."""
+        return f"{self.remark(dtype).capitalize()}."
+
+    def remark(self, dtype: torch.dtype) -> str:
+        """The same as a part of a sentence."""
+        kind = str(dtype).removeprefix("torch.")
+        remedy = "set precision=fp32, or " if dtype == torch.bfloat16 else ""
+        return (
+            f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
+            f"are ids, years or counts, {remedy}give them as a tensor of integers"
+        )
+
+
+def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
+    """The first integer in floating inputs [N, ...] that is another number in `dtype`; None where there is none.
+
+    It may be an id, which must not become its neighbour's; of other numbers the last digits are noise.
+    """
+    if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
+        return None
+    exact = 2 / torch.finfo(dtype).eps  # every integer up to there is a number of that format
+    for part in torch.split(inputs, max(1, _VALUES_AT_ONCE * len(inputs) // max(1, inputs.numel()))):
+        if part.numel() and bool((part.abs() > exact).any()):
+            rounded = part.to(dtype).to(part.dtype)
+            found = (rounded != part) & (part == part.round()) & part.isfinite()
+            if found.any():
+                return Rounded(float(part[found][0]), float(rounded[found][0]))
+    return None
 
 
 class ResidentInputs(ABC):
@@ -95,8 +133,12 @@ class ResidentInputs(ABC):
     def take(self, picks: Tensor) -> Tensor:
         """The inputs [B, ...]; enqueued on the current stream, the host does not wait."""
 
+    def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
+        """The targets [B, ...] out of [N, ...] by sample id, moved as the inputs are; likewise."""
+        return all_targets.index_select(0, picks[0])
+
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
-        """What `take` gives, in memory that stays; a CUDA graph may hold it.
+        """What `take` and `take_targets` give, in memory that stays; a CUDA graph may hold it.
 
         Args:
             picks: [R, K·B], batch by batch.
@@ -229,12 +271,23 @@ class ImageInputs(ResidentInputs):
         pixels = self._images.crops(picks[1], picks[2]) if moves else self._images.whole(picks[0])
         return self._normalise(pixels, picks[_NUM_PLACES:] if self._augmentation.random_erasing else None)
 
+    def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
+        """Masks [N, ..., H, W] are flipped with their images."""
+        taken = super().take_targets(picks, all_targets)
+        return flipped(taken, picks[_MIRRORED].bool()) if self._moves(all_targets) else taken
+
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
         """See `ResidentInputs.fill`."""
         if self._kernel is None:
             super().fill(picks, inputs, all_targets, targets)
         else:
             self._kernel(picks, inputs, all_targets, targets)
+        if self._moves(all_targets):
+            targets.copy_(self.take_targets(picks, all_targets).view(targets.shape))
+
+    def _moves(self, all_targets: Tensor) -> bool:
+        """Whether the targets are masks of images that are flipped."""
+        return bool(self._augmentation.flip) and all_targets.ndim > 2
 
 
 def _image_kernel(images: PaddedImages, normalise: PixelNormaliser) -> Fill:

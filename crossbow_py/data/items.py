@@ -7,6 +7,7 @@ item by the run's seed, the epoch and the sample. So its own augmentation repeat
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from crossbow_py.data.datasets import MapStyleDataset
 from crossbow_py.data.inputs import is_image_batch
 from crossbow_py.data.randomness import sample_words
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
-from crossbow_py.errors import UserError
+from crossbow_py.errors import UserError, one_line, raised_at
 
 
 class ItemData(StreamedData):
@@ -42,16 +43,17 @@ class ItemData(StreamedData):
         out: Tensor | None = None,
     ) -> Fetched:
         """See `StreamedData.fetch`. Raises UserError for items that cannot be stacked into two tensors."""
-        items, bad = [], []
+        items, samples, bad = [], [], []
         for key in keys:
             on_sample(key.sample)
             seed_generators(seed, key)
             try:
                 items.append(self.dataset[key.sample])
+                samples.append(key.sample)
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                bad.append(BadSample(key.sample, self.name_of(key.sample), reason))
-        inputs, targets = _collate(items) if items else (torch.empty(0), torch.empty(0))
+                reason = one_line(error) + raised_at(error)
+                bad.append(BadSample(key.sample, self.name_of(key.sample), reason, traceback.format_exc()))
+        inputs, targets = _collate(items, samples) if items else (torch.empty(0), torch.empty(0))
         if is_image_batch(inputs):
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return Fetched(inputs, targets, tuple(bad))
@@ -74,7 +76,7 @@ def seed_generators(seed: int, key: Key) -> None:
     torch.default_generator.manual_seed(int(words[2] >> np.uint64(1)))
 
 
-def _collate(items: list[Any]) -> tuple[Tensor, Tensor]:
+def _collate(items: list[Any], samples: list[int]) -> tuple[Tensor, Tensor]:
     """Stack items into (inputs, targets). Raises UserError when they cannot be stacked into two tensors."""
     try:
         batch = default_collate(items)
@@ -82,6 +84,9 @@ def _collate(items: list[Any]) -> tuple[Tensor, Tensor]:
         reason, remedy = str(error).splitlines()[0], "return tensors of equal shape"
         if isinstance(error, TypeError):  # of what is no array at all
             remedy = "return tensors and numbers: of an image, torch.from_numpy(numpy.array(image))"
+        shapes = [[getattr(entry, "shape", ()) for entry in item] for item in items if isinstance(item, tuple | list)]
+        odd = next((place for place, own in enumerate(shapes) if own != shapes[0]), 0)
+        reason += f", which are items {samples[0]} and {samples[odd]}" if odd else ""
         raise UserError(f"the samples of the data set cannot be stacked into a batch ({reason}); {remedy}.") from error
     if len(batch) != 2 or not all(isinstance(entry, Tensor) for entry in batch):
         kinds = ", ".join(type(entry).__name__ for entry in items[0])

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from crossbow_py.data.inputs import Rounded, rounded_integer
+from crossbow_py.data.labels import Classes
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, shared_images, start_method
 from crossbow_py.errors import BadDataError, DataError, UserError, one_line
@@ -41,6 +43,7 @@ class Loaded(NamedTuple):
         refusal: why there is none, in words for the user.
         failure: the traceback of what should not have happened.
         slot: where the inputs are, `num_inputs` of them.
+        rounded: an integer among the inputs that is another number once they are cast.
     """
 
     fetched: Fetched | None
@@ -49,6 +52,17 @@ class Loaded(NamedTuple):
     failure: str = ""
     slot: int | None = None
     num_inputs: int = 0
+    rounded: Rounded | None = None
+
+
+class Needs(NamedTuple):
+    """What targets must be, and what floating inputs are cast to later; None where nothing is known."""
+
+    classes: Classes | None = None
+    dtype: torch.dtype | None = None
+
+
+_ANYTHING = Needs()
 
 
 class _Order(NamedTuple):
@@ -61,9 +75,17 @@ class _Order(NamedTuple):
 class _Workshop:
     """What a worker process is given. Items are orders: one for every batch."""
 
-    def __init__(self, data: StreamedData, seed: int, training: bool, notes: Tensor, slots: Tensor | None) -> None:
+    def __init__(
+        self,
+        data: StreamedData,
+        seed: int,
+        training: bool,
+        notes: Tensor,
+        slots: Tensor | None,
+        needs: Needs,
+    ) -> None:
         self._data, self._seed, self._training = data, seed, training
-        self._notes, self._slots = notes, slots
+        self._notes, self._slots, self._needs = notes, slots, needs
 
     def __getitems__(self, order: _Order) -> Loaded:
         worker = get_worker_info()
@@ -79,6 +101,8 @@ class _Workshop:
             fetched = self._data.fetch(
                 order.keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out
             )
+            self._check_labels(order.keys, fetched.targets)
+            rounded = None if self._needs.dtype is None else rounded_integer(fetched.inputs, self._needs.dtype)
         except UserError as error:
             return Loaded(None, 0.0, str(error))
         except Exception:  # all of it by value: what a DataLoader raises is then about its processes alone
@@ -87,9 +111,17 @@ class _Workshop:
             own[_SINCE_NS] = 0
         seconds = time.perf_counter() - begun
         if out is None:
-            return Loaded(fetched, seconds)
+            return Loaded(fetched, seconds, rounded=rounded)
         left = fetched._replace(inputs=torch.empty(0))
         return Loaded(left, seconds, slot=order.slot, num_inputs=len(fetched.inputs))
+
+    def _check_labels(self, keys: list[Key], targets: Tensor) -> None:
+        """Raises UserError. Where bad samples were left out, nobody knows which sample has which target."""
+        classes = self._needs.classes
+        if classes is not None and (found := classes.first_outside(targets)):
+            place, label = found
+            named = self._data.name_of(keys[place].sample) if len(targets) == len(keys) else "the data set"
+            raise UserError(classes.refusal(named, label))
 
 
 class Loader:
@@ -103,6 +135,7 @@ class Loader:
         training: see `StreamedData.fetch`.
         num_workers: processes; 0 loads in the caller, when asked.
         pins: put batches into pinned memory, from which copies to a CUDA device do not block.
+        needs: what batches are looked at for.
     """
 
     def __init__(
@@ -115,6 +148,7 @@ class Loader:
         training: bool,
         num_workers: int,
         pins: bool,
+        needs: Needs = _ANYTHING,
     ) -> None:
         self._data, self.num_workers, self._pins = data, num_workers, pins
         self._stopped = threading.Event()
@@ -128,7 +162,7 @@ class Loader:
         before = set(multiprocessing.active_children())
         with quiet_start():
             loader: DataLoader[Any] = DataLoader(
-                _Workshop(data, seed, training, self._notes, self._slots),  # type: ignore[arg-type]  # no single items
+                _Workshop(data, seed, training, self._notes, self._slots, needs),  # type: ignore[arg-type]  # no single items
                 batch_sampler=orders,  # type: ignore[arg-type]  # what it gives is the workshop's affair
                 num_workers=num_workers,
                 collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +22,11 @@ class Normalisation:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.mean or len(self.mean) != len(self.std) or min(self.std) <= 0:
+        finite = all(map(math.isfinite, (*self.mean, *self.std)))
+        if not self.mean or len(self.mean) != len(self.std) or not finite or min(self.std) <= 0:
             raise UserError(
-                f"mean and std must be of equal length and std positive, got {self.mean} and {self.std}; give both one "
-                "value a channel, and 1 as the std of a channel that does not vary."
+                f"mean and std must be finite, of equal length, and std positive, got {self.mean} and {self.std}; give "
+                "both one value a channel, and 1 as the std of a channel that does not vary."
             )
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from crossbow_py.data.augmentation import flipped
 from crossbow_py.data.inputs import is_clip_batch, is_image_batch
 from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
 
@@ -42,6 +43,11 @@ class Preparation:
         last = self._channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
 
+    @property
+    def casts_to(self) -> torch.dtype | None:
+        """What floating inputs are cast to as they are; None where they are normalised."""
+        return None if self._normalisation else self._dtype
+
     def _normalised(self, inputs: Tensor, normalisation: Normalisation) -> Tensor:
         """As `Normalisation.apply`, its constants copied to the device once."""
         kind = inputs.ndim, inputs.dtype
@@ -53,7 +59,7 @@ class Preparation:
 
     def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
         if mirrored is not None:
-            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+            images = flipped(images, mirrored)
         channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
         if shape not in self._pixels:
             normalisation = self._normalisation or IDENTITY

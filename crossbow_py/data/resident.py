@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, Ids
+from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
+from crossbow_py.data.labels import Classes
 from crossbow_py.data.sampler import epoch_order, segments
+from crossbow_py.errors import UserError
 
 STREAM = 2**48  # positions a stream has: more samples than any run takes
 
@@ -85,6 +87,7 @@ class ResidentFeed(PickedFeed):
         Raises UserError when its crops need more padding than the images were stored with.
         """
         self._inputs.check_augmentation(variant.augmentation)
+        check_shapes(variant.augmentation, self._inputs.shape, self._targets.shape[1:])
         self._variants[stream] = variant
 
     def batch(self, start: int) -> Batch:
@@ -136,6 +139,12 @@ class ResidentFeed(PickedFeed):
         found = segments(position, count, self.num_samples)
         return [(_Epoch(variant, epoch), first, last) for epoch, first, last in found]
 
+    def check_labels(self, classes: Classes, what: str) -> None:
+        """See `Feed.check_labels`. A host–device synchronisation, once."""
+        if found := classes.first_outside(self._targets):
+            sample, label = found
+            raise UserError(classes.refusal(f"sample {sample} of the {what} data", label))
+
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`."""
         for begin in range(first * batch_size, self.num_samples, step * batch_size):
@@ -143,7 +152,7 @@ class ResidentFeed(PickedFeed):
             yield self._take(self._upload(self._inputs.plain_picks(ids)))
 
     def _take(self, picks: Tensor) -> Batch:
-        return Batch(self._inputs.take(picks), self._targets.index_select(0, picks[0]))
+        return Batch(self._inputs.take(picks), self._inputs.take_targets(picks, self._targets))
 
     def _epoch_picks(self, key: _Epoch) -> Tensor:
         order = epoch_order(self._order_seed, key.epoch, self.num_samples)

@@ -23,11 +23,15 @@ class Key(NamedTuple):
 
 
 class BadSample(NamedTuple):
-    """A sample that could not be made: which one, what the user calls it (a path), and why, in words."""
+    """A sample that could not be made: which one, what the user calls it (a path), and why, in words.
+
+    `trace` is the traceback of an exception in the user's own code.
+    """
 
     sample: int
     name: str
     reason: str
+    trace: str = ""
 
 
 class Fetched(NamedTuple):

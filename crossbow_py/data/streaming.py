@@ -18,11 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from crossbow_py.data.augmentation import Augmentation, Ids
+from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.inputs import is_image_batch
-from crossbow_py.data.loader import Loaded, Loader, fetched_or_raise
+from crossbow_py.data.labels import Classes
+from crossbow_py.data.loader import Loaded, Loader, Needs, fetched_or_raise
 from crossbow_py.data.positions import Positions, RankPositions
 from crossbow_py.data.preparation import Preparation
 from crossbow_py.data.producer import Ahead, Producer, Shelf
@@ -119,11 +120,11 @@ class StreamingFeed(Feed):
         self._last_round: frozenset[int] = frozenset()
         self._round: frozenset[int] = frozenset()
         self._bad: dict[int, BadSample] = {}
-        self._notes: list[str] = []
         self._num_loaded, self._loading_s = 0, 0.0
         self._evaluating: Ahead[Fetched] | None = None
+        self._classes: Classes | None = None
         self._measuring: Feed | None = None
-        self.sample_bytes = 0
+        self.sample_bytes, self._has_floats = 0, False
 
     @property
     def loading_times(self) -> LoadingTimes:
@@ -212,8 +213,20 @@ class StreamingFeed(Feed):
             good += [fetched for fetched in [self._accept(loaded)] if len(fetched.targets)]
         for batch in self._evaluation_batch(good):
             self.sample_bytes = good[0].inputs.nbytes
+            self._has_floats = good[0].inputs.is_floating_point()
             return batch
         raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
+
+    def look_through(self, count: int) -> None:
+        """See `Feed.look_through`; loaded in the caller."""
+        every = -(-self.num_samples // count)
+        keys = ([Key(0, sample)] for sample in range(0, self.num_samples, every))
+        for loaded in self._new_loader(keys if self._has_floats else (), 0, training=False):
+            self._accept(loaded)
+
+    def check_labels(self, classes: Classes, what: str) -> None:
+        """See `Feed.check_labels`: those to come, by whoever loads them."""
+        self._classes = classes
 
     def for_measuring(self) -> Feed:
         """See `Feed.for_measuring`: the first sample over and over."""
@@ -221,11 +234,6 @@ class StreamingFeed(Feed):
             batch = Batch(*(each.repeat_interleave(self.batch_size, 0) for each in self.first_samples(1)))
             self._measuring = _SameBatchFeed(self.num_samples, batch)
         return self._measuring
-
-    def take_notes(self) -> list[str]:
-        """See `Feed.take_notes`: the samples that were skipped."""
-        notes, self._notes = self._notes, []
-        return notes
 
     def close(self) -> None:
         """See `Feed.close`."""
@@ -261,7 +269,7 @@ class StreamingFeed(Feed):
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
         return Loader(
             self._data, batches, batch_size=largest, seed=self._seed, training=training, num_workers=num_workers,
-            pins=pins,
+            pins=pins, needs=Needs(self._classes, self._prepare.casts_to),
         )  # fmt: skip
 
     def _keys(self, start: int) -> list[Key]:
@@ -278,13 +286,14 @@ class StreamingFeed(Feed):
         """On CUDA on the copy stream, from pinned memory, so that the host does not wait."""
         mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
         if self._copies is None:
-            return _Staged(fetched.inputs, fetched.targets, mirrored, erased, None)
+            return _Staged(fetched.inputs, _moved(fetched.targets, mirrored), mirrored, erased, None)
         with torch.cuda.stream(self._copies):
             inputs, targets = (each.to(self._device, non_blocking=True) for each in fetched[:2])
             mirrored, erased = (
                 None if each is None else each.pin_memory().to(self._device, non_blocking=True)
                 for each in (mirrored, erased)
             )
+            targets = _moved(targets, mirrored)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._copies)
         return _Staged(inputs, targets, mirrored, erased, copied)
@@ -335,11 +344,14 @@ class StreamingFeed(Feed):
     def _accept(self, loaded: Loaded) -> Fetched:
         """The batch, its bad samples counted. Raises BadSampleError when they are too many."""
         fetched = fetched_or_raise(loaded)
+        if self._prepare.casts_to is not None:
+            self.note_rounding(loaded.rounded, self._prepare.casts_to)
         for bad in fetched.bad:
             new, most = bad.sample not in self._bad, self._data.max_bad
             self._bad[bad.sample] = bad
             if len(self._bad) > most:
-                raise BadSampleError(f"{bad.name} cannot be read ({bad.reason}); {self._data.remedy}.")
+                failed = BadSampleError(f"{bad.name} cannot be read ({bad.reason}); {self._data.remedy}.")
+                raise failed from (RuntimeError(bad.trace) if bad.trace else None)
             if new:
                 so_far = f"{len(self._bad)} of at most {most}"
                 self._notes.append(f"Skipped {bad.name}, which cannot be read ({bad.reason}); {so_far}.")
@@ -360,6 +372,11 @@ class StreamingFeed(Feed):
         if self._copies is not None:
             inputs, targets = (each.to(self._device, non_blocking=True) for each in (inputs, targets))
         yield Batch(self._prepare(inputs), targets)
+
+
+def _moved(targets: Tensor, mirrored: Tensor | None) -> Tensor:
+    """Masks [B, ..., H, W] as their images; a class or a vector of values is neither flipped nor copied."""
+    return targets if mirrored is None or targets.ndim < 3 else flipped(targets, mirrored)
 
 
 class _SameBatchFeed(Feed):

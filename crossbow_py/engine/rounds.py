@@ -319,10 +319,24 @@ def is_classification(outputs: Tensor, targets: Tensor, lead: int = 0) -> bool:
 
 
 def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0) -> Tensor | None:
-    """Right predictions of each batch, `lead` dimensions, on the device; None where the task is not classification."""
+    """Right predictions of each batch, `lead` dimensions, on the device; None where the task is not classification.
+
+    Scores whose largest is not finite predict nothing. Classes may be ruled out by a score of minus infinity.
+    """
     if not is_classification(outputs, targets, lead):
         return None
-    return (outputs.argmax(lead + 1) == targets).sum(lead)
+    largest, predicted = outputs.max(lead + 1)
+    return ((predicted == targets) & largest.isfinite()).sum(lead)
+
+
+def non_finite_outputs(outputs: Tensor, lead: int = 0) -> Tensor:
+    """How many samples of outputs `[..., B, ...]` have a largest value that is not finite; `lead` dimensions.
+
+    So minus infinity is a value like others, unless there is nothing else.
+    """
+    if outputs.ndim <= lead or outputs.numel() == 0 or not outputs.is_floating_point():
+        return outputs.new_zeros(outputs.shape[:lead], dtype=torch.int64)
+    return (~outputs.reshape(*outputs.shape[: lead + 1], -1).amax(-1).isfinite()).sum(lead)
 
 
 def count_correct(output: Tensor, targets: Tensor) -> float | None:

@@ -42,8 +42,8 @@ def cross_entropy_of_learners(
         ignore_index: the target of samples that are left out of the mean.
 
     Returns:
-        losses [K], float32 or float64; num_correct int64 [K], samples whose largest output (the first of equals, a NaN
-        before all) is the target's; gradient [K, B, C], like `outputs` in dtype and strides.
+        losses [K], float32 or float64; num_correct int64 [K], samples whose largest output (the first of equals) is
+        the target's, and finite; gradient [K, B, C], like `outputs` in dtype and strides.
 
     Raises:
         KernelError: there are more classes, or the tensors are not as described.
@@ -122,9 +122,8 @@ def _cross_entropy(outputs, learner_stride, sample_stride, targets, target_learn
         x = tl.load(outputs + place * sample_stride + column, mask=inside, other=beyond).to(KIND)
         is_nan = x != x
         largest = tl.max(tl.where(is_nan, float("-inf"), x), axis=1)
-        has_nan = tl.max(is_nan.to(tl.int32), axis=1) > 0
-        best = tl.where(has_nan[:, None], is_nan, (x == largest[:, None]) & (column < CLASSES))
-        guess = tl.min(tl.where(best, column, COLUMNS), axis=1)
+        answers = (tl.max(is_nan.to(tl.int32), axis=1) == 0) & (tl.abs(largest) < float("inf"))
+        guess = tl.min(tl.where((x == largest[:, None]) & (column < CLASSES), column, COLUMNS), axis=1)
         shifted = x - largest[:, None]
         powers = tl.exp(shifted)
         sums = tl.sum(powers, axis=1)
@@ -133,7 +132,7 @@ def _cross_entropy(outputs, learner_stride, sample_stride, targets, target_learn
         loss = tl.where((target >= 0) & (target < CLASSES), loss, float("nan"))
         valid = target != ignore_index
         total += tl.where(valid, loss, 0.0)
-        correct += (guess == target).to(tl.int32)
+        correct += ((guess == target) & answers).to(tl.int32)
         # Times zero for samples left out, as torch does it: a NaN among their outputs is not hidden.
         weight = tl.where(valid, 1.0 / counted, 0.0)
         slope = (powers / sums[:, None] - tl.where(is_target, 1.0, 0.0)) * weight[:, None]

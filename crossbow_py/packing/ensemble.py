@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.data.inputs import rounded_integer
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.precision import PrecisionName, choose_device, choose_precision
@@ -117,6 +118,9 @@ class Ensemble:
         shape = inputs.shape, inputs.dtype
         if shape not in self.chosen:
             self._try(inputs)
+            if found := rounded_integer(batch, self.precision.compute):
+                note = found.sentence(self.precision.compute)
+                self.notes += [note] if note not in self.notes else []
             self.chosen[shape] = self._settle(inputs)
             if len(self.chosen) > _MOST_CHOICES:
                 del self.chosen[next(iter(self.chosen))]

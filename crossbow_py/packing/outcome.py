@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.run_settings import Choices
-from crossbow_py.telemetry.records import CONFIG_FILE, write_atomically
+from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically
 from crossbow_py.weights_file import MODEL_FILE, save_weights
 
 
@@ -180,13 +181,15 @@ def _clear_of_others(folder: Path, config: str) -> None:
         if not (model.exists() and kept.exists() and kept.read_text(encoding="utf-8") == config):
             kept.unlink(missing_ok=True)  # first: the configuration says that there is a model
             model.unlink(missing_ok=True)
+            (folder / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def _put(folder: Path, config: str, model: nn.Module) -> None:
     """Write the best trial's model, and its configuration once that is there. Raises UserError."""
     with _writing(folder):
         folder.mkdir(exist_ok=True)
-        save_weights(model, folder / MODEL_FILE)
+        digests = {MODEL_FILE: save_weights(model, folder / MODEL_FILE)}
+        write_atomically(folder / SUMMARY_FILE, json.dumps({DIGESTS: digests}) + "\n")
         write_atomically(folder / CONFIG_FILE, config)
 
 

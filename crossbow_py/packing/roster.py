@@ -21,8 +21,9 @@ from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.packing.trials_alike import TrialsAlike
 from crossbow_py.packing.width import Width
 from crossbow_py.packing.width_measurement import BUDGET_S, measured_width
-from crossbow_py.probe import faithful_copy, probe, probe_evaluation
+from crossbow_py.probe import probe, probe_evaluation
 from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.seeded_model import faithful_copy
 
 MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
 
@@ -164,11 +165,12 @@ class Roster:
     def _measured_kind(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> Kind:
         batch = feed.first_samples(min(2, settings.batch_size))
         needs = (self._loss, *self.data.num_classes, settings.label_smoothing)
-        for note in probe(template, self._choices.precision, batch, *needs):
+        for note in probe(template, self._choices.precision, batch, *needs, feed=feed):
             self._announce(note)
         template = faithful_copy(template, self._choices.precision, batch, self._settings.channels_last)
-        few = self.data.validation.first_samples(2)
-        probe_evaluation(template, self._choices.precision, few, self._loss, "validation")
+        validation = self.data.validation
+        few = validation.first_samples(2)
+        probe_evaluation(template, self._choices.precision, few, self._loss, "validation", feed=validation)
         begun = time.perf_counter()
         try:
             width, notes = measured_width(

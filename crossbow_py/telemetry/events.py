@@ -114,7 +114,8 @@ class LearningStatistics:
 class EpochRecord:
     """One line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
 
-    `data_wait_share` and `num_workers` as in `Progress`, the former of the epoch. `learning` is None unless asked for.
+    `num_non_finite` of the evaluated samples have outputs that are not finite, which count as wrong. `data_wait_share`
+    and `num_workers` are as in `Progress`, the former of the epoch. `learning` is None unless asked for.
     """
 
     epoch: float
@@ -137,6 +138,7 @@ class EpochRecord:
     data_wait_share: float | None = None
     num_workers: int | None = None
     learning: LearningStatistics | None = None
+    num_non_finite: int = 0
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ class Summary:
     data_wait_share: float | None = None
     num_workers: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    num_non_finite: int = 0
+    model_sha256: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from crossbow_py.telemetry.system import SystemMonitor
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+DIGESTS = "model_sha256"  # in a summary: of the files with weights, by name
 CONFIG_FILE = "config.yaml"
 BEST_FOLDER = "best"  # in a search's folder: its best trial, as a run's
 TENSORBOARD_FOLDER = "tensorboard"
@@ -34,7 +35,9 @@ _LEADING_SUMMARY = (
 )  # fmt: skip
 
 
-def file_listeners(output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = ()) -> list[Listener]:
+def file_listeners(
+    output_dir: Path, resumed_samples: int | None, device_uuids: Sequence[str] = (), closed_epochs: int = 0
+) -> list[Listener]:
     """Listeners that write the run's files under `output_dir`, which exists.
 
     Args:
@@ -42,6 +45,7 @@ def file_listeners(output_dir: Path, resumed_samples: int | None, device_uuids: 
         resumed_samples: samples seen at the checkpoint the run goes on from; whatever was recorded beyond it is
             dropped. None for a fresh run, which drops every earlier record.
         device_uuids: the run's CUDA devices, to be watched; see `SystemMonitor`.
+        closed_epochs: at that checkpoint; each of them has left a record.
     """
     # TensorBoard's modules take a fifth of a second, which whoever only imports the package need not wait for.
     from crossbow_py.telemetry.tensorboard import TensorBoardScalars  # noqa: PLC0415
@@ -49,7 +53,7 @@ def file_listeners(output_dir: Path, resumed_samples: int | None, device_uuids: 
     config = output_dir / CONFIG_FILE
     text = config.read_text(encoding="utf-8") if config.exists() else None
     return [
-        RunRecords(output_dir, resumed_samples),
+        RunRecords(output_dir, resumed_samples, closed_epochs),
         TensorBoardScalars(
             output_dir / TENSORBOARD_FOLDER,
             resumed_samples,
@@ -62,19 +66,32 @@ def file_listeners(output_dir: Path, resumed_samples: int | None, device_uuids: 
 class RunRecords(Listener):
     """Appends to metrics.jsonl and writes summary.json, each whole or not at all."""
 
-    def __init__(self, output_dir: Path, resumed_samples: int | None) -> None:
+    def __init__(self, output_dir: Path, resumed_samples: int | None, closed_epochs: int = 0) -> None:
         self._metrics, self._summary = output_dir / METRICS_FILE, output_dir / SUMMARY_FILE
-        self._resumed_samples = resumed_samples
+        self._resumed_samples, self._closed_epochs = resumed_samples, closed_epochs
+        self._notes: list[str] = []
 
     def on_start(self, info: RunInfo) -> None:
         """Drop what a resumed run will write again, and the summary of an earlier end: the run is unfinished now."""
         self._summary.unlink(missing_ok=True)
         if self._resumed_samples is None:
             self._metrics.unlink(missing_ok=True)
-        elif self._metrics.exists():
-            lines, _ = read_records(self._metrics)
-            kept = [line for line in lines if line["samples_seen"] <= self._resumed_samples]
+            return
+        lines, damaged = read_records(self._metrics) if self._metrics.exists() else ([], 0)
+        kept = [line for line in lines if line["samples_seen"] <= self._resumed_samples]
+        here = info.resumed_from and Path(info.resumed_from).resolve().is_relative_to(self._metrics.parent.resolve())
+        if here and (damaged > _ends_inside_a_line(self._metrics) or _last_epoch(kept) < self._closed_epochs):
+            self._notes.append(
+                f"{self._metrics} is damaged or has lost lines of earlier epochs; what can be read of them is kept "
+                f"(lines: {len(kept)})."
+            )
+        if self._metrics.exists():
             write_atomically(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def take_notes(self) -> list[str]:
+        """Whether an earlier process's lines are all there."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def on_epoch(self, record: EpochRecord) -> None:
         """One line, flushed, so that a killed run has all but the epoch it was in."""
@@ -112,6 +129,16 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             damaged += bool(text.strip())
     return lines, damaged
+
+
+def _ends_inside_a_line(path: Path) -> bool:
+    """As a kill may leave it, which is no damage."""
+    return path.exists() and not path.read_bytes().endswith(b"\n")
+
+
+def _last_epoch(lines: Sequence[Mapping[str, Any]]) -> float:
+    epochs = (line.get("epoch") for line in lines if "event" not in line)
+    return max((epoch for epoch in epochs if isinstance(epoch, int | float)), default=0)
 
 
 def read_summary(output_dir: Path) -> dict[str, Any]:

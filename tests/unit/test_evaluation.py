@@ -256,3 +256,28 @@ def test_evaluation_on_a_device_that_is_lost_says_so():
         evaluate_in_memory(
             make_evaluator(model, loss=loss), model.state_dict(), feed_of(INPUTS, TARGETS), torch.device("cuda")
         )
+
+
+def test_evaluate_counts_outputs_that_are_not_finite_as_wrong():
+    # Rows whose largest score is NaN, infinity or minus infinity answer nothing; a class ruled out is no fault.
+    inputs = torch.tensor([[2.0, 0.0], [torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf] * 2, [1.0, -torch.inf]])
+    found = make_evaluator(nn.Sequential(nn.Identity()), FP32, batch_size=2, loss=mean_square).evaluate(
+        {}, feed_of(inputs, torch.zeros(5, dtype=torch.int64))
+    )
+    assert found.accuracy == 2 / 5
+    assert found.num_non_finite == 3
+
+
+def test_evaluate_of_a_regression_counts_outputs_that_are_not_finite():
+    inputs = torch.tensor([[1.0], [torch.nan], [-torch.inf]])
+    found = make_evaluator(nn.Sequential(nn.Identity()), FP32, loss=mean_square).evaluate({}, feed_of(inputs, inputs))
+    assert (found.accuracy, found.num_non_finite) == (None, 2)
+
+
+def test_evaluate_keeps_a_metric_named_loss_apart_from_the_loss():
+    found = make_evaluator(linear_model(), metrics={"loss": mean_square, "correct": mean_square})
+    alone = make_evaluator(linear_model(), metrics={"square": mean_square})
+    state, feed = linear_model().double().state_dict(), feed_of(INPUTS, TARGETS)
+    measured, expected = found.evaluate(state, feed), alone.evaluate(state, feed)
+    assert (measured.loss, measured.accuracy) == (expected.loss, expected.accuracy)
+    assert measured.metrics == {"loss": expected.metrics["square"], "correct": expected.metrics["square"]}

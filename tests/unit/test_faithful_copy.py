@@ -11,7 +11,7 @@ from torch import nn
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.errors import UserError
-from crossbow_py.probe import faithful_copy
+from crossbow_py.seeded_model import faithful_copy
 from tests.support import features
 from tests.trainers import image_model, images, make_trainer
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from crossbow_py import SGD
 from crossbow_py.errors import UserError
-from crossbow_py.losses import misfit, settled_loss, untrained
+from crossbow_py.losses import misfit, remarks, settled_loss, untrained
 from tests.trainers import blobs, make_trainer
 
 F = nn.functional
@@ -121,3 +121,40 @@ def test_metric_that_cannot_be_measured_is_refused_before_training():
         UserError, match=r"metrics\['each'\] cannot take the model's output \[2, 3\] with targets \[2\]"
     ):
         make_trainer(test_data=blobs(8), metrics={"each": lambda outputs, targets: outputs})
+
+
+@pytest.mark.parametrize("loss", [F.poisson_nll_loss, nn.PoissonNLLLoss(), F.kl_div, nn.KLDivLoss()])
+def test_misfit_of_other_losses_that_repeat_values_says_so(loss):
+    assert "would repeat them" in str(misfit(loss, torch.ones(2, 1), torch.ones(2)))
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), nn.CrossEntropyLoss(reduction="sum")])
+def test_misfit_of_a_loss_that_is_a_sum_says_so(loss):
+    found = misfit(loss, torch.ones(2, 3), torch.ones(2, 3))
+    assert found == "the loss must be the mean over a batch, got one with reduction='sum'; leave the reduction out."
+
+
+SCORES = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "targets", "said"),
+    [
+        (F.cross_entropy, SCORES.softmax(1), torch.tensor([0, 1]), "leave the softmax out"),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), SCORES.softmax(1), torch.tensor([0, 1]), "leave the softmax out"),
+        (F.cross_entropy, SCORES, torch.tensor([0, 1]), None),
+        (F.cross_entropy, SCORES.log_softmax(1), torch.tensor([0, 1]), None),  # its softmax is what it was of
+        (nn.NLLLoss(), SCORES, torch.tensor([0, 1]), "end the model with log_softmax"),
+        (nn.NLLLoss(), SCORES.softmax(1), torch.tensor([0, 1]), "end the model with log_softmax"),
+        (F.nll_loss, SCORES.log_softmax(1), torch.tensor([0, 1]), None),
+        (own_loss, torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 3.0]), "compares every sample with every other"),
+        (own_loss, torch.tensor([1.0, 3.0]), torch.tensor([[1.0], [3.0]]), "compares every sample with every other"),
+        (own_loss, torch.tensor([[1.0], [3.0]]), torch.tensor([[1.0], [4.0]]), None),
+        (lambda outputs, right: own_loss(outputs[:, 0], right), SCORES[:, :1], torch.tensor([0.0, 4.0]), None),
+        (lambda outputs, right: (outputs - right).square().sum(), SCORES, 2 * SCORES, "is a sum over the batch"),
+        (lambda outputs, right: (outputs - right).std(), SCORES, SCORES**2, None),  # of samples together
+    ],
+)
+def test_remarks_tell_of_outputs_that_are_not_what_the_loss_takes(loss, output, targets, said):
+    found = remarks(loss, output, targets)
+    assert (said is None and found == []) or (len(found) == 1 and said in found[0])

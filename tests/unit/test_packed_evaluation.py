@@ -149,3 +149,14 @@ def test_evaluation_on_a_cpu_takes_a_thread_a_core_and_gives_them_back():
     evaluator, before = evaluator_of(bank, metrics=counting), torch.get_num_threads()
     assert_as_alone(bank, evaluator, feed_of(*features(10, (3, 8, 8))), [2, 0, 3], fused=None)
     assert 1 in threads and torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_evaluate_bank_counts_outputs_that_are_not_finite_as_wrong(fused):
+    bank = make_bank(linear_model)
+    inputs, targets = features(10)
+    inputs[:3, 0] = torch.nan
+    for evaluation in evaluate_bank(bank, evaluator_of(bank), feed_of(inputs, 0 * targets), range(K), fused=fused):
+        predicted = evaluation.accuracy * 10
+        assert predicted <= 7 and predicted == round(predicted)
+        assert evaluation.num_non_finite == 3

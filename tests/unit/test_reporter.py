@@ -11,6 +11,7 @@ from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.reporter import Reporter
+from crossbow_py.run import SavedModels
 from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
@@ -104,7 +105,8 @@ def test_summary_takes_training_time_from_the_meter_and_wall_time_from_the_clock
     reporter.meter.pause()
     clock.now += 3.0
     state = RunState(samples_seen=60, best_accuracy=0.9, time_to_accuracy_s=1.5, num_reseeded=1)
-    summary = reporter.summarize(state, "finished", "max_epochs", (Evaluation(0.3, 0.8, 10, {"a": 1.0}), ()), "model")
+    final = (Evaluation(0.3, 0.8, 10, {"a": 1.0}), ())
+    summary = reporter.summarize(state, "finished", "max_epochs", final, SavedModels("model", {}))
     assert listener.of("end") == [summary]
     assert (summary.train_time_s, summary.wall_time_s, summary.images_per_s) == (2.0, 5.0, 30.0)
     assert (summary.epochs, summary.samples_seen, summary.num_reseeded) == (1.5, 60, 1)

@@ -418,3 +418,59 @@ def test_resume_auto_after_a_kill_before_the_first_checkpoint_drops_what_was_rec
     (tmp_path / "metrics.jsonl").write_text('{"samples_seen": 7}\n')
     make_trainer(output_dir=tmp_path, resume="auto").fit(max_epochs=1)
     assert [line["samples_seen"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [40]
+
+
+def test_fit_with_test_images_of_nan_reports_them_and_reaches_no_target(tmp_path):
+    inputs, _ = blobs(12)
+    test_data = (torch.full_like(inputs, torch.nan), torch.zeros(12, dtype=torch.int64))
+    recorder = Recorder()
+    result = make_trainer(test_data=test_data, callbacks=[recorder], output_dir=tmp_path).fit(
+        max_epochs=1, target_accuracy=0.9
+    )
+    assert (result.stop_reason, result.test_accuracy, result.summary.best_test_accuracy) == ("max_epochs", 0.0, 0.0)
+    assert [record.num_non_finite for record in recorder.of("epoch")] == [12]
+    assert read_summary(tmp_path)["num_non_finite"] == 12
+    assert [said for said in recorder.of("message") if "not finite" in said] == [
+        "test data after 40 samples: the outputs of 12 of 12 samples are not finite, which counts as wrong; look for "
+        "NaN in these data, or for weights that have grown too large."
+    ]
+
+
+def test_fit_writes_a_digest_by_which_a_damaged_model_is_refused_as_init_from(tmp_path):
+    make_trainer(output_dir=tmp_path).fit(max_epochs=1)
+    path = tmp_path / "model.safetensors"
+    make_trainer(init_from=path)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 64
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="is not what its run has written"):
+        make_trainer(init_from=path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kept", "warns"),
+    [
+        (lambda text: text + '{"epoch": 3, "sampl', 2, False),  # a kill while the third was written
+        (lambda text: "#" + text[1:], 1, True),
+        (lambda text: text.splitlines(keepends=True)[0], 1, True),
+        (lambda text: "", 0, True),
+    ],
+)
+def test_fit_resumed_beside_damaged_metrics_keeps_what_can_be_read_and_says_so(tmp_path, damage, kept, warns):
+    make_trainer(output_dir=tmp_path).fit(max_epochs=2)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(damage(metrics.read_text()))
+    recorder = Recorder()
+    make_trainer(output_dir=tmp_path, resume="auto", callbacks=[recorder]).fit(max_epochs=3)
+    said = [message for message in recorder.of("message") if "metrics.jsonl" in message]
+    assert len(read_metrics(metrics)) == kept + 1
+    assert [f"what can be read of them is kept (lines: {kept})" in message for message in said] == [True] * warns
+
+
+def test_fit_resumed_without_metrics_says_that_they_are_lost(tmp_path):
+    make_trainer(output_dir=tmp_path).fit(max_epochs=1)
+    (tmp_path / "metrics.jsonl").unlink()
+    recorder = Recorder()
+    make_trainer(output_dir=tmp_path, resume="auto", callbacks=[recorder]).fit(max_epochs=2)
+    assert any("is damaged or has lost lines of earlier epochs" in message for message in recorder.of("message"))
+    assert [line["epoch"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [2]

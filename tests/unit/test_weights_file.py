@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -101,3 +104,28 @@ def test_weights_that_the_disk_refuses_leave_the_old_ones_and_no_part(tmp_path, 
     load_weights(loaded, path)
     assert torch.equal(loaded.weight, old.weight)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_load_weights_of_a_file_with_a_flipped_bit_refuses_it_in_its_run_folder_alone(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    path = run / "model.safetensors"
+    digest = save_weights(linear_model(), path)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    (run / "summary.json").write_text(json.dumps({"model_sha256": {"model.safetensors": digest}}))
+    load_weights(linear_model(), path)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"init_from=.*is not what its run has written.*it is damaged"):
+        load_weights(linear_model(), path)
+    (elsewhere / "model.safetensors").write_bytes(damaged)
+    load_weights(linear_model(), elsewhere / "model.safetensors")  # nobody says what it was
+
+
+@pytest.mark.parametrize("summary", ["", "[]", '{"model_sha256": 3}', '{"model_sha256": {}}'])
+def test_load_weights_beside_a_summary_without_a_digest_takes_the_file(tmp_path, summary):
+    save_weights(linear_model(), tmp_path / "model.safetensors")
+    (tmp_path / "summary.json").write_text(summary)
+    load_weights(linear_model(), tmp_path / "model.safetensors")

@@ -357,7 +357,7 @@ BAD_DATA = [
     ("items mappings", [{"image": 1, "label": 2}], r"keys image, label; .*: return item\['image'\], item\['label'\]\."),
     ("items empty mappings", [{}], r"wrap the data set in one that returns a pair"),
     ("loader", DataLoader(Counted(torch.zeros(4, 2))), r"got a DataLoader; give the data set in it, loader\.dataset"),
-    ("items failing", Failing(torch.zeros(4, 2)), "raised OSError: disk gone; have its __getitem__ return"),
+    ("items failing", Failing(torch.zeros(4, 2)), "raised OSError: disk gone at .*; have its __getitem__ return"),
     ("empty", [], "at least one sample"),
 ]
 

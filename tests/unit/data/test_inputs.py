@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossbow_py.data.inputs import ClipInputs, is_clip_batch, is_image_batch
+from crossbow_py.data.inputs import ClipInputs, is_clip_batch, is_image_batch, rounded_integer
 from crossbow_py.data.normalisation import IDENTITY, Normalisation
 from crossbow_py.errors import UserError
 
@@ -53,3 +53,28 @@ def test_bytes_of_five_axes_alone_count_as_clips() -> None:
     kinds = [clips(), clips().float(), clips()[:, :, 0], clips()[0]]
     assert [is_clip_batch(kind) for kind in kinds] == [True, False, False, False]
     assert [is_image_batch(kind) for kind in kinds] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "expected"),
+    [
+        ([256.0, 258.0, -260.0], torch.bfloat16, None),  # steps of two from 256 on
+        ([0.0, 1999.0], torch.bfloat16, (1999.0, 2000.0)),
+        ([-257.0], torch.bfloat16, (-257.0, -256.0)),
+        ([1999.5, torch.nan, torch.inf], torch.bfloat16, None),
+        ([2.0**24 + 1], torch.float32, None),  # was rounded before
+        ([1999.0], torch.float32, None),
+    ],
+)
+def test_rounded_integer_is_the_first_that_the_format_has_not(
+    values: list[float], dtype: torch.dtype, expected: tuple[float, float] | None
+) -> None:
+    inputs = torch.tensor(values).unsqueeze(1)
+    assert rounded_integer(inputs, dtype) == expected
+    assert rounded_integer(inputs.double(), torch.float64) is None
+
+
+def test_rounded_integer_of_float64_in_float32_is_found_beyond_24_bits() -> None:
+    inputs = torch.tensor([[2.0**24], [2.0**24 + 1]], dtype=torch.float64)
+    assert rounded_integer(inputs, torch.float32) == (2.0**24 + 1, 2.0**24)
+    assert rounded_integer(inputs.long(), torch.float32) is None

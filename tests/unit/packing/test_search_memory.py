@@ -134,11 +134,11 @@ def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
     search, probe = setting.search(), roster.probe
     counts: dict[nn.Module, list[int]] = {}
 
-    def short(template: nn.Module, *args: Any) -> Any:
+    def short(template: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if getattr(template, "bias", None) is None:
             counts.setdefault(template, []).append(search.packs.count)
             raise MemoryError
-        return probe(template, *args)
+        return probe(template, *args, **kwargs)
 
     monkeypatch.setattr(roster, "probe", short)
     assert search.run(never)

@@ -15,7 +15,7 @@ from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.images.image_data import ImageFolderData
-from crossbow_py.data.streamed import Fetched, Key
+from crossbow_py.data.streamed import BadSample, Fetched, Key
 from crossbow_py.errors import UserError
 from tests.unit.data.images.pictures import truncate, write_part
 
@@ -125,7 +125,9 @@ def test_bad_image_twice_in_a_batch_is_listed_once(files: ImageFiles) -> None:
 
 def test_image_that_is_gone_is_a_bad_one(files: ImageFiles) -> None:
     Path(files.path(4)).unlink()
-    assert fetch(data_of(files, max_bad=1), keys_of(4)).bad == ((4, files.path(4), "No such file or directory"),)
+    assert fetch(data_of(files, max_bad=1), keys_of(4)).bad == (
+        BadSample(4, files.path(4), "No such file or directory"),
+    )
 
 
 def test_max_bad_is_less_than_all(files: ImageFiles) -> None:
