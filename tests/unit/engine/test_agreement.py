@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from crossbow_py.averaging import SMA, Independent
+from crossbow_py.calibration import RememberedChoices
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.errors import UserError
-from tests.caches import use_cache
 from tests.support import make_tasks
 from tests.trainers import make_trainer
 
@@ -166,8 +166,8 @@ def test_comparison_leaves_learners_their_weights_buffers_and_random_numbers():
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_auto_goes_on_to_executors_that_give_the_models_gradients(tmp_path, monkeypatch):
-    use_cache(tmp_path, monkeypatch)
+def test_auto_goes_on_to_executors_that_give_the_models_gradients(monkeypatch):
+    monkeypatch.setattr(RememberedChoices, "recall", lambda choices, key: None)
     parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run.parts
     assert parts.choices.executor in ("serial", "threads")
     why = "Executors fused and fused_threads are left out: its graph gives other numbers"
