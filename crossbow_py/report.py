@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crossbow_py.command_line import run_with_text
+from crossbow_py.command_line import run_with_text, say
 from crossbow_py.errors import UserError
 from crossbow_py.run_report.writing import write_report
 
@@ -45,10 +45,7 @@ def report(arguments: list[str]) -> int:
         raise UserError(f"output_dir names one folder, got {', '.join(options)}; write output_dir=PATH once.")
     output_dir = Path(options[0].removeprefix("output_dir=")).expanduser() if options else None
     notes, page = write_report(paths, output_dir)
-    for note in notes:
-        print(note)
-    print(f"Written to {page}, with its charts as PNG beside it.")
-    return 0
+    return say("\n".join([*notes, f"Written to {page}, with its charts as PNG beside it."]))
 
 
 if __name__ == "__main__":
