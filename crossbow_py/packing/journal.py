@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from crossbow_py.errors import SearchError
+from crossbow_py.errors import SearchError, UserError
 from crossbow_py.file_locks import locked
 
 _POLL_S = 0.002
@@ -27,6 +27,12 @@ BEGIN = b'{"op_code":'  # of every record
 
 class StorageError(SearchError):
     """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
+
+
+class DamagedStorageError(StorageError, UserError):
+    """What a storage holds is damaged, or is no search's."""
+
+    exit_code = UserError.exit_code
 
 
 class JournalFile(BaseJournalBackend):
@@ -41,7 +47,7 @@ class JournalFile(BaseJournalBackend):
 
     Raises (all methods):
         OSError: the file is gone, was cut, cannot be read or written, or is locked by another process for now.
-        StorageError: a line in it is no record.
+        DamagedStorageError: a line in it is no record.
     """
 
     def __init__(self, path: Path, lock_wait_s: float = 5.0) -> None:
@@ -92,8 +98,8 @@ class JournalFile(BaseJournalBackend):
             raise self._damaged(f"line {number + 1}")
         return record
 
-    def _damaged(self, where: str) -> StorageError:
-        return StorageError(
+    def _damaged(self, where: str) -> DamagedStorageError:
+        return DamagedStorageError(
             f"{where} of the journal {self._path} is no record of a search: the file is damaged, or it is another one; "
             "restore it from a copy, or give another storage."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,8 +16,8 @@ from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from crossbow_py.errors import UserError
-from crossbow_py.packing.journal import BEGIN, JournalFile, StorageError
+from crossbow_py.errors import UserError, one_line
+from crossbow_py.packing.journal import BEGIN, DamagedStorageError, JournalFile, StorageError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -25,6 +26,8 @@ _DATABASES = ("sqlite", "postgresql", "mysql")
 _SQLITE_WAIT_S = 1.0  # for its lock; then it is our turn to be patient
 _WAITS_S = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _JOURNAL_BEGIN, _SQLITE_BEGIN = BEGIN, b"SQLite format 3\x00"
+# Tables that are not there or unlike Optuna's, for which SQLite has no code of its own, a torn file, another file.
+_DAMAGED = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
 
 
@@ -46,6 +49,7 @@ class Patience:
 
         Raises:
             StorageError: it failed every time.
+            DamagedStorageError: so it did, as what is there is no data base of a search.
         """
         for wait_s in _WAITS_S:
             try:
@@ -55,6 +59,11 @@ class Patience:
         try:
             return do(*args, **kwargs)
         except _PASSING as error:
+            if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
+                raise DamagedStorageError(
+                    f"storage: {self._place} is damaged, or is another program's data base ({_said(error)}); restore "
+                    "it from a copy, or give another storage."
+                ) from error
             raise StorageError(
                 f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
                 "What was finished stays in it: see that it is there, writable, not full and not locked by another "
@@ -71,7 +80,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
         sleep: takes seconds.
 
     Raises:
-        UserError: another address, a folder that does not exist, or a data base without its driver.
+        UserError: another address, a folder that does not exist, what is no search, or a data base without its driver.
         StorageError: it cannot be opened.
     """
     silence_optuna()
@@ -79,7 +88,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
     if storage.startswith("journal:") or ("://" not in storage and storage.endswith((".log", ".journal"))):
         path = Path(storage.removeprefix("journal:"))
         _require_file(path, _JOURNAL_BEGIN, "journal of a search")
-        return patience.call(lambda: JournalStorage(JournalFile(path)))
+        return patience.call(_open_journal, path)
     if storage.partition("://")[0].partition("+")[0] not in _DATABASES:
         raise UserError(
             f"storage must be journal:PATH, a path that ends in .log or .journal, or the URL of a data base "
@@ -99,6 +108,16 @@ def shown_address(storage: str) -> str:
 def silence_optuna() -> None:
     """Leave out the lines that Optuna prints for every study and trial; its warnings stay."""
     optuna.logging.set_verbosity(max(optuna.logging.get_verbosity(), optuna.logging.WARNING))
+
+
+def _open_journal(path: Path) -> BaseStorage:
+    try:
+        return JournalStorage(JournalFile(path))
+    except (AssertionError, LookupError, TypeError, ValueError) as error:  # of Optuna, when it replays the records
+        raise DamagedStorageError(
+            f"storage: the records of the journal {path} make no search ({one_line(error)}): the file is damaged; "
+            "restore it from a copy, or give another storage."
+        ) from error
 
 
 def _open_database(storage: str) -> BaseStorage:
@@ -144,9 +163,13 @@ def _lock_whole_transactions(engine: Engine) -> None:
 def _require_file(path: Path, begin: bytes, kind: str) -> None:
     """Raise UserError where there can be no such file, or is another one, which does not `begin` so."""
     folder = path.absolute().parent
-    if not folder.is_dir():
+    try:
+        has_folder, is_folder = folder.is_dir(), path.is_dir()
+    except OSError as error:  # names that are too long, folders that may not be entered
+        raise UserError(f"storage: {path} can be no file ({error.strerror}); give another path.") from error
+    if not has_folder:
         raise UserError(f"storage: the folder {folder} does not exist; make it, or give another.")
-    if path.is_dir():
+    if is_folder:
         raise UserError(f"storage: {path} is a folder; give a file.")
     with suppress(OSError), path.open("rb") as file:  # what cannot be read for now is tried again
         found = file.read(len(begin))
@@ -156,6 +179,11 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
 
 def _said(error: BaseException) -> str:
     """What the storage said; Optuna's own text is the same for everything."""
-    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-    said = getattr(cause, "orig", None) or cause
+    said = _cause(error)
     return f"{type(said).__name__}: {said}".splitlines()[0]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of the disk or of the data base's driver."""
+    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+    return getattr(cause, "orig", None) or cause
