@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from crossbow_py.errors import SearchError
+from crossbow_py.errors import SearchError, UserError
 from crossbow_py.file_locks import locked
 
 _POLL_S = 0.002
@@ -27,6 +27,18 @@ BEGIN = b'{"op_code":'  # of every record
 
 class StorageError(SearchError):
     """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
+
+
+class BadStorageError(StorageError, UserError):
+    """A storage holds what no worker of this search has written."""
+
+    exit_code = 2
+
+    def __init__(self, place: str, found: str) -> None:
+        super().__init__(
+            f"the search's storage {place} holds what this search cannot have written: {found}; restore it from a "
+            "copy, or give another storage."
+        )
 
 
 class JournalFile(BaseJournalBackend):

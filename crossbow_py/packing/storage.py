@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import optuna
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from crossbow_py.errors import UserError
-from crossbow_py.packing.journal import BEGIN, JournalFile, StorageError
+from crossbow_py.errors import CrossbowError, UserError, one_line
+from crossbow_py.packing.journal import BEGIN, BadStorageError, JournalFile, StorageError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _DATABASES = ("sqlite", "postgresql", "mysql")
 _SQLITE_WAIT_S = 1.0  # for its lock; then it is our turn to be patient
+_LONGEST_SHOWN = 200
 _WAITS_S = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _JOURNAL_BEGIN, _SQLITE_BEGIN = BEGIN, b"SQLite format 3\x00"
 _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
@@ -46,20 +47,27 @@ class Patience:
 
         Raises:
             StorageError: it failed every time.
+            BadStorageError: Optuna cannot make sense of what is in it.
         """
-        for wait_s in _WAITS_S:
+        for wait_s in (*_WAITS_S, None):
             try:
                 return do(*args, **kwargs)
-            except _PASSING:
+            except _PASSING as error:
+                if wait_s is None:
+                    raise self._unusable(error) from error
                 self._sleep(wait_s)
-        try:
-            return do(*args, **kwargs)
-        except _PASSING as error:
-            raise StorageError(
-                f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
-                "What was finished stays in it: see that it is there, writable, not full and not locked by another "
-                "program, and start the same command again, which goes on from there."
-            ) from error
+            except (CrossbowError, OptunaError, ImportError, ArgumentError):
+                raise
+            except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
+                raise BadStorageError(self._place, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+        raise AssertionError("the last try returns or raises")
+
+    def _unusable(self, error: BaseException) -> StorageError:
+        return StorageError(
+            f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
+            "What was finished stays in it: see that it is there, writable, not full and not locked by another "
+            "program, and start the same command again, which goes on from there."
+        )
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -208,3 +210,38 @@ def test_search_without_optuna_is_one_error_line_that_says_how_to_install_it(tmp
 
 def test_base_of_these_tests_is_no_mistake() -> None:
     assert main(merged(DIGITS, ("max_time_s=1e-3",))) == 0
+
+
+def rewrite_journal(change: Callable[[str], str]) -> None:
+    journal = Path("search/search.journal")
+    journal.write_text("".join(change(line) for line in journal.read_text().splitlines(keepends=True)))
+
+
+def test_search_does_not_call_what_its_storage_names(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["num_trials=1", "method=none", "sampler=random", "space={batch_size:[8]}", "max_epochs=1"]
+    assert search_digits(*asked) == 0
+    mkdir = {"model": "custom", "model.target": "os.mkdir", "model.args": "sprung"}
+
+    def with_targets(line: str) -> str:
+        record = json.loads(line)
+        if "params" in record and record["params"]:
+            choice = {key: json.dumps({"name": "CategoricalDistribution", "attributes": {"choices": [value]}})
+                      for key, value in mkdir.items()}  # fmt: skip
+            record["params"] = {**record["params"], **dict.fromkeys(mkdir, 0)}
+            record["distributions"] = {**record["distributions"], **choice}
+        return json.dumps(record, separators=(",", ":")) + "\n"
+
+    rewrite_journal(with_targets)
+    capsys.readouterr()
+    code = search_digits(*asked, "resume=auto")
+    assert (code, Path("sprung").exists()) == (2, False)
+    assert "trial 0 has model='custom', which is not searched there" in error_line(capsys)
+
+
+def test_result_of_a_rung_that_the_search_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["num_trials=1", "method=none", "sampler=random", "space={batch_size:[8]}", "max_epochs=1"]
+    assert search_digits(*asked) == 0
+    rewrite_journal(lambda line: line.replace('"rung":0', '"rung":7'))
+    capsys.readouterr()
+    assert search_digits(*asked, "resume=auto") == 2
+    assert "trial 0 has a result at rung 7" in error_line(capsys)
