@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import optuna
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from crossbow_py.errors import UserError, one_line
-from crossbow_py.packing.journal import BEGIN, DamagedStorageError, JournalFile, StorageError
+from crossbow_py.errors import CrossbowError, UserError, one_line
+from crossbow_py.packing.journal import BEGIN, BadStorageError, JournalFile, StorageError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _DATABASES = ("sqlite", "postgresql", "mysql")
 _SQLITE_WAIT_S = 1.0  # for its lock; then it is our turn to be patient
+_LONGEST_SHOWN = 200
 _WAITS_S = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _JOURNAL_BEGIN, _SQLITE_BEGIN = BEGIN, b"SQLite format 3\x00"
 # Tables that are not there or unlike Optuna's, for which SQLite has no code of its own, a torn file, another file.
@@ -49,26 +50,29 @@ class Patience:
 
         Raises:
             StorageError: it failed every time.
-            DamagedStorageError: so it did, as what is there is no data base of a search.
+            BadStorageError: Optuna cannot make sense of what is in it, or SQLite cannot.
         """
-        for wait_s in _WAITS_S:
+        for wait_s in (*_WAITS_S, None):
             try:
                 return do(*args, **kwargs)
-            except _PASSING:
+            except _PASSING as error:
+                if wait_s is None:
+                    raise self._unusable(error) from error
                 self._sleep(wait_s)
-        try:
-            return do(*args, **kwargs)
-        except _PASSING as error:
-            if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-                raise DamagedStorageError(
-                    f"storage: {self._place} is damaged, or is another program's data base ({_said(error)}); restore "
-                    "it from a copy, or give another storage."
-                ) from error
-            raise StorageError(
-                f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
-                "What was finished stays in it: see that it is there, writable, not full and not locked by another "
-                "program, and start the same command again, which goes on from there."
-            ) from error
+            except (CrossbowError, OptunaError, ImportError, ArgumentError):
+                raise
+            except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
+                raise BadStorageError(self._place, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+        raise AssertionError("the last try returns or raises")
+
+    def _unusable(self, error: BaseException) -> StorageError:
+        if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
+            return BadStorageError(self._place, _said(error))
+        return StorageError(
+            f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
+            "What was finished stays in it: see that it is there, writable, not full and not locked by another "
+            "program, and start the same command again, which goes on from there."
+        )
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:
@@ -88,7 +92,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
     if storage.startswith("journal:") or ("://" not in storage and storage.endswith((".log", ".journal"))):
         path = Path(storage.removeprefix("journal:"))
         _require_file(path, _JOURNAL_BEGIN, "journal of a search")
-        return patience.call(_open_journal, path)
+        return patience.call(lambda: JournalStorage(JournalFile(path)))
     if storage.partition("://")[0].partition("+")[0] not in _DATABASES:
         raise UserError(
             f"storage must be journal:PATH, a path that ends in .log or .journal, or the URL of a data base "
@@ -108,16 +112,6 @@ def shown_address(storage: str) -> str:
 def silence_optuna() -> None:
     """Leave out the lines that Optuna prints for every study and trial; its warnings stay."""
     optuna.logging.set_verbosity(max(optuna.logging.get_verbosity(), optuna.logging.WARNING))
-
-
-def _open_journal(path: Path) -> BaseStorage:
-    try:
-        return JournalStorage(JournalFile(path))
-    except (AssertionError, LookupError, TypeError, ValueError) as error:  # of Optuna, when it replays the records
-        raise DamagedStorageError(
-            f"storage: the records of the journal {path} make no search ({one_line(error)}): the file is damaged; "
-            "restore it from a copy, or give another storage."
-        ) from error
 
 
 def _open_database(storage: str) -> BaseStorage:
