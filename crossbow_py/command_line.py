@@ -49,6 +49,7 @@ _REFUSALS = {
     errno.EAGAIN: "allow more processes and threads (ulimit -u), or lower num_workers and num_learners",
     errno.ENOSPC: "make room there",
     errno.EDQUOT: "make room there",
+    errno.EFBIG: "allow larger files (ulimit -f)",
     errno.EROFS: "name another folder, or have this one made writable",
     errno.EIO: "look at that disk",
     errno.ENAMETOOLONG: "choose a shorter name",

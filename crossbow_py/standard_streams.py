@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ def standard_streams() -> Iterator[None]:
                 nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
                 stack.callback(setattr, sys, name, None)
                 setattr(sys, name, nowhere)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII has no γ; stderr escapes it by itself
         try:
             yield
         finally:

@@ -43,6 +43,13 @@ def test_text_that_cannot_be_printed_is_told_in_one_line_where_anyone_listens(
     assert in_shell(tmp_path, "train", arguments, streams) == ended
 
 
+def test_help_is_shown_where_letters_of_equations_cannot_be() -> None:
+    command = [sys.executable, "-m", "crossbow_py.train", "--help"]
+    done = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii"), capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"num_learners" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [">&- 2>&- <&-", ">/dev/full"])
 def test_run_that_nobody_listens_to_is_trained_and_its_files_are_whole(streams: str, tmp_path: Path) -> None:
