@@ -7,6 +7,7 @@ cannot be loaded, memory that is too small, a search that cannot go on, or our f
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import sys
 import traceback
@@ -36,10 +37,23 @@ from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.run_report.sweep import sweep_lines
 from crossbow_py.settings import suggestion
 from crossbow_py.signals import EXIT_INTERRUPTED, StopSignal
+from crossbow_py.standard_streams import print_line, standard_streams
 
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
 _LONGEST_SHOWN = 200
+# What a machine refuses whoever asks, which says nothing about our code.
+_REFUSALS = {
+    errno.EMFILE: "allow a process more open files (ulimit -n), or lower num_workers",
+    errno.ENFILE: "end what else has files open on this machine",
+    errno.EAGAIN: "allow more processes and threads (ulimit -u), or lower num_workers and num_learners",
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EROFS: "name another folder, or have this one made writable",
+    errno.EIO: "look at that disk",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 _FLAGS = ("--help", "-h", "--list", COMPLETION, *_MULTIRUN)
 
 
@@ -49,11 +63,8 @@ def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int]) -> i
     `kind` is the class of configurations, which says which keys there are.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        with flushed_denormals():  # also in the threads that torch starts at its first operation
-            return _guarded(lambda: _dispatch(arguments, kind, job))
-    finally:
-        _flush_stdout()
+    with standard_streams(), flushed_denormals():  # also in the threads that torch starts at its first operation
+        return _guarded(lambda: _dispatch(arguments, kind, job))
 
 
 def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[str]], int]) -> int:
@@ -68,10 +79,8 @@ def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[st
             raise UserError(f"unknown option {option}{suggestion(option, ('--help', '-h'))}")
         return job(arguments)
 
-    try:
+    with standard_streams():
         return _guarded(dispatch)
-    finally:
-        _flush_stdout()
 
 
 def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> int:
@@ -97,13 +106,13 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
     worst, speaks = 0, os.environ.get("RANK", "0") == "0"  # of ranks, one
     for number, config in enumerate(configs, start=1):
         if speaks:
-            print(f"run {number} of {len(configs)}{_swept(config)}", flush=True)
+            print_line(f"run {number} of {len(configs)}{_swept(config)}", sys.stdout)
         code = _guarded(partial(job, config))
         worst = max(worst, code)
         if code in StopSignal.EXIT_CODES.values():
             break
     for line in sweep_lines([Path(config.output_dir) for config in configs if config.output_dir]) if speaks else ():
-        print(line, flush=True)
+        print_line(line, sys.stdout)
     return worst
 
 
@@ -126,16 +135,18 @@ def _guarded(action: Callable[[], int]) -> int:
         return action()
     except _SAID_IN_A_LINE as error:
         if _is_to_say(error):
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print_line(f"error: {' '.join(str(error).split())}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        print("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
+        print_line("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), sys.stderr)
         return EXIT_INTERRUPTED
     except Exception as error:
         if is_out_of_memory(error):
-            print(f"error: {_too_large(error)}", file=sys.stderr)
+            print_line(f"error: {_too_large(error)}", sys.stderr)
+        elif isinstance(error, OSError) and error.errno in _REFUSALS:
+            print_line(f"error: the system refuses this ({one_line(error)}); {_REFUSALS[error.errno]}.", sys.stderr)
         else:
-            traceback.print_exc()
+            print_line(traceback.format_exc().rstrip(), sys.stderr)
         return 1
 
 
@@ -156,17 +167,9 @@ def _is_to_say(error: CrossbowError) -> bool:
 
 
 def say(text: str) -> int:
-    """Print, whether or not anyone reads it to its end; returns the exit code."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader has seen enough, as in `--list | head`
-        _flush_stdout()
-    return 0
-
-
-def _flush_stdout() -> None:
-    """Flush, and when nobody listens any more let the interpreter's own flush at exit go nowhere."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Print what was asked for, whether or not anyone reads it to its end; returns the exit code."""
+    refusal = print_line(text, sys.stdout)
+    if refusal is None or isinstance(refusal, BrokenPipeError):  # the reader has seen enough, as in `--list | head`
+        return 0
+    print_line(f"error: the output cannot be written ({one_line(refusal)}); send it elsewhere.", sys.stderr)
+    return 1

@@ -19,10 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def answer(config: EstimateConfig) -> int:
     """One estimate, shown and, where `output_dir` is set, written; returns its exit code."""
     found = estimate(config)
-    say(as_text(found))
+    code = say(as_text(found))
     if config.output_dir is not None:
-        say("\n".join(write(found, Path(config.output_dir).expanduser())))
-    return 0
+        code = max(code, say("\n".join(write(found, Path(config.output_dir).expanduser()))))
+    return code
 
 
 if __name__ == "__main__":

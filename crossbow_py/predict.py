@@ -26,11 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def answer(config: PredictConfig) -> int:
     """One prediction, shown and written; returns its exit code."""
     found = predict(config)
-    say(as_text(found))
+    code = say(as_text(found))
     asked = config.output_dir
     folder = new_folder(config.experiment) if asked is None else make_folder(Path(asked).expanduser())
-    say(write(found, folder))
-    return 0
+    return max(code, say(write(found, folder)))
 
 
 if __name__ == "__main__":

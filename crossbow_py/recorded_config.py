@@ -17,6 +17,7 @@ from crossbow_py.config import (
     REGISTRIES,
     C,
     TrainConfig,
+    check_path,
     compose,
     config_from_mapping,
     config_to_mapping,
@@ -71,6 +72,7 @@ def recorded(path: str) -> TrainConfig:
 
     Raises UserError.
     """
+    check_path("config", path)
     asked = Path(path).expanduser()
     file = asked / CONFIG_FILE if asked.is_dir() else asked
     if not file.is_file():

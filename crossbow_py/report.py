@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crossbow_py.command_line import run_with_text
+from crossbow_py.command_line import run_with_text, say
+from crossbow_py.config import check_path
 from crossbow_py.errors import UserError
 from crossbow_py.run_report.writing import write_report
 
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(arguments: list[str]) -> int:
     """One report; returns its exit code."""
+    for each in arguments:
+        check_path("output_dir" if each.startswith("output_dir=") else "RUN", each.removeprefix("output_dir="))
     paths = [Path(each).expanduser() for each in arguments if "=" not in each or Path(each).exists()]
     options = [each for each in arguments if Path(each).expanduser() not in paths]
     if not paths:
@@ -45,10 +48,7 @@ def report(arguments: list[str]) -> int:
         raise UserError(f"output_dir names one folder, got {', '.join(options)}; write output_dir=PATH once.")
     output_dir = Path(options[0].removeprefix("output_dir=")).expanduser() if options else None
     notes, page = write_report(paths, output_dir)
-    for note in notes:
-        print(note)
-    print(f"Written to {page}, with its charts as PNG beside it.")
-    return 0
+    return say("\n".join([*notes, f"Written to {page}, with its charts as PNG beside it."]))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from crossbow_py.engine.precision import FP32
 from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
+from crossbow_py.packing.journal import BadStorageError
 from crossbow_py.packing.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
 from crossbow_py.packing.report.search_file import recorded_summary
 from crossbow_py.packing.roster import Roster, SearchData
@@ -113,6 +114,7 @@ class SearchRun:
         self._closing.enter_context(closing(self.study))
         own = identity(config)
         self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
+        self._check_segments()
         self.states = TrialStates(folder.path / TRIALS_FOLDER)
 
     def close(self) -> None:
@@ -160,9 +162,32 @@ class SearchRun:
             self.roster.data.feed_of(own.batch_size).close()
             if isinstance(own.model, CustomModel):
                 import_target("model.target", own.model.target)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        """Refuse what would make every trial fail; one that can train is enough. Raises UserError."""
+        mistakes: list[UserError] = []
+        for params in self.config.parsed_space.corners():
+            try:
+                self.roster.check(params)
+                return
+            except UserError as error:
+                mistakes.append(error)
+            except Exception:  # of the user's model: a trial's, which records it
+                return
+        if mistakes:
+            raise mistakes[0]
 
     def _corners(self) -> list[TrainConfig]:
         return [trial_config(self.config, params, seed=0) for params in self.config.parsed_space.corners()]
+
+    def _check_segments(self) -> None:
+        """Refuse results of segments that the search does not have. Raises BadStorageError."""
+        known = {trial: len(bracket.epochs) for bracket in self.rules.brackets for trial in bracket.trials}
+        for each in self.study.results():
+            if each.rung >= known.get(each.trial, 0):
+                found = f"trial {each.trial} has a result at rung {each.rung}, and there is no such rung"
+                raise BadStorageError(shown_address(self._address), found)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 

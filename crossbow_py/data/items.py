@@ -21,6 +21,7 @@ from crossbow_py.data.datasets import MapStyleDataset
 from crossbow_py.data.inputs import is_image_batch
 from crossbow_py.data.randomness import sample_words
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.worker_processes import says_no_shared_memory
 from crossbow_py.errors import UserError, one_line, raised_at
 
 
@@ -81,6 +82,8 @@ def _collate(items: list[Any], samples: list[int]) -> tuple[Tensor, Tensor]:
     try:
         batch = default_collate(items)
     except (TypeError, RuntimeError, ValueError) as error:
+        if says_no_shared_memory(error):  # a worker process collates into it
+            raise
         reason, remedy = str(error).splitlines()[0], "return tensors of equal shape"
         if isinstance(error, TypeError):  # of what is no array at all
             remedy = "return tensors and numbers: of an image, torch.from_numpy(numpy.array(image))"

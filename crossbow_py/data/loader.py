@@ -11,10 +11,12 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,14 @@ from torch.utils.data import DataLoader, get_worker_info
 from crossbow_py.data.inputs import Rounded, rounded_integer
 from crossbow_py.data.labels import Classes
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
-from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, shared_images, start_method
+from crossbow_py.data.worker_processes import (
+    leave_signals_to_the_run,
+    quiet_start,
+    says_no_shared_memory,
+    shared_images,
+    shared_notes,
+    start_method,
+)
 from crossbow_py.errors import BadDataError, DataError, UserError, one_line
 from crossbow_py.host_randomness import kept_generators
 
@@ -32,6 +41,11 @@ from crossbow_py.host_randomness import kept_generators
 BATCHES_A_WORKER = 2
 _POLL_S = 0.5  # how often a `next` that waits looks whether workers are well
 _PID, _SAMPLE, _SINCE_NS, _COLUMNS = 0, 1, 2, 3
+_REMEDY = "lower num_workers or batch_size if memory ran out, otherwise look at what the data set returns"
+_SHARED_REMEDY = (
+    "batches from data workers go through /dev/shm: give it more room (of a container, --shm-size 8g), lower "
+    "num_workers or batch_size, or set num_workers=0"
+)
 
 
 class Loaded(NamedTuple):
@@ -42,6 +56,7 @@ class Loaded(NamedTuple):
         seconds: of one process.
         refusal: why there is none, in words for the user.
         failure: the traceback of what should not have happened.
+        remedy: what the user may do about the failure, as the end of a sentence.
         slot: where the inputs are, `num_inputs` of them.
         rounded: an integer among the inputs that is another number once they are cast.
     """
@@ -50,6 +65,7 @@ class Loaded(NamedTuple):
     seconds: float
     refusal: str = ""
     failure: str = ""
+    remedy: str = _REMEDY
     slot: int | None = None
     num_inputs: int = 0
     rounded: Rounded | None = None
@@ -103,17 +119,22 @@ class _Workshop:
             )
             self._check_labels(order.keys, fetched.targets)
             rounded = None if self._needs.dtype is None else rounded_integer(fetched.inputs, self._needs.dtype)
+            num_inputs = len(fetched.inputs)
+            if out is not None:
+                fetched = fetched._replace(inputs=torch.empty(0))
+            if worker is not None:
+                _share(fetched)
         except UserError as error:
             return Loaded(None, 0.0, str(error))
-        except Exception:  # all of it by value: what a DataLoader raises is then about its processes alone
-            return Loaded(None, 0.0, failure=traceback.format_exc())
+        except Exception as error:  # all of it by value: what a DataLoader raises is then about its processes alone
+            remedy = _SHARED_REMEDY if says_no_shared_memory(error) else _REMEDY
+            return Loaded(None, 0.0, failure=traceback.format_exc(), remedy=remedy)
         finally:
             own[_SINCE_NS] = 0
         seconds = time.perf_counter() - begun
         if out is None:
             return Loaded(fetched, seconds, rounded=rounded)
-        left = fetched._replace(inputs=torch.empty(0))
-        return Loaded(left, seconds, slot=order.slot, num_inputs=len(fetched.inputs))
+        return Loaded(fetched, seconds, slot=order.slot, num_inputs=num_inputs)
 
     def _check_labels(self, keys: list[Key], targets: Tensor) -> None:
         """Raises UserError. Where bad samples were left out, nobody knows which sample has which target."""
@@ -122,6 +143,15 @@ class _Workshop:
             place, label = found
             named = self._data.name_of(keys[place].sample) if len(targets) == len(keys) else "the data set"
             raise UserError(classes.refusal(named, label))
+
+
+def _share(fetched: Fetched) -> None:
+    """Move a batch into shared memory here, where it can be told that there is no room.
+
+    The thread of a queue that would do so later prints a traceback and drops the batch, which then never comes.
+    """
+    for tensor in (fetched.inputs, fetched.targets):
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
 
 
 class Loader:
@@ -154,13 +184,12 @@ class Loader:
         self._stopped = threading.Event()
         # What the workers have in hand, and the batch that was given last.
         num_slots = BATCHES_A_WORKER * num_workers + 2
-        shape = data.image_shape if num_workers else None
-        self._slots = None if shape is None else shared_images(num_slots, batch_size, shape)
         orders = map(_Order, batches, itertools.cycle(range(num_slots)))
-        self._notes = torch.zeros(max(1, num_workers), _COLUMNS, dtype=torch.int64)
-        self._notes.share_memory_()  # type: ignore[no-untyped-call]
+        shape = data.image_shape if num_workers else None
         before = set(multiprocessing.active_children())
-        with quiet_start():
+        with _killed_unless_started(before), quiet_start():
+            self._slots = None if shape is None else shared_images(num_slots, batch_size, shape)
+            self._notes = shared_notes(num_workers, _COLUMNS)
             loader: DataLoader[Any] = DataLoader(
                 _Workshop(data, seed, training, self._notes, self._slots, needs),  # type: ignore[arg-type]  # no single items
                 batch_sampler=orders,  # type: ignore[arg-type]  # what it gives is the workshop's affair
@@ -184,11 +213,12 @@ class Loader:
 
         Raises:
             StopIteration: after the last.
-            DataError: a worker died.
+            DataError: a worker died or hangs, or a batch was lost.
         """
         if not self.num_workers:
             with kept_generators():
                 return next(self._batches)
+        idle_s = 0.0
         while not self._stopped.is_set():
             begun_s = time.monotonic()
             try:
@@ -197,6 +227,12 @@ class Loader:
                 self.check()
                 if time.monotonic() - begun_s < _POLL_S:  # else nothing came in that time, and one goes on waiting
                     raise DataError(f"data workers fail ({one_line(error)}); lower num_workers.") from error
+            idle_s = 0.0 if self._notes[:, _SINCE_NS].any() else idle_s + _POLL_S
+            if idle_s > self._data.timeout_s:
+                raise DataError(
+                    f"a batch was lost on its way from a data worker: for {self._data.timeout_s:g} s it did not come, "
+                    "and no worker has anything in hand; if it happens again, set num_workers=0."
+                )
         raise StopIteration
 
     def _taken(self, loaded: Loaded) -> Loaded:
@@ -216,9 +252,11 @@ class Loader:
         for process in self._processes:
             name, since_ns = notes.get(process.pid or 0, ("no sample yet", 0))
             if not process.is_alive():
+                remedy = "look at that sample, or lower num_workers if memory ran out"
+                if process.exitcode == -signal.SIGBUS:  # as pages of a shared file for which there is no room
+                    remedy = _SHARED_REMEDY
                 raise DataError(
-                    f"data worker {process.pid} died ({_end_of(process.exitcode)}) and was last on {name}; look at "
-                    "that sample, or lower num_workers if memory ran out."
+                    f"data worker {process.pid} died ({_end_of(process.exitcode)}) and was last on {name}; {remedy}."
                 )
             if since_ns and now_ns - since_ns > self._data.timeout_s * 1e9:
                 raise DataError(
@@ -246,6 +284,31 @@ def _as_it_is(loaded: Loaded) -> Loaded:
     return loaded
 
 
+@contextlib.contextmanager
+def _killed_unless_started(before: set[BaseProcess]) -> Iterator[None]:
+    """Around the start of worker processes. Raises DataError where the system refuses one; none is left then."""
+    try:
+        yield
+    except OSError as error:
+        for child in set(multiprocessing.active_children()) - before:
+            child.kill()
+            child.join()
+        _drop_half_made(error)
+        raise DataError(
+            f"data workers cannot be started ({one_line(error)}); lower num_workers if there are too many processes or "
+            "open files, make /dev/shm writable if it is not, or set num_workers=0."
+        ) from error
+
+
+def _drop_half_made(error: OSError) -> None:
+    """Let go of a DataLoader's iterator that was being made: what its `__del__` is missing would be printed."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        sys.unraisablehook = hook
+
+
 def _end_of(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"killed by signal {signal.Signals(-exit_code).name}"
@@ -256,10 +319,9 @@ def fetched_or_raise(loaded: Loaded) -> Fetched:
     """The batch. Raises BadDataError where the data set makes none, and DataError for what should not have happened."""
     if loaded.failure:
         last = loaded.failure.strip().splitlines()[-1]
-        raise DataError(
-            f"a batch could not be made ({last.rstrip('.')}); lower num_workers or batch_size if memory ran out, "
-            "otherwise look at what the data set returns."
-        ) from RuntimeError(loaded.failure)
+        raise DataError(f"a batch could not be made ({last.rstrip('.')}); {loaded.remedy}.") from RuntimeError(
+            loaded.failure
+        )
     if loaded.fetched is None:
         raise BadDataError(loaded.refusal)
     return loaded.fetched

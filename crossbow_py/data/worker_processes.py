@@ -14,6 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+# How torch's errors about its files in /dev/shm begin: a plain RuntimeError, which differs from others in its words.
+_NO_SHARED_MEMORY = ("unable to open shared memory", "unable to allocate shared memory", "unable to resize file")
+
 
 def start_method() -> str | None:
     """Forked where that is usual: workers then start at once, and data sets need not be pickled."""
@@ -38,6 +41,19 @@ def shared_images(count: int, batch_size: int, shape: tuple[int, int, int]) -> T
     memory = mmap.mmap(-1, count * batch_size * channels * height * width)
     values = torch.frombuffer(memory, dtype=torch.uint8)
     return values.view(count, batch_size, height, width, channels).permute(0, 1, 4, 2, 3)
+
+
+def shared_notes(num_workers: int, columns: int) -> Tensor:
+    """int64 [max(1, num_workers), columns] of zeros, which worker processes share; not in /dev/shm where they fork."""
+    shape = (max(1, num_workers), columns)
+    if start_method() is None:
+        return torch.zeros(shape, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call,no-any-return]
+    return torch.frombuffer(mmap.mmap(-1, 8 * shape[0] * shape[1]), dtype=torch.int64).view(shape)
+
+
+def says_no_shared_memory(error: BaseException) -> bool:
+    """Whether torch found no room in /dev/shm, or may not write there."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_NO_SHARED_MEMORY)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from crossbow_py.errors import SearchError
+from crossbow_py.errors import SearchError, UserError
 from crossbow_py.file_locks import locked
 
 _POLL_S = 0.002
@@ -27,6 +27,18 @@ BEGIN = b'{"op_code":'  # of every record
 
 class StorageError(SearchError):
     """The storage of a search cannot be used, or what it holds cannot be read; what was finished stays in it."""
+
+
+class BadStorageError(StorageError, UserError):
+    """A storage holds what no worker of this search has written."""
+
+    exit_code = 2
+
+    def __init__(self, place: str, found: str) -> None:
+        super().__init__(
+            f"the search's storage {place} holds what this search cannot have written: {found}; restore it from a "
+            "copy, or give another storage."
+        )
 
 
 class JournalFile(BaseJournalBackend):
@@ -41,7 +53,7 @@ class JournalFile(BaseJournalBackend):
 
     Raises (all methods):
         OSError: the file is gone, was cut, cannot be read or written, or is locked by another process for now.
-        StorageError: a line in it is no record.
+        BadStorageError: a line in it is no record.
     """
 
     def __init__(self, path: Path, lock_wait_s: float = 5.0) -> None:
@@ -92,11 +104,8 @@ class JournalFile(BaseJournalBackend):
             raise self._damaged(f"line {number + 1}")
         return record
 
-    def _damaged(self, where: str) -> StorageError:
-        return StorageError(
-            f"{where} of the journal {self._path} is no record of a search: the file is damaged, or it is another one; "
-            "restore it from a copy, or give another storage."
-        )
+    def _damaged(self, where: str) -> BadStorageError:
+        return BadStorageError(str(self._path), f"{where} is no record of a search")
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.settings import check
+
 _LATE = 0.1  # of a lease: how much later it ends for others, for clocks that differ and calls that take time
 
 
@@ -40,8 +42,10 @@ class Lease:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Lease:
-        """What `to_plain` gave."""
-        return cls(**plain)
+        """What `to_plain` gave. Raises UserError or TypeError for anything else."""
+        lease = cls(**plain)
+        check(lease)
+        return lease
 
     def to_plain(self) -> dict[str, Any]:
         """Numbers and text by field."""

@@ -19,6 +19,7 @@ MAX_POINTS = 10_000
 FIELDS = ("low", "high", "log", "step", "num", "choices", "when")
 _MOST = 2**53  # of whole numbers, and of steps: samplers compute in 64-bit floats
 _PLAIN = "numbers, text, true, false or null"
+_OFF_STEP = 1e-8  # of a step: samplers multiply in floats
 _DIGITS = 12  # of a grid point, so that 0.1 + 2 · 0.1 is 0.3
 
 
@@ -91,6 +92,16 @@ class Parameter:
             return False
         low, high, step = self._whole()
         return low <= value <= high and (value - low) % step == 0
+
+    def takes(self, value: Value) -> bool:
+        """Whether a trial may have the value."""
+        if self.choices is not None or self.integer:
+            return self.can_be(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        low, high = self._ends()
+        steps = (value - low) / (self.step or 1)
+        return low <= value <= high and (self.step is None or abs(steps - round(steps)) < _OFF_STEP)
 
     def suggest(self, suggester: Suggester) -> Value:
         """The suggester's value, asked for under the parameter's key."""

@@ -128,6 +128,14 @@ class Roster:
                 self._described[trial] = text_of(error) if is_said else one_line(error)
         return self._described[trial]
 
+    def check(self, params: Mapping[str, Any]) -> None:
+        """Build the model and take a small batch through it. Raises UserError, or what the user's model raises."""
+        settings = self._make_trial(0, params)
+        model = settings.new_model().to(self._choices.device)
+        with closing(self.data.feed_of(settings.batch_size)) as feed:
+            batch = feed.first_samples(min(2, settings.batch_size))
+            probe(model, self._choices.precision, batch, self._loss, *self.data.num_classes, settings.label_smoothing)
+
     def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:
         settings = self._make_trial(trial, params)
         model = settings.new_model()

@@ -14,20 +14,24 @@ The search's identity is agreed on in the same way: the lowest-numbered record o
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from crossbow_py.errors import UserError, text_of
 from crossbow_py.packing.hyperband import Outcome, Segment
+from crossbow_py.packing.journal import BadStorageError
 from crossbow_py.packing.leases import Lease
 from crossbow_py.packing.storage import Patience
+from crossbow_py.settings import check
 
 _RENEWED_AFTER = 1 / 3  # of a lease
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,14 @@ class _Claim:
 
     @classmethod
     def read(cls, trial: FrozenTrial) -> _Claim:
+        """Raises UserError, LookupError or TypeError for what no worker has written."""
         kept = trial.user_attrs
-        result = SegmentResult(**kept["result"]) if trial.state is TrialState.COMPLETE else None
-        segment = Segment(kept["trial"], kept["rung"])
-        return cls(trial.number, trial._trial_id, segment, kept["holder"], trial.state.is_finished(), result)
+        result = _made(SegmentResult, kept["result"]) if trial.state is TrialState.COMPLETE else None
+        segment = _made(Segment, {"trial": kept["trial"], "rung": kept["rung"]})
+        if min(segment.trial, segment.rung) < 0:
+            raise LookupError(f"there is no segment {segment}")
+        holder = str(kept["holder"])
+        return cls(trial.number, trial._trial_id, segment, holder, trial.state.is_finished(), result)
 
 
 class SegmentClaims:
@@ -76,16 +84,17 @@ class SegmentClaims:
     Args:
         storage, study: where they are kept: Optuna's storage, and in it the number of a study for nothing else.
         patience: calls the storage.
+        place: what the storage is called in errors.
         worker: name of this process, for people.
         lease_s: how long what it claims stays its own without `prolong`.
         clock: seconds since 1970.
     """
 
     def __init__(
-        self, storage: BaseStorage, study: int, patience: Patience, worker: str, lease_s: float,
+        self, storage: BaseStorage, study: int, patience: Patience, place: str, worker: str, lease_s: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._storage, self._study, self._patience = storage, study, patience
+        self._storage, self._study, self._patience, self._place = storage, study, patience, place
         self._worker, self._lease_s, self._clock = worker, lease_s, clock
         self._held: dict[Segment, int] = {}
         self._lost: set[Segment] = set()  # since the last `renew`
@@ -100,7 +109,8 @@ class SegmentClaims:
                 break
             record = create_trial(state=TrialState.FAIL, user_attrs={"identity": dict(identity)})
             self._patience.call(self._storage.create_new_trial, self._study, record)
-        return dict(kept[0])
+        with self._of_a_search("identity"):
+            return dict(kept[0])
 
     @property
     def held(self) -> tuple[Segment, ...]:
@@ -261,13 +271,29 @@ class SegmentClaims:
     def _leases(self) -> dict[str, Lease]:
         kept = self._patience.call(self._storage.get_study_user_attrs, self._study)
         prefix = _lease_key("")
-        return {
-            key.removeprefix(prefix): Lease.from_plain(plain) for key, plain in kept.items() if key.startswith(prefix)
-        }
+        leases = {key.removeprefix(prefix): plain for key, plain in kept.items() if key.startswith(prefix)}
+        with self._of_a_search("lease"):
+            return {holder: Lease.from_plain(plain) for holder, plain in leases.items()}
 
     def _read(self) -> list[_Claim]:
         trials = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
-        return [_Claim.read(trial) for trial in trials if "holder" in trial.user_attrs]
+        with self._of_a_search("claim"):
+            return [_Claim.read(trial) for trial in trials if "holder" in trial.user_attrs]
+
+    @contextmanager
+    def _of_a_search(self, kind: str) -> Iterator[None]:
+        """Around what takes values from the storage. Raises BadStorageError where they are none of a search."""
+        try:
+            yield
+        except (UserError, LookupError, TypeError, ValueError) as error:
+            raise BadStorageError(self._place, f"a {kind} is damaged ({text_of(error)[:200]})") from error
+
+
+def _made(kind: type[_T], plain: Any) -> _T:
+    """An object of plain values, each of its field's type. Raises UserError and TypeError."""
+    made = kind(**plain)
+    check(made)
+    return made
 
 
 def _results(claims: Iterable[_Claim]) -> dict[Segment, SegmentResult]:

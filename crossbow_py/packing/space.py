@@ -10,6 +10,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.packing.parameter import FIELDS, MAX_POINTS, Parameter, Suggester, Value, contains, parse_parameter
 from crossbow_py.settings import suggestion
 
+_LONGEST_SHOWN = 80
 _EXAMPLE = "for example optimizer.learning_rate: {low: 0.001, high: 0.1, log: true}"
 
 
@@ -50,6 +51,19 @@ class Space:
             if parameter.exists(values):
                 values[parameter.key] = parameter.suggest(suggester)
         return values
+
+    def mistake_in(self, params: Mapping[str, Any]) -> str:
+        """Say which of these parameters no trial of this space has, with its value; empty where there is none."""
+        values: dict[str, Value] = {}
+        for parameter in self.parameters:
+            if parameter.exists(values):
+                if parameter.key not in params:
+                    return f"no {parameter.key}"
+                value = values[parameter.key] = params[parameter.key]
+                if not parameter.takes(value):
+                    return f"{parameter.key}={_short(value)}, and it is {parameter.describe()}"
+        other = next((key for key in params if key not in values), None)
+        return "" if other is None else f"{other}={_short(params[other])}, which is not searched there"
 
     def meant(self, params: Mapping[str, Value]) -> dict[str, Any]:
         """A trial's values as a configuration takes them."""
@@ -131,6 +145,11 @@ class Space:
         return required
 
 
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
 def laid_over(plain: Any, key: str, entry: Any) -> Any:
     """A space, as parsed YAML, with an entry laid over what is there of `key`: a parameter, a field of one, or a group.
 
@@ -171,9 +190,7 @@ def _merged(earlier: Any, later: Any) -> Any:
 def _check_conditions(parameter: Parameter, known: Mapping[str, Parameter]) -> None:
     for key, allowed in parameter.when:
         if key not in known:
-            raise UserError(
-                f"space: {parameter.key}.when names {key!r}, which is not searched{suggestion(key, known)}"
-            )
+            raise UserError(f"space: {parameter.key}.when names {key!r}, which is not searched{suggestion(key, known)}")
         for value in allowed:
             if not known[key].can_be(value):
                 raise UserError(

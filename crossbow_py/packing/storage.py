@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,22 +10,25 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import optuna
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import OptunaError, StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage, get_storage
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from crossbow_py.errors import UserError
-from crossbow_py.packing.journal import BEGIN, JournalFile, StorageError
+from crossbow_py.errors import CrossbowError, UserError, one_line
+from crossbow_py.packing.journal import BEGIN, BadStorageError, JournalFile, StorageError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _DATABASES = ("sqlite", "postgresql", "mysql")
 _SQLITE_WAIT_S = 1.0  # for its lock; then it is our turn to be patient
+_LONGEST_SHOWN = 200
 _WAITS_S = (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _JOURNAL_BEGIN, _SQLITE_BEGIN = BEGIN, b"SQLite format 3\x00"
+# Tables that are not there or unlike Optuna's, for which SQLite has no code of its own, a torn file, another file.
+_DAMAGED = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _PASSING = (OSError, StorageInternalError, SQLAlchemyError)
 
 
@@ -46,20 +50,29 @@ class Patience:
 
         Raises:
             StorageError: it failed every time.
+            BadStorageError: Optuna cannot make sense of what is in it, or SQLite cannot.
         """
-        for wait_s in _WAITS_S:
+        for wait_s in (*_WAITS_S, None):
             try:
                 return do(*args, **kwargs)
-            except _PASSING:
+            except _PASSING as error:
+                if wait_s is None:
+                    raise self._unusable(error) from error
                 self._sleep(wait_s)
-        try:
-            return do(*args, **kwargs)
-        except _PASSING as error:
-            raise StorageError(
-                f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
-                "What was finished stays in it: see that it is there, writable, not full and not locked by another "
-                "program, and start the same command again, which goes on from there."
-            ) from error
+            except (CrossbowError, OptunaError, ImportError, ArgumentError):
+                raise
+            except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
+                raise BadStorageError(self._place, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+        raise AssertionError("the last try returns or raises")
+
+    def _unusable(self, error: BaseException) -> StorageError:
+        if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
+            return BadStorageError(self._place, _said(error))
+        return StorageError(
+            f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
+            "What was finished stays in it: see that it is there, writable, not full and not locked by another "
+            "program, and start the same command again, which goes on from there."
+        )
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:
@@ -71,7 +84,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
         sleep: takes seconds.
 
     Raises:
-        UserError: another address, a folder that does not exist, or a data base without its driver.
+        UserError: another address, a folder that does not exist, what is no search, or a data base without its driver.
         StorageError: it cannot be opened.
     """
     silence_optuna()
@@ -144,9 +157,13 @@ def _lock_whole_transactions(engine: Engine) -> None:
 def _require_file(path: Path, begin: bytes, kind: str) -> None:
     """Raise UserError where there can be no such file, or is another one, which does not `begin` so."""
     folder = path.absolute().parent
-    if not folder.is_dir():
+    try:
+        has_folder, is_folder = folder.is_dir(), path.is_dir()
+    except OSError as error:  # names that are too long, folders that may not be entered
+        raise UserError(f"storage: {path} can be no file ({error.strerror}); give another path.") from error
+    if not has_folder:
         raise UserError(f"storage: the folder {folder} does not exist; make it, or give another.")
-    if path.is_dir():
+    if is_folder:
         raise UserError(f"storage: {path} is a folder; give a file.")
     with suppress(OSError), path.open("rb") as file:  # what cannot be read for now is tried again
         found = file.read(len(begin))
@@ -156,6 +173,11 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
 
 def _said(error: BaseException) -> str:
     """What the storage said; Optuna's own text is the same for everything."""
-    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
-    said = getattr(cause, "orig", None) or cause
+    said = _cause(error)
     return f"{type(said).__name__}: {said}".splitlines()[0]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of the disk or of the data base's driver."""
+    cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
+    return getattr(cause, "orig", None) or cause

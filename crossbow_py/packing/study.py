@@ -19,6 +19,7 @@ from optuna.trial import TrialState as OptunaState
 from crossbow_py.errors import UserError
 from crossbow_py.packing.heartbeat import Heartbeat
 from crossbow_py.packing.hyperband import Outcome, Segment, TrialState
+from crossbow_py.packing.journal import BadStorageError
 from crossbow_py.packing.sampling import SamplerName, Sampling
 from crossbow_py.packing.search_events import brought_up
 from crossbow_py.packing.segment_claims import SegmentClaims, SegmentResult
@@ -57,6 +58,7 @@ class SharedStudy:
 
     Raises (all methods):
         StorageError: the storage could not be used for some seconds. What was finished is in it.
+        BadStorageError: it holds what no worker of this search has written, such as a parameter that is not searched.
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class SharedStudy:
         self._place = shown_address(storage) if isinstance(storage, str) else type(storage).__name__
         self._patience = Patience(self._place, sleep)
         self._name, self._maximize = name, maximize
+        self._space = space
         self._sampling = Sampling(space, sampler, seed, maximize)
         self._lock = threading.RLock()
         self._trials: dict[int, FrozenTrial] = {}
         self._study = self._study_named(name)
         claims = self._study_named(f"{name}/segments")
-        self._claims = SegmentClaims(self._storage, claims, self._patience, worker, lease_s, clock)
+        self._claims = SegmentClaims(self._storage, claims, self._patience, self._place, worker, lease_s, clock)
         self._heartbeat = Heartbeat(self._claims.prolong, lambda: bool(self._claims.held), self._lock, lease_s / 3)
 
     def open(self, identity: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
@@ -96,6 +99,7 @@ class SharedStudy:
                     f"storage: {self._place} holds another search named {self._name!r}: {difference}; go on "
                     "with its settings, or give another study or storage."
                 )
+            self._records()  # refused before anything is trained
 
     def close(self) -> None:
         """End the thread that prolongs the lease. Raises nothing, and gives nothing back; the study may still be read.
@@ -262,17 +266,34 @@ class SharedStudy:
             self._patience.call(self._storage.set_trial_state_values, record._trial_id, state, values)
 
     def _records(self) -> list[FrozenTrial]:
+        """All trials, each with parameters that this search may give one.
+
+        Parameters become a configuration, which may name code to call; and who can write to the storage is not who
+        searches. Raises BadStorageError.
+        """
+        records = self._all_records()
+        for record in records:
+            trial = record.user_attrs.get("trial")
+            if type(trial) is not int or trial < 0:
+                raise BadStorageError(self._place, f"its trial {record.number} is of another program")
+            mistake = self._space.mistake_in(record.params)
+            if mistake:
+                raise BadStorageError(self._place, f"trial {trial} has {mistake}")
+        return records
+
+    def _all_records(self) -> list[FrozenTrial]:
         return self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
 
     def _foreign(self) -> str:
         """Says that another program's trials are there; empty when they are ours."""
-        numbers = [record.number for record in self._records() if "trial" not in record.user_attrs]
+        numbers = [record.number for record in self._all_records() if "trial" not in record.user_attrs]
         return f"its trial {numbers[0]} is of another program" if numbers else ""
 
     def _study_named(self, name: str) -> int:
         direction = StudyDirection.MAXIMIZE if self._maximize else StudyDirection.MINIMIZE
-        with suppress(KeyError):
-            return self._patience.call(self._storage.get_study_id_from_name, name)
+        for study in self._patience.call(self._storage.get_all_studies):
+            if study.study_name == name:
+                return study._study_id
         with suppress(DuplicatedStudyError):  # by another worker just now, or by a call of ours that seemed to fail
             return self._patience.call(self._storage.create_new_study, [direction], name)
         return self._patience.call(self._storage.get_study_id_from_name, name)

@@ -53,6 +53,10 @@ def test_report_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
         (["empty"], "empty holds no run"),
         (["a", "title=x"], "unknown key title=x"),
         (["a", "--open"], "unknown option --open"),
+        (["~nobody-there/a"], "RUN=~nobody-there/a is in the home folder of an unknown user"),
+        (["a", "output_dir=~nobody-there/b"], "output_dir=~nobody-there/b is in the home folder of an unknown user"),
+        (["x" * 300], "RUN must have names of at most 255 bytes"),
+        (["a", "output_dir=" + "x" * 300], "output_dir must have names of at most 255 bytes"),
         (["a", "output_dir=/proc/none"], "output_dir /proc/none cannot be written"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -178,14 +180,29 @@ def test_trial_that_diverges_is_recorded_and_the_others_go_on() -> None:
     assert "not finite" in wild["reason"]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["+experiment=search_digits", "model=lenet", "device=cpu", "output_dir=search"], "model=lenet needs images"),
+        ([*CUSTOM, f"model.target={MODULE}.narrow", "space.model.args.width=[16,32]"], "ValueError: 16 is too wide"),
+    ],
+)
+def test_model_that_fails_at_every_end_of_the_space_is_refused_before_any_trial(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    assert words in error_line(capsys)
+    assert files() == []
+
+
 def test_search_of_which_every_trial_fails_is_one_error_line_and_exit_code_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = [f"model.target={MODULE}.narrow", "space.model.args.width=[16,32]"]
+    options = [f"model.target={MODULE}.Tiring", "space.model.args.rounds=[20,30]"]
     assert main([*CUSTOM, *options]) == 1
     said = error_line(capsys)
     assert said.startswith("error: every trial failed, 2 of 2; trial 0: ")
-    assert "ValueError: 16 is too wide" in said
+    assert "ArithmeticError: that was enough" in said
     assert [trial["state"] for trial in report()["trials"]] == ["failed", "failed"]
     assert report()["best"] is None
     assert len(segments()) == 2
@@ -208,3 +225,38 @@ def test_search_without_optuna_is_one_error_line_that_says_how_to_install_it(tmp
 
 def test_base_of_these_tests_is_no_mistake() -> None:
     assert main(merged(DIGITS, ("max_time_s=1e-3",))) == 0
+
+
+def rewrite_journal(change: Callable[[str], str]) -> None:
+    journal = Path("search/search.journal")
+    journal.write_text("".join(change(line) for line in journal.read_text().splitlines(keepends=True)))
+
+
+def test_search_does_not_call_what_its_storage_names(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["num_trials=1", "method=none", "sampler=random", "space={batch_size:[8]}", "max_epochs=1"]
+    assert search_digits(*asked) == 0
+    mkdir = {"model": "custom", "model.target": "os.mkdir", "model.args": "sprung"}
+
+    def with_targets(line: str) -> str:
+        record = json.loads(line)
+        if record.get("params"):
+            choice = {key: json.dumps({"name": "CategoricalDistribution", "attributes": {"choices": [value]}})
+                      for key, value in mkdir.items()}  # fmt: skip
+            record["params"] = {**record["params"], **dict.fromkeys(mkdir, 0)}
+            record["distributions"] = {**record["distributions"], **choice}
+        return json.dumps(record, separators=(",", ":")) + "\n"
+
+    rewrite_journal(with_targets)
+    capsys.readouterr()
+    code = search_digits(*asked, "resume=auto")
+    assert (code, Path("sprung").exists()) == (2, False)
+    assert "trial 0 has model='custom', which is not searched there" in error_line(capsys)
+
+
+def test_result_of_a_rung_that_the_search_does_not_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["num_trials=1", "method=none", "sampler=random", "space={batch_size:[8]}", "max_epochs=1"]
+    assert search_digits(*asked) == 0
+    rewrite_journal(lambda line: line.replace('"rung":0', '"rung":7'))
+    capsys.readouterr()
+    assert search_digits(*asked, "resume=auto") == 2
+    assert "trial 0 has a result at rung 7" in error_line(capsys)

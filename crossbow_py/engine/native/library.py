@@ -25,7 +25,7 @@ from crossbow_py.user_cache import user_cache
 _SOURCE = Path(__file__).with_name("update.c")
 # Contraction is off so that a result is rounded where the torch operators of the reference round it.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-_COMPILE_S = 60.0
+_COMPILE_S, _VERSION_S = 60.0, 10.0
 _INSTALL = "install gcc, or name a C compiler in CC"
 
 
@@ -79,7 +79,7 @@ class Averaging(Structure):
 
 def load(cache: Path | None = None) -> ctypes.CDLL:
     """The library, compiled if need be. Its functions release the interpreter lock. Raises NativeError."""
-    command = shlex.split(os.environ.get("CC", "cc"))
+    command = _compiler()
     try:
         cache = cache or user_cache() / "native"
         return _load_from(cache, command)
@@ -93,6 +93,15 @@ def load(cache: Path | None = None) -> ctypes.CDLL:
             f"neither {cache} nor {tempfile.gettempdir()} can hold the compiled code ({error.strerror or error})",
             "make room there, or name another folder in TMPDIR",
         ) from error
+
+
+def _compiler() -> list[str]:
+    """The words of the command that compiles. Raises NativeError."""
+    given = os.environ.get("CC", "cc")
+    try:
+        return shlex.split(given)
+    except ValueError as error:  # quotes that do not end
+        raise NativeError(f"CC={given} is no command ({error})") from error
 
 
 def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
@@ -114,7 +123,7 @@ def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
 
 def _version(command: list[str]) -> bytes:
     try:
-        return subprocess.run([*command, "--version"], capture_output=True, timeout=_COMPILE_S, check=False).stdout
+        return subprocess.run([*command, "--version"], capture_output=True, timeout=_VERSION_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeError(f"the C compiler {command[0]} does not answer") from error
 

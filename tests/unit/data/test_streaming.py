@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
+import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -355,6 +359,68 @@ def test_worker_that_hangs_is_laid_to_its_sample_and_ended(made: Any) -> None:
     rounds(feed, [(0,)])
     with pytest.raises(DataError, match=rf"has hung for 0.5 s on image {order[5]}"):
         rounds(feed, [(4,)])
+
+
+class NoSharedMemory(Images):
+    """No file of a worker process may grow, those in /dev/shm neither; its batches are in memory of its own."""
+
+    image_shape = None
+
+    def fetch(self, *args: Any, **kwargs: Any) -> Fetched:
+        forbid_files()
+        return super().fetch(*args, **kwargs)
+
+
+class NoSharedItems(Items):
+    """The same, of items that are stacked in shared memory."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        forbid_files()
+        return super().__getitem__(index)
+
+
+def forbid_files() -> None:
+    if multiprocessing.parent_process() is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("data", [NoSharedMemory(), NoSharedItems()])
+def test_batch_for_which_shared_memory_has_no_room_is_told_with_what_helps(made: Any, data: Any) -> None:
+    feed = made(data, 1)
+    said = r"^a batch could not be made .*unable to .*File too large.*give it more room .* set num_workers=0\.$"
+    with pytest.raises(DataError, match=said) as caught:
+        rounds(feed, [(0,)])
+    assert caught.value.exit_code == 1
+
+
+class Unpicklable(Images):
+    """Batches that the queue of a worker process cannot send."""
+
+    timeout_s = 0.5
+
+    def fetch(self, *args: Any, **kwargs: Any) -> Fetched:
+        return super().fetch(*args, **kwargs)._replace(bad=(BadSample(0, "image 0", threading.Lock()),))
+
+
+@pytest.mark.timeout(60)
+def test_batch_that_is_lost_on_its_way_ends_the_wait_for_it(made: Any) -> None:
+    feed = made(Unpicklable(), 1)
+    with pytest.raises(DataError, match=r"lost on its way from a data worker: for 0\.5 s .* set num_workers=0\.$"):
+        rounds(feed, [(0,)])
+
+
+def test_workers_that_cannot_all_be_started_are_told_and_none_is_left(made: Any, capfd: Any) -> None:
+    feed, limits = made(Items(), 8), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 16, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"^data workers cannot be started \(OSError: .*Too many open files\);"):
+            feed.announce((0,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not multiprocessing.active_children()
+    gc.collect()
+    assert capfd.readouterr().err == ""
 
 
 def test_feed_goes_on_after_it_was_closed(made: Any) -> None:

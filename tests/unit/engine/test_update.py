@@ -207,7 +207,12 @@ def test_float32_run_on_cpu_takes_native_code():
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("no-such-compiler", "there is no C compiler"), ("false", "false failed"), ("", "there is no C compiler")],
+    [
+        ("no-such-compiler", "there is no C compiler"),
+        ("false", "false failed"),
+        ("", "there is no C compiler"),
+        ("'", "CC=' is no command (No closing quotation)"),
+    ],
 )
 def test_without_a_working_compiler_updates_run_as_torch_operators_and_say_so(compiler, reason, monkeypatch, tmp_path):
     monkeypatch.setenv("CC", compiler)

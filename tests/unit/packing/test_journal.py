@@ -85,14 +85,14 @@ def test_journal_of_optuna_is_read_and_its_lock_file_of_a_killed_process_is_no_m
 @pytest.mark.parametrize("text", [b"step,loss\n0,1.5\n", b'{"loss": 1.5}\n', b"[]\n"])
 def test_journal_that_is_another_file_is_named_with_its_line(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "a.log").write_bytes(text)
-    with pytest.raises(StorageError, match="^line 1 of the journal .*a.log is no record of a search"):
+    with pytest.raises(StorageError, match="a.log holds what .* written: line 1 is no record of a search"):
         JournalFile(tmp_path / "a.log").read_logs(0)
 
 
 def test_journal_that_is_a_text_without_an_end_of_line_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_bytes(b"my notes")
     journal = JournalFile(tmp_path / "a.log")
-    with pytest.raises(StorageError, match="^the last line of the journal"):
+    with pytest.raises(StorageError, match="a.log holds what .* written: the last line is no record"):
         journal.append_logs(records(1))
     assert (tmp_path / "a.log").read_bytes() == b"my notes"
 

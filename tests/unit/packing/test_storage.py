@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import optuna
@@ -36,6 +38,8 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
         ("sqlite:///{}", "^storage: .* is a folder; give a file.$"),
         ("journal:{}", "^storage: .* is a folder; give a file.$"),
         ("sqlite:///{}/notes.txt", "^storage: .*/notes.txt is no SQLite data base; give another path, or move the"),
+        ("journal:{}/" + 300 * "x", "^storage: .*xxx can be no file .File name too long.; give another path.$"),
+        ("sqlite:///{}/" + 300 * "x", "^storage: .*xxx can be no file .File name too long.; give another path.$"),
         ("journal:{}/notes.txt", "^storage: .*/notes.txt is no journal of a search; give another path, or move the"),
         (
             "mysql+nothing://me:secret@host/x",
@@ -86,6 +90,41 @@ def test_sqlite_transaction_that_reads_keeps_others_from_writing(tmp_path: Path)
     assert "database is locked" in str(caught.value.__cause__)
     second.create_new_study([StudyDirection.MINIMIZE], "mine")
     first.remove_session(), second.remove_session()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unknown.journal", "AssertionError.* while it is read"),
+        ("lacking.journal", "KeyError.* while it is read"),
+        ("garbage.journal", "line 2 is no record of a search"),
+        ("torn.db", "DatabaseError: database disk image is malformed"),
+    ],
+)
+def test_storage_that_is_damaged_is_the_users_to_mend_and_stays_as_it_is(tmp_path: Path, name: str, said: str) -> None:
+    record = b'{"op_code":0,"worker_id":"w","study_name":"a","directions":[1]}\n'
+    (tmp_path / "unknown.journal").write_bytes(b'{"op_code":77,"worker_id":"w"}\n')
+    (tmp_path / "lacking.journal").write_bytes(record + b'{"op_code":4,"worker_id":"w"}\n')
+    (tmp_path / "garbage.journal").write_bytes(record + b"\xff\x00garbage\n")
+    open_storage(f"sqlite:///{tmp_path}/torn.db").remove_session()
+    (tmp_path / "torn.db").write_bytes((tmp_path / "torn.db").read_bytes()[:20_000])
+    before = (tmp_path / name).read_bytes()
+    address = f"sqlite:///{tmp_path}/{name}" if name.endswith(".db") else str(tmp_path / name)
+    with pytest.raises(
+        UserError, match=f"holds what .* written: {said}; restore it from a copy, or give another storage.$"
+    ) as caught:
+        open_storage(address, sleep=lambda _: None)
+    assert caught.value.exit_code == 2
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_data_base_of_another_program_is_the_users_to_move_away(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "a.db")) as database, database:
+        database.execute("CREATE TABLE studies (mine INTEGER)")
+    storage = open_storage(f"sqlite:///{tmp_path}/a.db")
+    with pytest.raises(UserError, match=r"^the search's storage here holds .*no such column"):
+        Patience("here", lambda _: None).call(storage.get_all_studies)
+    storage.remove_session()
 
 
 def test_patience_with_what_passes_gives_its_value() -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState as OptunaState
+from optuna.trial import create_trial
 
 from crossbow_py.errors import UserError
 from crossbow_py.file_locks import locked
@@ -240,3 +242,102 @@ def test_optuna_says_nothing(journal: str, capfd: pytest.CaptureFixture[str]) ->
         study.params(trial)
     study.conclude(0, TrialState.FAILED, None)
     assert capfd.readouterr() == ("", "")
+
+
+# --- what a storage may not say ---------------------------------------------------------------------------------------
+
+
+def written_by_a_stranger(address: str, params: dict[str, Any], distributions: dict[str, Any], trial: Any = 0) -> None:
+    """A trial in the search's storage that none of its workers has sampled."""
+    worker(address).close()
+    storage = open_storage(address)
+    attributes = {"trial": trial}
+    record = create_trial(state=OptunaState.RUNNING, params=params, distributions=distributions, user_attrs=attributes)
+    storage.create_new_trial(storage.get_study_id_from_name("mine"), record)
+
+
+OWN: dict[str, Any] = {"rate": 0.01, "rule": "sgd"}
+RATES, RULES = FloatDistribution(0.0, 9.0), CategoricalDistribution(("sgd", "adam", "os.system", 1))
+
+
+@pytest.mark.parametrize(
+    ("params", "found"),
+    [
+        ({**OWN, "model.target": "os.system"}, "trial 2 has model.target='os.system', which is not searched there"),
+        ({**OWN, "rule": "os.system"}, "trial 2 has rule='os.system', and it is one of 'sgd', 'adam'"),
+        ({**OWN, "rate": 7.0}, r"trial 2 has rate=7.0, and it is a number from 0.001 to 0.5"),
+        ({"rate": 0.01}, "trial 2 has no rule"),
+    ],
+    ids=["another key", "another choice", "beyond its range", "without a key"],
+)
+def test_trial_with_parameters_that_are_not_searched_is_refused(
+    address: str, params: dict[str, Any], found: str
+) -> None:
+    distributions = {key: RATES if key == "rate" else RULES for key in params}
+    written_by_a_stranger(address, params, distributions, trial=2)
+    with pytest.raises(UserError, match=found) as refused:
+        worker(address)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize("use", [lambda study: study.params(0), lambda study: study.sampled()])
+def test_trial_that_comes_while_the_search_goes_on_is_refused(address: str, use: Callable[[SharedStudy], Any]) -> None:
+    study = worker(address)
+    params = {**OWN, "model.target": "os.system"}
+    written_by_a_stranger(address, params, {"rate": RATES, "rule": RULES, "model.target": RULES})
+    with pytest.raises(UserError, match="model.target='os.system'"):
+        use(study)
+
+
+@pytest.mark.parametrize("trial", ["../../x", -1, 1.5, True, None, [0]])
+def test_trial_whose_number_is_none_is_refused(address: str, trial: Any) -> None:
+    written_by_a_stranger(address, OWN, {"rate": RATES, "rule": RULES}, trial)
+    with pytest.raises(UserError, match="its trial 0 is of another program"):
+        worker(address)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"trial": "../../x", "rung": 0, "holder": "x"},
+        {"trial": 0, "rung": "0/../../../x", "holder": "x"},
+        {"trial": 0, "rung": -1, "holder": "x"},
+        {"trial": 0, "holder": "x"},
+        {"trial": 0, "rung": 0, "holder": "x"},
+        {"trial": 0, "rung": 0, "holder": "x", "result": {"value": "0.5"}},
+        {"trial": 0, "rung": 0, "holder": "x", "result": {"value": 0.5, "worker": ["x"]}},
+        {"trial": 0, "rung": 0, "holder": "x", "result": {"value": 0.5, "other": 1}},
+        {"trial": 0, "rung": 0, "holder": "x", "result": [1, 2]},
+    ],
+)
+def test_claim_that_no_worker_has_made_is_refused(address: str, attributes: dict[str, Any]) -> None:
+    study, storage = worker(address), open_storage(address)
+    record = create_trial(state=OptunaState.COMPLETE, value=0.5, user_attrs=attributes)
+    storage.create_new_trial(storage.get_study_id_from_name("mine/segments"), record)
+    for use in (study.results, lambda: study.claim(SEGMENTS)):
+        with pytest.raises(UserError, match="a claim is damaged"):
+            use()
+
+
+@pytest.mark.parametrize("plain", [None, {}, {"until": "x"}, 7, [1]])
+def test_lease_that_no_worker_has_taken_is_refused(address: str, plain: Any) -> None:
+    study, storage = worker(address), open_storage(address)
+    storage.set_study_user_attr(storage.get_study_id_from_name("mine/segments"), "lease of x", plain)
+    with pytest.raises(UserError, match="a lease is damaged"):
+        study.num_searchers()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"op_code":4}', '{"op_code":99,"worker_id":"x"}',
+        '{"op_code":"x","worker_id":1}', '{"op_code":4,"worker_id":"x","study_id":0,"user_attrs":[]}',
+    ],
+)  # fmt: skip
+def test_journal_with_a_record_that_optuna_cannot_take_is_refused_in_one_line(journal: str, line: str) -> None:
+    worker(journal).close()
+    with Path(journal.removeprefix("journal:")).open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UserError, match="holds what this search cannot have written") as refused:
+        worker(journal)
+    assert "\n" not in str(refused.value)
