@@ -9,14 +9,15 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
 from crossbow_py.errors import UserError
 
 OWN_FOLDER = "conf"  # in the current folder: options that the user adds
+MOST_NESTED = 50  # lists and mappings in each other, of a file or a word
 FILE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
-_DEEPEST = 50
+_MOST_BITS = 10_000
 _OPENING = (
     yaml.FlowSequenceStartToken,
     yaml.FlowMappingStartToken,
@@ -77,6 +78,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         _check_growth(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        _check_numbers(path, plain)
     except FILE_ERRORS as error:
         raise UserError(f"cannot read {path}: {one_line_of(error)}; restore or delete that file.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
@@ -89,13 +91,32 @@ def _check_growth(path: Path, text: str) -> None:
         if isinstance(token, yaml.AliasToken):
             raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
-        if depth > _DEEPEST:
-            raise UserError(f"{path} must be nested at most {_DEEPEST} deep, got more; restore or delete that file.")
+        if depth > MOST_NESTED:
+            raise UserError(f"{path} must be nested at most {MOST_NESTED} deep, got more; restore or delete that file.")
+
+
+def _check_numbers(path: Path, value: Any) -> None:
+    """Refuse whole numbers that Python does not turn into text again, as hexadecimal digits may be."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise UserError(f"{path} must have numbers of at most {_MOST_BITS:,} bits, got more; write a smaller one.")
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    for item in value if isinstance(value, list) else ():
+        _check_numbers(path, item)
 
 
 def one_line_of(error: BaseException) -> str:
-    """What Hydra, OmegaConf or YAML say, without line breaks and where to read more."""
-    return " ".join(str(error).split("\nSee ")[0].split())
+    """What Hydra, OmegaConf or YAML say, without line breaks and where to read more; of a value, with its key first."""
+    if isinstance(error.__cause__, OmegaConfBaseException):  # Hydra itself says only that it could not
+        error = error.__cause__
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    if not isinstance(error, OmegaConfBaseException):
+        return " ".join(str(error).split("\nSee ")[0].split())
+    if isinstance(error, ConfigTypeError):
+        return f"{error.full_key} is a list or a mapping, and got the other of the two"
+    text = " ".join(str(error).split("\n    full_key:")[0].split())
+    return f"{error.full_key}: {text}" if error.full_key else text
 
 
 def first_comment(path: Path) -> str:

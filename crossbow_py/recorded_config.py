@@ -17,6 +17,7 @@ from crossbow_py.config import (
     REGISTRIES,
     C,
     TrainConfig,
+    check_path,
     compose,
     config_from_mapping,
     config_to_mapping,
@@ -71,6 +72,7 @@ def recorded(path: str) -> TrainConfig:
 
     Raises UserError.
     """
+    check_path("config", path)
     asked = Path(path).expanduser()
     file = asked / CONFIG_FILE if asked.is_dir() else asked
     if not file.is_file():
@@ -79,7 +81,7 @@ def recorded(path: str) -> TrainConfig:
     if "space" in plain:
         raise UserError(f"config={path} is of a search, which holds many runs; give the folder best in it.")
     plain.update(_OF_THE_RUN)
-    kept = config_to_mapping(config_from_mapping(plain))
+    kept = config_to_mapping(config_from_mapping(plain, file))
     return config_from_mapping(filled(filled(plain, formerly(kept)), kept))
 
 
