@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import hydra
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError
 
 from crossbow_py.averaging import RULES
 from crossbow_py.config_files import (
@@ -246,7 +246,9 @@ def _with_groups(plain: Mapping[str, Any], kind: type[CommandConfig]) -> dict[st
     if "distributed" in fields:
         distributed = plain.get("distributed", {})
         if not isinstance(distributed, Mapping):
-            raise UserError(f"distributed must be a mapping, got {shown(distributed)}; set distributed.timeout_s=300, say.")
+            raise UserError(
+                f"distributed must be a mapping, got {shown(distributed)}; set distributed.timeout_s=300, say."
+            )
         nested["distributed"] = from_mapping(DistributedSettings, distributed, "distributed")
     for group in REGISTRIES:
         if group in fields and (plain.get(group) is not None or fields[group].default is not None):
@@ -260,7 +262,8 @@ def _choose(group: str, values: Any) -> Any:
     if not isinstance(values, Mapping):
         raise UserError(f"{group} must be one of {', '.join(registry)}, got {shown(values)}; write {group}=NAME.")
     if "name" not in values:
-        raise UserError(f"{group} has keys but no name; choose an option too: {group}=NAME, one of {', '.join(registry)}.")
+        known = ", ".join(registry)
+        raise UserError(f"{group} has keys but no name; choose an option too: {group}=NAME, one of {known}.")
     name = str(values["name"])
     if name not in registry:
         raise UserError(f"{group}.name must be a registered name, got {name!r}{suggestion(name, registry)}")
@@ -279,7 +282,7 @@ def _is_group(key: str) -> bool:
 
 def _check_override(override: Override) -> None:
     """Refuse a sweep without -m, a group option that does not exist, and one with a plus too many or too few."""
-    text, key = override.input_line, override.key_or_group
+    text, key = str(override.input_line), override.key_or_group
     if override.is_sweep_override():
         raise UserError(f"{text!r} lists several values; add -m to run each of them, or quote the value.")
     if override.is_delete() or not _is_group(key):
@@ -336,7 +339,7 @@ def _compose_plain(overrides: list[str], conf: str) -> dict[str, Any]:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
             composed = hydra.compose(conf, overrides=overrides)
         plain = OmegaConf.to_container(composed, resolve=True)
-    except InterpolationResolutionError as error:
+    except (InterpolationResolutionError, GrammarParseError) as error:
         problem = one_line_of(error).rstrip(".")
         raise UserError(f"{problem}; write the value itself, or \\${{ where the text is meant.") from error
     except _COMPOSITION_ERRORS as error:

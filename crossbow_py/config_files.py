@@ -17,6 +17,7 @@ OWN_FOLDER = "conf"  # in the current folder: options that the user adds
 MOST_NESTED = 50  # lists and mappings in each other, of a file or a word
 FILE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
+_MOST_BYTES = 200_000  # are read in some seconds; a run's own configuration has 3,000
 _MOST_BITS = 10_000
 _OPENING = (
     yaml.FlowSequenceStartToken,
@@ -75,8 +76,10 @@ def write_yaml(plain: Mapping[str, Any]) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise UserError(f"{path} must have at most {_MOST_BYTES:,} bytes, got more; restore or delete that file.")
         text = path.read_text(encoding="utf-8")
-        _check_growth(path, text)
+        _check_tokens(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         _check_numbers(path, plain)
     except FILE_ERRORS as error:
@@ -84,12 +87,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _check_growth(path: Path, text: str) -> None:
-    """Refuse what takes far more memory or time to read than its length: aliases, and deep nesting."""
+def _check_tokens(path: Path, text: str) -> None:
+    """Refuse what takes far more memory or time to read than its length, aliases and deep nesting, and tags."""
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken):
             raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
+        if isinstance(token, yaml.TagToken):
+            raise UserError(f"{path} must have no tags, which make other things than plain values; leave them out.")
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > MOST_NESTED:
             raise UserError(f"{path} must be nested at most {MOST_NESTED} deep, got more; restore or delete that file.")

@@ -1,6 +1,4 @@
-"""The words of a command line, KEY=VALUE or GROUP=OPTION, in Hydra's grammar: read, refused where no command can take
-them, and swept.
-"""
+"""The words of a command line, KEY=VALUE or GROUP=OPTION in Hydra's grammar: read, refused or swept."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from hydra.errors import HydraException
 
 from crossbow_py.config_files import MOST_NESTED
 from crossbow_py.errors import UserError
+from crossbow_py.settings import shown
 
 # Numbers of thousands of digits and brackets nested a thousand deep end in the last two.
 PARSING_ERRORS = (HydraException, ValueError, RecursionError)
@@ -29,7 +28,7 @@ def parse(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
     except PARSING_ERRORS as error:
         raise UserError(
-            f"cannot read {text!r}; write key=value, and put special characters in quotes: key='\"a=b\"'."
+            f"cannot read {shown(text)}; write key=value, and put special characters in quotes: key='\"a=b\"'."
         ) from error
     _check_key(override)
     if not override.is_sweep_override():
@@ -64,20 +63,20 @@ def _sweep(text: str) -> list[tuple[str, str]]:
         found = itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1)
         values = [f"{override.get_key_element()}={value}" for value in found]
     except PARSING_ERRORS as error:
-        raise UserError(f"cannot sweep {text!r}; list the values, as in seed=1,2,3 or seed=range(1,4).") from error
+        raise UserError(f"cannot sweep {shown(text)}; list the values, as in seed=1,2,3 or seed=range(1,4).") from error
     return [(value, value.lstrip("+").replace("/", "_")) for value in values]
 
 
 def _check_size(text: str) -> None:
     """Refuse what the grammar takes minutes for, or too many frames."""
     if text.count(",") >= _MOST_VALUES:
-        raise UserError(f"{text!r} lists more than {_MOST_VALUES:,} values; give fewer.")
+        raise UserError(f"{shown(text)} lists more than {_MOST_VALUES:,} values; give fewer.")
     depth = deepest = 0
     for character in text:
         depth += (character in "[{(") - (character in ")}]")
         deepest = max(deepest, depth)
     if deepest > MOST_NESTED:
-        raise UserError(f"{text!r} is nested more than {MOST_NESTED} deep; write fewer brackets.")
+        raise UserError(f"{shown(text)} is nested more than {MOST_NESTED} deep; write fewer brackets.")
 
 
 def _check_key(override: Override) -> None:
@@ -85,22 +84,22 @@ def _check_key(override: Override) -> None:
     text, key = override.input_line, override.key_or_group
     if key.replace("/", ".").split(".")[0] == "hydra":
         raise UserError(
-            f"{text!r} is an option of Hydra, which does nothing here but read the configuration; leave it out: -m runs "
+            f"{shown(text)} is an option of Hydra, which only reads the configuration here; leave it out: -m runs "
             "sweeps, and output_dir=PATH sets the folder."
         )
     if not key:
-        raise UserError(f"{text!r} sets no key of a run; write key=value with one of the keys --help shows.")
+        raise UserError(f"{shown(text)} sets no key of a run; write key=value with one of the keys --help shows.")
     if override.package is not None:
-        raise UserError(f"{text!r} has an @, by which Hydra moves options elsewhere; write KEY=VALUE without it.")
+        raise UserError(f"{shown(text)} has an @, by which Hydra moves options elsewhere; write KEY=VALUE without it.")
     if "/" in key:
-        raise UserError(f"{text!r} has a / in its key, and no key has one; write KEY=VALUE, or GROUP=OPTION.")
+        raise UserError(f"{shown(text)} has a / in its key, and no key has one; write KEY=VALUE, or GROUP=OPTION.")
 
 
 def _check_names(text: str, value: Any) -> None:
     """Refuse null as a key of a mapping, in whatever nesting."""
     if isinstance(value, Mapping):
         if None in value:
-            raise UserError(f"{text!r} has a mapping with the key null; give it a name, as in {{name: 1}}.")
+            raise UserError(f"{shown(text)} has a mapping with the key null; give it a name, as in {{name: 1}}.")
         value = list(value.values())
     for item in value if isinstance(value, list) else ():
         _check_names(text, item)

@@ -24,8 +24,8 @@ from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
 from crossbow_py.engine.executors import _executors as executors_from
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import UserError
-from crossbow_py.overrides import expand_sweeps
 from crossbow_py.models import MLP, LeNet
+from crossbow_py.overrides import expand_sweeps
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.settings import setting
 
@@ -156,6 +156,10 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["seed=1,2"], ["'seed=1,2' lists several values", "-m"]),
         (["hydra.verbose=true"], ["is an option of Hydra", "leave it out"]),
         (["+hydra/launcher=joblib"], ["is an option of Hydra", "-m runs sweeps"]),
+        (["experiment.0=lenet"], ["experiment must be text", "{'0': 'lenet'}"]),
+        (["space.seed=[1]"], ["unknown key space, which is for python -m crossbow_py.search"]),
+        (["data.num_classes=10", "~data"], ["data has keys but no name", "data=NAME"]),
+        (["executor=${"], ["executor", "write"]),
         (["memory@x=1"], ["has an @", "KEY=VALUE without it"]),
         (["group/sub=1"], ["has a / in its key", "GROUP=OPTION"]),
         (["max_epochs={a:[{null:1}]}"], ["key null", "give it a name"]),

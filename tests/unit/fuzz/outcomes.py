@@ -48,10 +48,9 @@ class Outcomes:
 
     def __str__(self) -> str:
         total = self.ran + len(self.refused) + len(self.failures)
-        return (
-            f"{total:,} {self.kind}: {self.ran:,} ran, {len(self.refused):,} refused, {len(self.tracebacks)} tracebacks, "
-            f"{len(self.hangs)} hangs, {len(self.others)} other failures; the slowest took {self.slowest_s:.1f} s"
-        )
+        failed = f"{len(self.tracebacks)} tracebacks, {len(self.hangs)} hangs, {len(self.others)} other failures"
+        done = f"{self.ran:,} ran, {len(self.refused):,} refused"
+        return f"{total:,} {self.kind}: {done}, {failed}; the slowest took {self.slowest_s:.1f} s"
 
     @property
     def failures(self) -> list[str]:
