@@ -17,7 +17,7 @@ from pathlib import Path
 
 from crossbow_py.completion import FLAG as COMPLETION
 from crossbow_py.completion import asked_shell, completion_script
-from crossbow_py.config import C, CommandConfig, expand_sweeps
+from crossbow_py.config import C, CommandConfig
 from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.errors import (
@@ -32,6 +32,7 @@ from crossbow_py.errors import (
     one_line,
 )
 from crossbow_py.help_text import help_text, list_text
+from crossbow_py.overrides import expand_sweeps
 from crossbow_py.recorded_config import composed
 from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.run_report.sweep import sweep_lines
@@ -54,6 +55,7 @@ _REFUSALS = {
     errno.EIO: "look at that disk",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+_LONGEST_LINE = 800
 _FLAGS = ("--help", "-h", "--list", COMPLETION, *_MULTIRUN)
 
 
@@ -92,11 +94,20 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> i
         return say(completion_script(asked_shell(arguments)))
     for argument in arguments:
         if argument.startswith("-") and argument not in _FLAGS:
-            raise UserError(f"unknown option {argument}{suggestion(argument, _FLAGS)}")
+            raise UserError(f"unknown option {argument}{_instead(argument, kind)}")
     overrides = [argument for argument in arguments if argument not in _MULTIRUN]
     if len(overrides) == len(arguments):
         return job(composed(overrides, kind))
     return _multirun(overrides, kind, job)
+
+
+def _instead(option: str, kind: type[CommandConfig]) -> str:
+    """What to write in place of an option that does not exist: a key has no dashes."""
+    key, _, value = option.lstrip("-").replace("-", "_").partition("=")
+    keys = [field.name for field in dataclasses.fields(kind)]
+    if key.split(".")[0] in keys:
+        return f"; keys have no dashes: write {key}={value or 'VALUE'}."
+    return suggestion(option, _FLAGS)
 
 
 def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> int:
@@ -135,7 +146,7 @@ def _guarded(action: Callable[[], int]) -> int:
         return action()
     except _SAID_IN_A_LINE as error:
         if _is_to_say(error):
-            print_line(f"error: {' '.join(str(error).split())}", sys.stderr)
+            print_line(f"error: {_on_one_line(str(error))}", sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         print_line("; ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), sys.stderr)
@@ -148,6 +159,16 @@ def _guarded(action: Callable[[], int]) -> int:
         else:
             print_line(traceback.format_exc().rstrip(), sys.stderr)
         return 1
+
+
+def _on_one_line(text: str) -> str:
+    """As a terminal can show it: what would steer it is escaped, and of thousands of characters the middle is left out.
+
+    The remedy is at the end.
+    """
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(text.split()))
+    half = _LONGEST_LINE // 2
+    return shown if len(shown) <= _LONGEST_LINE else f"{shown[:half]} ... {shown[-half:]}"
 
 
 def _too_large(error: BaseException) -> str:

@@ -9,8 +9,6 @@ spells out, because the settings dataclasses know every key and answer a misspel
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +16,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError
 
 from crossbow_py.averaging import RULES
 from crossbow_py.config_files import (
@@ -40,10 +37,11 @@ from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.optimizers import OPTIMIZERS
 from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
+from crossbow_py.overrides import PARSING_ERRORS, parse, quoted
 from crossbow_py.packing.space import laid_over
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES
-from crossbow_py.settings import check_no_group_left_out, from_mapping, setting, suggestion, to_mapping
+from crossbow_py.settings import check_no_group_left_out, from_mapping, setting, shown, suggestion, to_mapping
 from crossbow_py.sizing.units import parse_bytes
 from crossbow_py.stopping import StopConditions
 
@@ -55,10 +53,8 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "averaging": RULES,
 }
 APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
-# Numbers of thousands of digits and brackets nested a thousand deep end in the last two.
-_PARSING_ERRORS = (HydraException, ValueError, RecursionError)
-_COMPOSITION_ERRORS = (*_PARSING_ERRORS, *FILE_ERRORS)
-_MOST_JOBS = 10_000
+_COMPOSITION_ERRORS = (*PARSING_ERRORS, *FILE_ERRORS)
+_COMMANDS = ("train", "search", "predict")  # that have a YAML file of their own
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as Linux and its file systems have it
 
 
@@ -175,7 +171,7 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
 
     Raises UserError for every mistake in the overrides or in a YAML file.
     """
-    parsed = [_parse(override) for override in overrides]
+    parsed = [parse(override) for override in overrides]
     for override in parsed:
         _check_override(override)
     chosen = [override.key_or_group for override in parsed if _is_group(override.key_or_group)]
@@ -185,6 +181,7 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     known = [field.name for field in dataclasses.fields(kind)]
     stray = next((group for group in chosen if _key_of(group) not in known), None)
     if stray:
+        _check_command({stray: None}, known)
         raise UserError(f"unknown key {stray}{suggestion(stray, known)}")
     for override in parsed:
         _check_experiment(override, known)
@@ -196,28 +193,25 @@ def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type
     for override in of_space:
         key = override.key_or_group.removeprefix("space.")
         plain["space"] = laid_over(plain.get("space", {}), key, override.value())
-    if isinstance(plain.get("experiment"), dict):  # it lies beneath its group, as options of other groups do
+    if isinstance(plain.get("experiment"), dict) and "experiment" in chosen:  # beneath its group, as other groups do
         name = next(str(each.value()) for each in parsed if each.key_or_group == "experiment")
         raise UserError(f'conf/experiment/{name}.yaml must begin with "# @package _global_"; add that line.')
+    _check_command(plain, known)
     check_no_group_left_out(plain, known, {group: REGISTRIES[group].values() for group in REGISTRIES if group in known})
     return from_mapping(kind, _with_groups(plain, kind))
 
 
-def expand_sweeps(overrides: Sequence[str]) -> list[tuple[list[str], str]]:
-    """Every combination of comma lists and ranges: the overrides of each job, and its swept part as a folder name.
+def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
+    """Plain values, as in a run's config.yaml, to the configuration.
 
-    Raises UserError for what cannot be swept, and for more than ten thousand combinations.
+    Raises UserError naming the key, and the file that they were read from where it is given.
     """
-    swept = [_sweep(override) for override in overrides]
-    if math.prod(map(len, swept)) > _MOST_JOBS:
-        raise UserError(f"a sweep runs at most {_MOST_JOBS} jobs, got more; list fewer values.")
-    jobs = itertools.product(*swept)
-    return [([text for text, _ in job], ",".join(name for _, name in job if name)) for job in jobs]
-
-
-def config_from_mapping(plain: Mapping[str, Any]) -> TrainConfig:
-    """Plain values, as in a run's config.yaml, to the configuration. Raises UserError naming the key."""
-    return from_mapping(TrainConfig, _with_groups(plain, TrainConfig))
+    try:
+        return from_mapping(TrainConfig, _with_groups(plain, TrainConfig))
+    except UserError as error:
+        if file is None:
+            raise
+        raise UserError(f"{file}: {error}") from error
 
 
 def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
@@ -252,7 +246,9 @@ def _with_groups(plain: Mapping[str, Any], kind: type[CommandConfig]) -> dict[st
     if "distributed" in fields:
         distributed = plain.get("distributed", {})
         if not isinstance(distributed, Mapping):
-            raise UserError(f"distributed must be a mapping, got {distributed!r}; set distributed.timeout_s=300, say.")
+            raise UserError(
+                f"distributed must be a mapping, got {shown(distributed)}; set distributed.timeout_s=300, say."
+            )
         nested["distributed"] = from_mapping(DistributedSettings, distributed, "distributed")
     for group in REGISTRIES:
         if group in fields and (plain.get(group) is not None or fields[group].default is not None):
@@ -264,34 +260,15 @@ def _choose(group: str, values: Any) -> Any:
     """The settings object of one group: the class registered under its `name`, built from the other keys."""
     registry = REGISTRIES[group]
     if not isinstance(values, Mapping):
-        raise UserError(f"{group} must be one of {', '.join(registry)}, got {values!r}; write {group}=NAME.")
-    name = str(values.get("name"))
+        raise UserError(f"{group} must be one of {', '.join(registry)}, got {shown(values)}; write {group}=NAME.")
+    if "name" not in values:
+        known = ", ".join(registry)
+        raise UserError(f"{group} has keys but no name; choose an option too: {group}=NAME, one of {known}.")
+    name = str(values["name"])
     if name not in registry:
         raise UserError(f"{group}.name must be a registered name, got {name!r}{suggestion(name, registry)}")
     own = {key: value for key, value in values.items() if key != "name"}
     return from_mapping(registry[name], own, group, registry.values())
-
-
-def _parse(text: str) -> Override:
-    try:
-        return OverridesParser.create().parse_override(text)
-    except _PARSING_ERRORS as error:
-        raise UserError(
-            f"cannot read {text!r}; write key=value, and put special characters in quotes: key='\"a=b\"'."
-        ) from error
-
-
-def _sweep(text: str) -> list[tuple[str, str]]:
-    """The single values of an override with several, each with its name; an override with one value as it is."""
-    override = _parse(text)
-    if not override.is_sweep_override():
-        return [(text, "")]
-    try:
-        found = itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1)
-        values = [f"{override.get_key_element()}={value}" for value in found]
-    except _PARSING_ERRORS as error:
-        raise UserError(f"cannot sweep {text!r}; list the values, as in seed=1,2,3 or seed=range(1,4).") from error
-    return [(value, value.lstrip("+").replace("/", "_")) for value in values]
 
 
 def _key_of(group: str) -> str:
@@ -304,12 +281,10 @@ def _is_group(key: str) -> bool:
 
 
 def _check_override(override: Override) -> None:
-    """Refuse a sweep without -m, a group option that does not exist, and +experiment or +debug without the plus."""
-    text, key = override.input_line, override.key_or_group
+    """Refuse a sweep without -m, a group option that does not exist, and one with a plus too many or too few."""
+    text, key = str(override.input_line), override.key_or_group
     if override.is_sweep_override():
         raise UserError(f"{text!r} lists several values; add -m to run each of them, or quote the value.")
-    if not key or key.split(".")[0] == "hydra":
-        raise UserError(f"{text!r} sets no key of a run; write key=value with one of the keys --help shows.")
     if override.is_delete() or not _is_group(key):
         return
     value, options = override.value(), group_options(key)
@@ -318,6 +293,8 @@ def _check_override(override: Override) -> None:
     check_own_option(key, value)
     if key in APPENDED_GROUPS and not override.is_add():
         raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
+    if key in REGISTRIES and text.startswith("+"):
+        raise UserError(f"{key} is chosen without a plus: write {key}={value}.")
 
 
 def _check_experiment(override: Override, known: Sequence[str]) -> None:
@@ -330,6 +307,16 @@ def _check_experiment(override: Override, known: Sequence[str]) -> None:
                     f"experiment {name} is for another command: it sets {key}, which means nothing here; search_* are "
                     "for python -m crossbow_py.search."
                 )
+
+
+def _check_command(plain: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a key that only another command has."""
+    for key in plain:
+        if key not in known:
+            others = [name for name in _COMMANDS if key in read_yaml(config_dir() / f"{name}.yaml")]
+            if others or key in REGISTRIES:
+                command = f"python -m crossbow_py.{(others or _COMMANDS)[0]}"
+                raise UserError(f"unknown key {key}, which is for {command}{suggestion(key, known)}")
 
 
 def _settled(override: Override) -> list[str]:
@@ -347,17 +334,14 @@ def _settled(override: Override) -> list[str]:
 def _compose_plain(overrides: list[str], conf: str) -> dict[str, Any]:
     own = own_config_dir()
     if own is not None:
-        overrides = [*overrides, f"hydra.searchpath=[{_quoted(f'file://{own}')}]"]
+        overrides = [*overrides, f"hydra.searchpath=[{quoted(f'file://{own}')}]"]
     try:
         with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
             composed = hydra.compose(conf, overrides=overrides)
         plain = OmegaConf.to_container(composed, resolve=True)
+    except (InterpolationResolutionError, GrammarParseError) as error:
+        problem = one_line_of(error).rstrip(".")
+        raise UserError(f"{problem}; write the value itself, or \\${{ where the text is meant.") from error
     except _COMPOSITION_ERRORS as error:
         raise UserError(f"{one_line_of(error).rstrip('.')}; --help explains the keys.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
-
-
-def _quoted(text: str) -> str:
-    """As a value in the grammar of overrides."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

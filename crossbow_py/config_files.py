@@ -9,14 +9,16 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
 from crossbow_py.errors import UserError
 
 OWN_FOLDER = "conf"  # in the current folder: options that the user adds
+MOST_NESTED = 50  # lists and mappings in each other, of a file or a word
 FILE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
 
-_DEEPEST = 50
+_MOST_BYTES = 200_000  # are read in some seconds; a run's own configuration has 3,000
+_MOST_BITS = 10_000
 _OPENING = (
     yaml.FlowSequenceStartToken,
     yaml.FlowMappingStartToken,
@@ -74,28 +76,52 @@ def write_yaml(plain: Mapping[str, Any]) -> str:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise UserError(f"{path} must have at most {_MOST_BYTES:,} bytes, got more; restore or delete that file.")
         text = path.read_text(encoding="utf-8")
-        _check_growth(path, text)
+        _check_tokens(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        _check_numbers(path, plain)
     except FILE_ERRORS as error:
         raise UserError(f"cannot read {path}: {one_line_of(error)}; restore or delete that file.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _check_growth(path: Path, text: str) -> None:
-    """Refuse what takes far more memory or time to read than its length: aliases, and deep nesting."""
+def _check_tokens(path: Path, text: str) -> None:
+    """Refuse what takes far more memory or time to read than its length, aliases and deep nesting, and tags."""
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken):
             raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
+        if isinstance(token, yaml.TagToken):
+            raise UserError(f"{path} must have no tags, which make other things than plain values; leave them out.")
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
-        if depth > _DEEPEST:
-            raise UserError(f"{path} must be nested at most {_DEEPEST} deep, got more; restore or delete that file.")
+        if depth > MOST_NESTED:
+            raise UserError(f"{path} must be nested at most {MOST_NESTED} deep, got more; restore or delete that file.")
+
+
+def _check_numbers(path: Path, value: Any) -> None:
+    """Refuse whole numbers that Python does not turn into text again, as hexadecimal digits may be."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise UserError(f"{path} must have numbers of at most {_MOST_BITS:,} bits, got more; write a smaller one.")
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    for item in value if isinstance(value, list) else ():
+        _check_numbers(path, item)
 
 
 def one_line_of(error: BaseException) -> str:
-    """What Hydra, OmegaConf or YAML say, without line breaks and where to read more."""
-    return " ".join(str(error).split("\nSee ")[0].split())
+    """What Hydra, OmegaConf or YAML say, without line breaks and where to read more; of a value, with its key first."""
+    if isinstance(error.__cause__, OmegaConfBaseException):  # Hydra itself says only that it could not
+        error = error.__cause__
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    if not isinstance(error, OmegaConfBaseException):
+        return " ".join(str(error).split("\nSee ")[0].split())
+    if isinstance(error, ConfigTypeError):
+        return f"{error.full_key} is a list or a mapping, and got the other of the two"
+    text = " ".join(str(error).split("\n    full_key:")[0].split())
+    return f"{error.full_key}: {text}" if error.full_key else text
 
 
 def first_comment(path: Path) -> str:

@@ -81,7 +81,7 @@ def recorded(path: str) -> TrainConfig:
     if "space" in plain:
         raise UserError(f"config={path} is of a search, which holds many runs; give the folder best in it.")
     plain.update(_OF_THE_RUN)
-    kept = config_to_mapping(config_from_mapping(plain))
+    kept = config_to_mapping(config_from_mapping(plain, file))
     return config_from_mapping(filled(filled(plain, formerly(kept)), kept))
 
 

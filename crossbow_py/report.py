@@ -35,20 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(arguments: list[str]) -> int:
     """One report; returns its exit code."""
-    for each in arguments:
-        check_path("output_dir" if each.startswith("output_dir=") else "RUN", each.removeprefix("output_dir="))
-    paths = [Path(each).expanduser() for each in arguments if "=" not in each or Path(each).exists()]
-    options = [each for each in arguments if Path(each).expanduser() not in paths]
-    if not paths:
-        raise UserError("a report is of a run at least, got none; give its folder, such as runs/digits/<time>.")
+    options = [each for each in arguments if "=" in each and not _is_there(each)]
+    paths = [each for each in arguments if each not in options]
     unknown = next((each for each in options if not each.startswith("output_dir=")), None)
     if unknown:
         raise UserError(f"unknown key {unknown}; a report has only output_dir=PATH.")
+    if not paths:
+        raise UserError("a report is of a run at least, got none; give its folder, such as runs/digits/<time>.")
     if len(options) > 1 or options == ["output_dir="]:
         raise UserError(f"output_dir names one folder, got {', '.join(options)}; write output_dir=PATH once.")
-    output_dir = Path(options[0].removeprefix("output_dir=")).expanduser() if options else None
-    notes, page = write_report(paths, output_dir)
+    output_dir = options[0].removeprefix("output_dir=") if options else None
+    for key, path in [*(("RUN", path) for path in paths), ("output_dir", output_dir)]:
+        check_path(key, path)
+    folders = [Path(path).expanduser() for path in paths]
+    notes, page = write_report(folders, Path(output_dir).expanduser() if output_dir else None)
     return say("\n".join([*notes, f"Written to {page}, with its charts as PNG beside it."]))
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # no file system takes such a name
+        return False
 
 
 if __name__ == "__main__":

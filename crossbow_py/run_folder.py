@@ -86,6 +86,7 @@ def open_run(config: TrainConfig, ranks: Ranks = ALONE) -> Iterator[RunFolder]:
 def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
     config = _relaunched(config, launch)
     plain = config_to_mapping(config)
+    text = write_yaml(plain)  # what cannot be written leaves no folder behind
     resume, source = _resume_from(config, plain)
     chosen = Path(config.output_dir).expanduser() if config.output_dir else source
     made = chosen is None or not chosen.exists()
@@ -100,7 +101,7 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
         if resume is None:  # a run killed before its first checkpoint starts afresh
             for name in (METRICS_FILE, SUMMARY_FILE):
                 (path / name).unlink(missing_ok=True)
-        _write_config(path, plain, launch)
+        _write_config(path, text, launch)
         try:
             yield RunFolder(path, resume, _NOTHING_TO_RESUME if config.resume and resume is None else None)
         except (UserError, RankError) as error:
@@ -225,9 +226,9 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def _write_config(path: Path, plain: Mapping[str, Any], launch: Launch | None) -> None:
+def _write_config(path: Path, text: str, launch: Launch | None) -> None:
     try:
-        write_atomically(path / CONFIG_FILE, write_yaml(plain))
+        write_atomically(path / CONFIG_FILE, text)
         if launch is not None:
             write_launch(path, launch)
     except OSError as error:

@@ -54,15 +54,16 @@ def open_search_folder(config: SearchConfig) -> SearchFolder:
         UserError: the folder holds another search or a run, or a search and `resume` is null; or it cannot be written.
     """
     ours = identity(config)
+    text = write_yaml(config_to_mapping(config))  # what cannot be written leaves no folder behind
     if config.resume not in (None, "auto"):
-        return _named(Path(config.resume or "").expanduser(), ours, config, asked="resume")
+        return _named(Path(config.resume or "").expanduser(), ours, config, text, asked="resume")
     if config.output_dir:
-        return _named(Path(config.output_dir).expanduser(), ours, config, asked="output_dir")
+        return _named(Path(config.output_dir).expanduser(), ours, config, text, asked="output_dir")
     with _one_at_a_time(make_folder(RUNS / config.experiment) / _LOCK_FILE):
         found = _newest_to_go_on(config, ours) if config.resume == "auto" else None
         if found is not None:
             return _joined(found)
-        return SearchFolder(_begun(new_folder(config.experiment), config), False, is_made=True)
+        return SearchFolder(_begun(new_folder(config.experiment), text), False, is_made=True)
 
 
 @contextmanager
@@ -130,13 +131,13 @@ def _defaults(kind: type) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
 
 
-def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> SearchFolder:
+def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, text: str, asked: str) -> SearchFolder:
     is_made = not path.exists()
     _has_search(path, ours, config, asked)  # before anything is written there
     with _one_at_a_time(_lock_of(make_folder(path))):
         if _has_search(path, ours, config, asked):  # others may have begun one meanwhile, or have taken it back
             return _joined(path)
-        return SearchFolder(_begun(make_folder(path), config), False, is_made)
+        return SearchFolder(_begun(make_folder(path), text), False, is_made)
 
 
 def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> bool:
@@ -174,10 +175,10 @@ def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | No
     return None
 
 
-def _begun(path: Path, config: SearchConfig) -> Path:
+def _begun(path: Path, text: str) -> Path:
     with _writing(path):
         (path / _JOINED_FILE).unlink(missing_ok=True)
-        write_atomically(path / CONFIG_FILE, write_yaml(config_to_mapping(config)))
+        write_atomically(path / CONFIG_FILE, text)
     return path
 
 

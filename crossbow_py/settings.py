@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +26,7 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "maximum": ("at most", operator.le),
     "below": ("less than", operator.lt),
 }
+_NAME = re.compile(r"\w+")
 _UPPER = ("maximum", "below")
 _LARGEST = 3.4e38  # float32
 _LONGEST_SHOWN = 200
@@ -62,13 +64,28 @@ def check(settings: Any) -> None:
     hints = typing.get_type_hints(type(settings))
     for field in dataclasses.fields(settings):
         path = f"{group}.{field.name}" if group else field.name
-        value = _convert(getattr(settings, field.name), hints[field.name])
+        given, hint = getattr(settings, field.name), hints[field.name]
+        value = _convert(given, hint)
         object.__setattr__(settings, field.name, value)
-        if not fits(value, hints[field.name]):
-            raise UserError(f"{path} must be {_describe(hints[field.name])}, got {_shown(value)}.")
+        if not fits(value, hint):
+            quotes = f"; text is written in quotes: {path}='\"...\"'" if _is_text_without_quotes(value, hint) else ""
+            raise UserError(f"{path} must be {_describe(hint)}, got {shown(given)}{quotes}.")
+        if isinstance(value, Mapping):
+            _check_names(path, value)
         _check_texts(path, value)
         for number in value if isinstance(value, tuple) else (value,):
             _check_limits(path, number, field.metadata)
+
+
+def _is_text_without_quotes(value: Any, hint: Any) -> bool:
+    """Whether it is a number that may have been meant as text: output_dir=2024."""
+    return str in _options(hint) and isinstance(value, int | float)
+
+
+def _check_names(path: str, value: Mapping[Any, Any]) -> None:
+    others = [key for key in value if not isinstance(key, str)]
+    if others:
+        raise UserError(f"{path} must have names as its keys, got {shown(others[0])}; write {{name: value}}.")
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers: Collection[type] = ()) -> T:
@@ -145,12 +162,13 @@ def apart_from_defaults(settings: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def suggestion(word: str, known: typing.Iterable[str]) -> str:
+def suggestion(word: object, known: typing.Iterable[str]) -> str:
     """`; did you mean 'x'?` or, when nothing is near, the list of what is known. Ends the sentence.
 
-    Near is what is spelled alike, or the one name whose initials the word is: lr for learning_rate.
+    Near is what is spelled alike, or the one name whose initials the word is: lr for learning_rate. A key in a file
+    may be no text.
     """
-    names = sorted(known)
+    word, names = str(word), sorted(known)
     near = difflib.get_close_matches(word.lower(), names, n=1)
     if not near:
         abbreviated = [name for name in names if _is_short_for(word, name)]
@@ -165,8 +183,10 @@ def _is_short_for(word: str, name: str) -> bool:
     return word == name or ("_" in name and word == "".join(part[:1] for part in name.split("_")))
 
 
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+def _join(path: str, key: object) -> str:
+    """A dotted key; quoted where it is no name, of which a blank more would not be seen."""
+    name = str(key) if _NAME.fullmatch(str(key)) else shown(key)
+    return f"{path}.{name}" if path else name
 
 
 def _plain(value: Any) -> Any:
@@ -243,7 +263,7 @@ def known_fields(of: type, values: Mapping[str, Any], least: int) -> dict[str, A
     known = {name: value for name, value in values.items() if name in hints}
     for name, value in known.items():
         if not fits(value, hints[name]):
-            raise TypeError(f"{name} is {_shown(value)}")
+            raise TypeError(f"{name} is {shown(value)}")
         if isinstance(value, int) and not least <= value < _MOST_COUNTED:
             raise ValueError(f"{name} is {value}")
     return known
@@ -264,7 +284,7 @@ def _describe(hint: Any) -> str:
     return " or ".join(words)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """For a message: one that fits on a screen."""
     try:
         text = repr(value)
@@ -281,7 +301,7 @@ def _check_texts(path: str, value: Any) -> None:
         for item in value:
             _check_texts(path, item)
     elif isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
-        raise UserError(f"{path} must be text in UTF-8 without NUL characters, got {_shown(value)}; leave them out.")
+        raise UserError(f"{path} must be text in UTF-8 without NUL characters, got {shown(value)}; leave them out.")
 
 
 def _is_unicode(text: str) -> bool:
@@ -297,10 +317,10 @@ def _check_limits(path: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if isinstance(value, float) and abs(value) > _LARGEST:
         raise UserError(f"{path} must be a number that 32 bits can hold (up to {_LARGEST:.1e}), got {value}.")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise UserError(f"{path} must be a number of at most 63 bits, got {_shown(value)}.")
+        raise UserError(f"{path} must be a number of at most 63 bits, got {shown(value)}.")
     for name, (words, holds) in _LIMITS.items():
         limit = metadata.get(name)
         if limit is not None and not holds(value, limit):
             explained = name in _UPPER or not any(metadata.get(upper) is not None for upper in _UPPER)
             why = f": {metadata['why']}" if metadata.get("why") and explained else ""
-            raise UserError(f"{path} must be {words} {limit}, got {_shown(value)}{why}.")
+            raise UserError(f"{path} must be {words} {limit}, got {shown(value)}{why}.")

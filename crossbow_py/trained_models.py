@@ -115,7 +115,7 @@ def _models_at(path: str) -> list[TrainedModel]:
     if "space" in plain:
         report = read_json(run / SEARCH_FILE)
         raise UserError(f"models: {run} is a search without a best model ({_state(report)}); {_to_go_on(run, report)}.")
-    config = config_from_mapping(plain)
+    config = config_from_mapping(plain, run / CONFIG_FILE)
     files = _files_in(run) if asked == run else [asked]
     if not files:
         state = _state(read_summary(run))

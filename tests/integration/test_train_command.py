@@ -118,6 +118,11 @@ def test_help_and_list_are_texts_and_train_nothing(flag: str, capsys: pytest.Cap
         (["model=custom", f"model.target={__name__}.two_classes"], ["10"]),
         (["model=custom", "model.target=no_such_package.model"], ["model.target"]),
         (["-m", "seed=1,2", "batch_size=0"], ["batch_size"]),
+        (["-m", "seed=1,2", "hydra/launcher=joblib"], ["'hydra/launcher=joblib' is an option of Hydra"]),
+        (["--batch_size=32"], ["unknown option --batch_size=32; keys have no dashes: write batch_size=32."]),
+        (["--num-learners", "2"], ["keys have no dashes: write num_learners=VALUE."]),
+        (["-\x1b[2J\u202e\udc80"], [r"unknown option -\x1b[2J\u202e\udc80; known"]),
+        (["config=" + "x" * 300], ["config must have names of at most 255 bytes"]),
     ],
 )  # fmt: skip
 def test_mistake_is_one_error_line_and_exit_code_2(
@@ -128,6 +133,14 @@ def test_mistake_is_one_error_line_and_exit_code_2(
     for word in words:
         assert word in said
     assert not list(Path("runs").rglob("config.yaml"))
+
+
+def test_mistake_of_many_characters_is_a_line_that_ends_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-" + "x" * 100_000]) == 2
+    said = error_line(capsys)
+    assert len(said) < 1000
+    assert said.startswith("error: unknown option -xxx")
+    assert said.endswith("xxx; known: --completion, --help, --list, --multirun, -h, -m.\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

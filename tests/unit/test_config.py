@@ -16,7 +16,6 @@ from crossbow_py.config import (
     compose,
     config_from_mapping,
     config_to_mapping,
-    expand_sweeps,
     group_options,
     read_option,
 )
@@ -26,6 +25,7 @@ from crossbow_py.engine.executors import _executors as executors_from
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.errors import UserError
 from crossbow_py.models import MLP, LeNet
+from crossbow_py.overrides import expand_sweeps
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.settings import setting
 
@@ -154,7 +154,23 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["=3"], ["sets no key"]),
         (["seed=[1"], ["cannot read 'seed=[1'"]),
         (["seed=1,2"], ["'seed=1,2' lists several values", "-m"]),
-        (["hydra.verbose=true"], ["sets no key"]),
+        (["hydra.verbose=true"], ["is an option of Hydra", "leave it out"]),
+        (["+hydra/launcher=joblib"], ["is an option of Hydra", "-m runs sweeps"]),
+        (["experiment.0=lenet"], ["experiment must be text", "{'0': 'lenet'}"]),
+        (["space.seed=[1]"], ["unknown key space, which is for python -m crossbow_py.search"]),
+        (["data.num_classes=10", "~data"], ["data has keys but no name", "data=NAME"]),
+        (["executor=${"], ["executor", "write"]),
+        (["memory@x=1"], ["has an @", "KEY=VALUE without it"]),
+        (["group/sub=1"], ["has a / in its key", "GROUP=OPTION"]),
+        (["max_epochs={a:[{null:1}]}"], ["key null", "give it a name"]),
+        (["schedule=multistep", "schedule.milestones={a:1}"], ["schedule.milestones is a list or a mapping"]),
+        (["distributed={1:2}"], ["unknown key distributed.1", "timeout_s"]),
+        (["model=custom", "model.target=a.b", "model.args={1:2}"], ["model.args must have names as its keys", "got 1"]),
+        (["seed=" + "[" * 51 + "]" * 51], ["nested more than 50 deep"]),
+        (["schedule.milestones=[" + "1," * 2000 + "1]"], ["more than 2,000 values"]),
+        (["executor=${a.b}"], ["executor: Interpolation key 'a.b' not found;", "write the value itself"]),
+        (["output_dir=2024"], ["output_dir must be text or null, got 2024; text is written in quotes"]),
+        (["+debug=fast", "++optimizer=sgd"], ["optimizer is chosen without a plus: write optimizer=sgd"]),
         (["data.root=${oc.env:CROSSBOW_NO_SUCH_VARIABLE}"], ["CROSSBOW_NO_SUCH_VARIABLE"]),
         (["+model=lenet"], ["model"]),
     ],

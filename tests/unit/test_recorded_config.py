@@ -16,6 +16,7 @@ from crossbow_py.errors import UserError
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.recorded_config import composed, overrides_of, recorded
 from crossbow_py.search_config import SearchConfig
+from crossbow_py.trained_models import find_models
 
 RECIPES = [name for name in group_options("experiment") if not name.startswith("search_")]
 TOLD = [
@@ -120,6 +121,22 @@ def test_config_of_a_search_is_refused_with_where_its_best_trial_is(tmp_path: Pa
     (tmp_path / "config.yaml").write_text("space: {seed: [1]}\n")
     with pytest.raises(UserError, match="give the folder best in it"):
         composed([f"config={tmp_path}"], TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"seed": "x"}, "seed must be a whole number, got 'x'"),
+        ({"optimizer": {"name": "sgd", 1: 2}}, "unknown key optimizer.1; known"),
+        ({"optimizer": {"name": "sgd", True: 2}}, "unknown key optimizer.True; known"),
+        ({"model": {"hidden": [8]}}, "model has keys but no name"),
+    ],
+)
+def test_mistake_in_a_recorded_configuration_names_its_file(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.yaml").write_text(write_yaml({**config_to_mapping(compose([])), **more}))
+    for read in (lambda: composed([f"config={tmp_path}"], TrainConfig), lambda: find_models([str(tmp_path)])):
+        with pytest.raises(UserError, match=f"^{tmp_path}/config.yaml: {message}"):
+            read()
 
 
 def test_overrides_without_config_are_composed_as_ever() -> None:

@@ -91,6 +91,13 @@ def test_folder_made_for_a_run_that_never_began_is_removed_again() -> None:
     assert not Path("a/b").exists()
 
 
+@pytest.mark.parametrize("output_dir", ["${a", "runs/${a"])
+def test_configuration_that_cannot_be_written_leaves_no_folder_behind(output_dir: str) -> None:
+    with pytest.raises(UserError, match="cannot be written"), open_run(config(output_dir=output_dir)):
+        pass
+    assert list(Path().iterdir()) == []
+
+
 @pytest.mark.parametrize("error", [UserError("after an epoch"), RuntimeError("our fault")])
 def test_folder_of_a_run_that_failed_later_is_kept(error: Exception) -> None:
     def train() -> None:

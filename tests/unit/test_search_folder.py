@@ -193,6 +193,13 @@ def test_resume_of_a_path_that_is_no_search_is_refused() -> None:
     assert not Path("nowhere").exists()
 
 
+@pytest.mark.parametrize("changes", [{"output_dir": "a/${b"}, {"study": "${b"}])
+def test_configuration_that_cannot_be_written_leaves_no_folder_behind(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        open_search_folder(config(**changes))
+    assert list(Path().iterdir()) == []
+
+
 def test_output_dir_that_cannot_be_written_is_refused() -> None:
     Path("file").write_text("mine")
     with pytest.raises(UserError, match="output_dir file/search cannot be written"):

@@ -19,12 +19,12 @@ from crossbow_py.config import (
     compose,
     config_from_mapping,
     config_to_mapping,
-    expand_sweeps,
 )
 from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.data.synthetic import Synthetic
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.errors import UserError
+from crossbow_py.overrides import expand_sweeps
 from crossbow_py.settings import from_mapping
 from tests.unit.fuzz.examining import damaged, depths, examine, memory_of_at_most
 
@@ -191,8 +191,15 @@ def test_config_of_a_run_of_any_bytes_is_values_or_one_sentence(tmp_path: Path, 
         "a: &a [*a]\n",
         "a: !!python/object/apply:os.system [exit]\n",
         "a: !!binary " + "/" * 10_001 + "\n",
+        "a: [" + "1, " * 100_000 + "1]\n",
+        "a: !!map x\n",
+        "a: !!bool x\n",
+        "a: !!int ''\n",
+        "model: 0x" + "f" * 10_000 + "\n",
+        "model: {0x" + "f" * 10_000 + ": 1}\n",
     ],
-    ids=["aliases of aliases", "lists", "mappings", "itself", "code", "bytes"],
+    ids=["aliases of aliases", "lists", "mappings", "itself", "code", "bytes", "many", "no map", "no bool", "no int",
+         "number", "key"],
 )
 def test_config_of_a_run_that_grows_or_runs_when_read_is_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
