@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -227,3 +228,30 @@ def test_network_cut_between_two_hosts_ends_both_with_a_word_and_the_run_goes_on
         assert "The run goes on from its newest checkpoint when it is started again with resume=auto." in line
     assert "is lost" in said(tmp_path / "rank1")  # the store is on the other host
     goes_on(folder)
+
+
+@pytest.mark.skipif(not is_root(), reason="mounts need root")
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [("size=1m", "give it more room (of a container, --shm-size 8g)"), ("ro", "data workers cannot be started")],
+)
+def test_shared_memory_that_workers_cannot_use_ends_the_run_with_a_checkpoint_and_the_remedy(tmp_path, options, remedy):
+    (tmp_path / "wide.py").write_text(
+        "import torch\n"
+        "class Wide(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n        return 64\n"
+        "    def __getitem__(self, index):\n        return torch.zeros(40_000), index % 10\n"
+        "def data():\n    return Wide(), Wide()\n"
+    )
+    run = tmp_path / "run"
+    options_of_run = ["data=custom", "data.target=wide.data", "data.num_classes=10", "model=mlp", "model.hidden=[4]"]
+    command = shlex.join([*TRAIN[:3], *options_of_run, "device=cpu", "executor=serial", "num_learners=2",
+                          "batch_size=16", "max_epochs=1", "num_workers=2", f"output_dir={run}"])  # fmt: skip
+    mounted = f"mount -t tmpfs -o {options} tmpfs /dev/shm && exec {command}"
+    env = {**environment(), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with popen(["unshare", "--mount", "bash", "-c", mounted], tmp_path / "log", env) as process:
+        assert process.wait(PATIENCE_S) == 1
+    lines = said(tmp_path / "log").splitlines()
+    assert remedy in lines[-1] and lines[-1].endswith("set num_workers=0.")
+    assert not any("Traceback" in line for line in lines)
+    assert checkpoints(run)
