@@ -1,4 +1,7 @@
-"""Ten thousand mutated command lines and recorded configurations: what they ask for, or one line; never a traceback."""
+"""Ten thousand mutated command lines and recorded configurations: what they ask for, or one line; never a traceback.
+
+The counts: pytest -m slow -s tests/unit/fuzz/test_mutated.py
+"""
 
 from __future__ import annotations
 
