@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Literal
 
+from crossbow_py.busy_cores import BusyCores
 from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
@@ -68,6 +69,8 @@ class TrainingLoop:
         elif error is not None and self.ranks.num_ranks == 1:
             self.keeper.settle()  # what was being written is from before
         self.rounds.close()
+        if self._run.busy_cores:
+            self._run.busy_cores.stop()
         self.keeper.close()
         self.parts.close_feeds()
         if error is not None and self.reporter.started:
@@ -251,6 +254,8 @@ class TrainingLoop:
         self.rounds.tell_notes()
         if self._run.supply:
             self._supply(self._run.supply)
+        if self._run.busy_cores:
+            self._share_cores(self._run.busy_cores, images)
 
     def _attend_to_z(self, before: int) -> None:
         """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
@@ -268,6 +273,12 @@ class TrainingLoop:
         if said := supply.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
             self.reporter.message(said)
             self.reporter.workers(self.parts.train_feed.num_workers)
+
+    def _share_cores(self, busy_cores: BusyCores, images: int) -> None:
+        """Let threads wait for each other in the way that copes with what else runs here; numbers stay the same."""
+        training_s = self.meter.elapsed_s - self.meter.waited_s
+        if said := busy_cores.after_round(images, self.parts.bank.num_learners, training_s):
+            self.reporter.message(said)
 
     def _drain(self) -> bool:
         """Wait for what is in flight; the bank may be read and changed afterwards. All ranks together.
