@@ -59,6 +59,11 @@ class BusyCores:
             (self._sleep.start if self.state.sleeps else self._sleep.stop)()
         return said
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether threads wait in another way than before, until that is measured."""
+        return self.state.on_trial
+
     def stop(self) -> None:
         """Leave torch's threads as they were; the next round begins anew."""
         self._sleep.stop()

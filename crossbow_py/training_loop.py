@@ -180,6 +180,7 @@ class TrainingLoop:
             out_of_memory=self.rounds.out_of_memory,
             num_sick=len(self.state.sick_learners),
             checkpoint=self.keeper.status,
+            on_trial=self._run.busy_cores is not None and self._run.busy_cores.on_trial,
         )
         reports = [Report.from_values(values) for values in self.ranks.gather(report.to_values())]
         self._agreed, before_s = agree(reports), self._agreed.elapsed_s
@@ -215,6 +216,9 @@ class TrainingLoop:
         """Let the auto-tuner look at the rounds since the last meeting."""
         images, self._images = self._images, 0
         if not self._run.tuning or not images:
+            return
+        if self._agreed.on_trial:
+            self._run.tuning.interrupt()
             return
         if decision := self._run.tuning.after_round(images, self._agreed.elapsed_s):
             self._follow(decision)

@@ -23,6 +23,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 _WINDOWS = 3
+_FEWEST = 2  # of them with the present learners: the auto-tuner goes on to the next number after four
 _COLLAPSE = 0.5
 _GAIN = 1.25  # times the throughput of spinning threads: what makes sleep worth it
 _LOSS = 0.95  # times the throughput of sleeping threads: what spinning may come to, to be the usual way again
@@ -48,9 +49,9 @@ class Window:
 class WaitState:
     """How threads wait, and what is known; the default is the start of a run.
 
-    `sleeps` is how they wait now, also while that is `on_trial`; `recent` are the last windows of it. `usual` is the
-    throughput before the trial and `best` the highest of spinning threads, both with `num_learners`. `waited` counts
-    windows since the last trial.
+    `sleeps` is how they wait now, also while that is `on_trial`; `recent` are the last windows of it, of which those
+    with as many learners as now tell of throughput. `usual` is that before the trial and `best` the highest of spinning
+    threads, both with `num_learners`. `waited` counts windows since the last trial.
     """
 
     sleeps: bool = False
@@ -66,18 +67,18 @@ class WaitState:
 def observe(state: WaitState, window: Window, num_windows: int = 1) -> tuple[WaitState, str]:
     """Take a window, or a longer stretch that counts for several. Returns a sentence when the way of waiting changes.
 
-    The first window with another number of learners is dropped.
+    The first window with another number of learners is dropped, and ends a trial.
     """
     if window.num_learners != state.num_learners:
-        usual_way = state.sleeps != state.on_trial
+        usual_way, recent = state.sleeps != state.on_trial, () if state.on_trial else state.recent
         return replace(
-            state, sleeps=usual_way, on_trial=False, num_learners=window.num_learners, recent=(), best=0.0
+            state, sleeps=usual_way, on_trial=False, num_learners=window.num_learners, recent=recent, best=0.0
         ), ""
     recent = (*state.recent, *(window,) * min(num_windows, _WINDOWS))[-_WINDOWS:]
     state = replace(state, recent=recent, waited=state.waited + num_windows)
     if state.on_trial:
         return _judge(state)
-    if len(recent) < _WINDOWS:
+    if len(recent) < _WINDOWS or len(_rates(state)) < _FEWEST:
         return state, ""
     if _is_due(state):
         return replace(
@@ -89,13 +90,13 @@ def observe(state: WaitState, window: Window, num_windows: int = 1) -> tuple[Wai
 
 def _is_due(state: WaitState) -> bool:
     """Whether the other way of waiting is to be tried."""
-    patience = 2 ** min(state.num_trials, _MAX_BACK_OFF)
+    patience = 1 << min(state.num_trials, _MAX_BACK_OFF)
     others = [window.others for window in state.recent if window.others is not None]
     told = len(others) == len(state.recent)
     if state.sleeps:
         free = told and max(others) < _FREE_CORES
         return state.waited >= (patience if free else _ANYWAY * patience)
-    if all(window.images_per_s < _COLLAPSE * state.best for window in state.recent):
+    if all(rate < _COLLAPSE * state.best for rate in _rates(state)):
         return True
     return told and min(others) >= _HELD_CORES and state.waited >= patience
 
@@ -113,8 +114,13 @@ def _judge(state: WaitState) -> tuple[WaitState, str]:
     return state, _sentence(state, rate)
 
 
+def _rates(state: WaitState) -> list[float]:
+    """Of the last windows, those with as many learners as now."""
+    return [window.images_per_s for window in state.recent if window.num_learners == state.num_learners]
+
+
 def _rate(state: WaitState) -> float:
-    return statistics.median(window.images_per_s for window in state.recent)
+    return statistics.median(_rates(state))
 
 
 def _sentence(state: WaitState, rate: float) -> str:

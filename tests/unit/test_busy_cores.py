@@ -7,12 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from crossbow_py import training_loop
+from crossbow_py import Trainer, training_loop
 from crossbow_py.busy_cores import BusyCores, busy_cores
+from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.intra_op import SleepingThreads
 from crossbow_py.foreign_load import LoadSnapshot
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.tuning import LearnerTuning
 from tests.trainers import Recorder, equal_states, image_model, images, make_trainer
+
 
 class Machine:
     """Two cores and a clock: a round takes 1 s, while others hold a core 10 s, or 2 s if threads sleep.
@@ -54,6 +57,18 @@ def run_on(
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder])
     trainer.run.busy_cores = BusyCores(machine, machine.load)
+    train(trainer, machine, monkeypatch, rounds, meter)
+    return [message for message in recorder.of("message") if "hreads" in message]
+
+
+def train(
+    trainer: Trainer,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    rounds: int,
+    meter: type[ThroughputMeter] = ThroughputMeter,
+) -> None:
+    """So many rounds on the machine's clock."""
     monkeypatch.setattr(training_loop, "ThroughputMeter", lambda: meter(lambda: machine.now_s))
     submit = training_loop.RoundRunner.submit
 
@@ -64,7 +79,6 @@ def run_on(
 
     monkeypatch.setattr(training_loop.RoundRunner, "submit", timed)
     trainer.fit(max_rounds=rounds)
-    return [message for message in recorder.of("message") if "hreads" in message]
 
 
 def test_run_on_a_quiet_machine_changes_nothing_and_says_nothing(monkeypatch):
@@ -99,6 +113,26 @@ def test_run_that_waits_for_data_is_not_taken_for_one_on_busy_cores(monkeypatch)
     machine = LateMachine()
     assert run_on(machine, monkeypatch, 30, Late) == []
     assert machine.told == ["spin 30"]
+
+
+def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monkeypatch):
+    class Tuning(LearnerTuning):
+        interrupted, seen = 0, 0
+
+        def interrupt(self) -> None:
+            self.interrupted += 1
+
+        def after_round(self, images, elapsed_s):
+            self.seen += 1
+
+    class Trying(BusyCores):
+        on_trial = property(lambda self: 4 <= machine.rounds < 7)
+
+    machine, trainer = Machine(), make_trainer(num_learners="auto")
+    trainer.run.tuning, trainer.run.busy_cores = Tuning(AutoTuner()), Trying(machine, machine.load)
+    train(trainer, machine, monkeypatch, 10)
+    # Ten meetings, before each round, of which the first has nothing to look at.
+    assert (trainer.run.tuning.interrupted, trainer.run.tuning.seen) == (3, 7)
 
 
 class Flips:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from crossbow_py.engine.wait_rule import WaitState, Window, observe
@@ -78,7 +80,7 @@ def test_trials_for_a_load_that_does_no_harm_are_ever_further_apart() -> None:
         begun += [window] if state.num_trials > before else []
     # A trial takes 3 windows, and from its end 2, 4, 8, ... and at last 256 pass, of which 3 have to be there.
     assert begun[:4] == [3, 9, 16, 27]
-    assert [after - before for before, after in zip(begun[-3:], begun[-2:])] == [259, 259]
+    assert [after - before for before, after in itertools.pairwise(begun[-3:])] == [259, 259]
 
 
 def test_load_that_goes_has_threads_spin_again(asleep: WaitState) -> None:
@@ -117,6 +119,16 @@ def test_another_number_of_learners_ends_a_trial_and_forgets_what_was_measured(q
     state = follow(trial, [900.0], learners=3)
     assert (state.sleeps, state.on_trial, state.best, state.recent) == (False, False, 0.0, ())
     assert follow(state, [100.0] * 30, learners=3).num_trials == 1
+
+
+def test_cores_that_others_hold_are_remembered_when_the_number_of_learners_changes() -> None:
+    # As the auto-tuner begins: a window with one learner that is dropped, two that are not, and then two learners.
+    state = follow(WaitState(), [100.0] * 3, others=1.0, learners=1)
+    state = follow(state, [150.0, 200.0], others=1.0)
+    assert not state.on_trial
+    assert follow(state, [300.0], others=0.4).on_trial is False
+    trial = follow(state, [300.0], others=1.0)
+    assert (trial.sleeps, trial.on_trial, trial.usual) == (True, True, 250.0)
 
 
 def test_stretch_as_long_as_three_windows_is_a_measurement_by_itself(quiet: WaitState) -> None:
