@@ -102,11 +102,12 @@ def _is_due(state: WaitState) -> bool:
 
 
 def _judge(state: WaitState) -> tuple[WaitState, str]:
-    """End a trial when it is over, or at once when it has collapsed."""
+    """End a trial when it is over, one of spinning as soon as it has collapsed."""
     rate, wanted = _rate(state), state.usual * (_GAIN if state.sleeps else _LOSS)
-    if len(state.recent) < _WINDOWS and rate >= _COLLAPSE * state.usual:
+    collapsed = not state.sleeps and rate < _COLLAPSE * state.usual
+    if len(state.recent) < _WINDOWS and not collapsed:
         return state, ""
-    if len(state.recent) < _WINDOWS or rate < wanted:
+    if rate < wanted:
         # What sleep did not mend is what spinning threads can do now.
         best = state.usual if state.sleeps else state.best
         return replace(state, sleeps=not state.sleeps, on_trial=False, recent=(), best=best, waited=0), ""

@@ -59,6 +59,12 @@ def test_sleep_is_kept_when_it_is_a_quarter_faster(quiet: WaitState, slept: floa
     assert (state.sleeps, state.on_trial, bool(said)) == (kept, False, kept)
 
 
+def test_trial_of_sleep_is_not_given_up_for_a_slow_first_window(quiet: WaitState) -> None:
+    trial = follow(quiet, [100.0] * 3)
+    state, said = observe(follow(trial, [10.0, 900.0]), Window(300.0, 2, 1.0))
+    assert state.sleeps and "gives 300 images/s" in said
+
+
 def test_trial_that_gains_nothing_makes_the_slow_throughput_the_usual_one(quiet: WaitState) -> None:
     state = follow(quiet, [100.0] * 6)
     assert (state.sleeps, state.on_trial, state.best) == (False, False, 100.0)
