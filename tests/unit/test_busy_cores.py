@@ -138,6 +138,8 @@ def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monke
 class Flips:
     """Says before every round whether threads sleep, whatever is measured: every other round they do."""
 
+    on_trial = False
+
     def __init__(self) -> None:
         self.sleep, self.rounds = SleepingThreads(2), 0
 
