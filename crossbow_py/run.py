@@ -12,6 +12,7 @@ from torch import nn
 
 from crossbow_py import checkpoint
 from crossbow_py.assembly import DataSets
+from crossbow_py.busy_cores import BusyCores
 from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, filled, formerly, taking_from
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
@@ -62,6 +63,7 @@ class Run:
     state: RunState = field(default_factory=RunState)
     tuning: LearnerTuning | None = None
     supply: WorkerSupply | None = None
+    busy_cores: BusyCores | None = None
 
     @property
     def samples_per_round(self) -> int:

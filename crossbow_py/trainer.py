@@ -11,6 +11,7 @@ from torch import nn
 
 from crossbow_py.assembly import DataSets, build_parts
 from crossbow_py.averaging import SMA, AveragingRule
+from crossbow_py.busy_cores import busy_cores
 from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
 from crossbow_py.compatibility import check_compatible
 from crossbow_py.data.augmentation import Augmentation
@@ -262,6 +263,7 @@ def _make_ready(run: Run, found: SavedCheckpoint | None, begun_s: float) -> None
     ranks = run.parts.ranks
     run.tuning = learner_tuning(run.settings.num_learners, run.parts.most_learners)
     run.supply = worker_supply(run.settings.num_workers, run.parts.train_feed, ranks.num_local)
+    run.busy_cores = busy_cores(run.parts.choices.executor, run.parts.choices.device.type, ranks.num_local)
     with ranks.together():
         if found:
             run.restore(found)

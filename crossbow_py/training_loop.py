@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Literal
 
+from crossbow_py.busy_cores import BusyCores
 from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
@@ -68,6 +69,8 @@ class TrainingLoop:
         elif error is not None and self.ranks.num_ranks == 1:
             self.keeper.settle()  # what was being written is from before
         self.rounds.close()
+        if self._run.busy_cores:
+            self._run.busy_cores.stop()
         self.keeper.close()
         self.parts.close_feeds()
         if error is not None and self.reporter.started:
@@ -184,6 +187,7 @@ class TrainingLoop:
             out_of_memory=self.rounds.out_of_memory,
             num_sick=len(self.state.sick_learners),
             checkpoint=self.keeper.status,
+            on_trial=self._run.busy_cores is not None and self._run.busy_cores.on_trial,
         )
         reports = [Report.from_values(values) for values in self.ranks.gather(report.to_values())]
         self._agreed, before_s = agree(reports), self._agreed.elapsed_s
@@ -219,6 +223,9 @@ class TrainingLoop:
         """Let the auto-tuner look at the rounds since the last meeting."""
         images, self._images = self._images, 0
         if not self._run.tuning or not images:
+            return
+        if self._agreed.on_trial:
+            self._run.tuning.interrupt()
             return
         if decision := self._run.tuning.after_round(images, self._agreed.elapsed_s):
             self._follow(decision)
@@ -258,6 +265,8 @@ class TrainingLoop:
         self.rounds.tell_notes()
         if self._run.supply:
             self._supply(self._run.supply)
+        if self._run.busy_cores:
+            self._share_cores(self._run.busy_cores, images)
 
     def _attend_to_z(self, before: int) -> None:
         """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
@@ -275,6 +284,12 @@ class TrainingLoop:
         if said := supply.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
             self.reporter.message(said)
             self.reporter.workers(self.parts.train_feed.num_workers)
+
+    def _share_cores(self, busy_cores: BusyCores, images: int) -> None:
+        """Let threads wait for each other in the way that copes with what else runs here; numbers stay the same."""
+        training_s = self.meter.elapsed_s - self.meter.waited_s
+        if said := busy_cores.after_round(images, self.parts.bank.num_learners, training_s):
+            self.reporter.message(said)
 
     def _drain(self) -> bool:
         """Wait for what is in flight; the bank may be read and changed afterwards. All ranks together.

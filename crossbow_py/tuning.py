@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
@@ -38,6 +39,11 @@ class LearnerTuning:
         self._begun_s, self._images = elapsed_s, 0
         self.state, decision = self.tuner.observe(self.state, rate, int(seconds / self._window_s))
         return decision
+
+    def interrupt(self) -> None:
+        """Begin the measurement under way anew: rounds run under other conditions, for a while."""
+        self._begun_s, self._images = None, 0
+        self.state = replace(self.state, recent=())
 
     def out_of_memory(self) -> Decision:
         """The number of learners just tried does not fit."""

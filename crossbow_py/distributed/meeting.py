@@ -27,6 +27,7 @@ class Report:
         out_of_memory: whether its learners did not fit.
         num_sick: learners that were gated and not reseeded yet.
         checkpoint: where the writing of its part stands, an index of `CheckpointKeeper.STATUSES`.
+        on_trial: whether its threads wait for each other in another way than before, until that is measured.
     """
 
     elapsed_s: float
@@ -35,6 +36,7 @@ class Report:
     out_of_memory: float = 0
     num_sick: float = 0
     checkpoint: float = 0
+    on_trial: float = 0
 
     def to_values(self) -> list[float]:
         """For the exchange."""
@@ -59,6 +61,7 @@ class Agreed:
     out_of_memory: bool
     num_sick: int
     checkpoints: tuple[int, ...]
+    on_trial: bool = False
 
 
 def signal_number(status: str | None) -> int:
@@ -75,6 +78,7 @@ def agree(reports: Sequence[Report]) -> Agreed:
         out_of_memory=any(report.out_of_memory for report in reports),
         num_sick=int(sum(report.num_sick for report in reports)),
         checkpoints=tuple(int(report.checkpoint) for report in reports),
+        on_trial=any(report.on_trial for report in reports),
     )
 
 

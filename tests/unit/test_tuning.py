@@ -64,6 +64,18 @@ def test_window_ends_with_the_first_round_past_its_length():
     assert (decisions[3].num_learners, tuning.state.measured) == (2, ((1, pytest.approx(40.0)),))
 
 
+def test_measurement_that_is_interrupted_begins_anew():
+    tuning = LearnerTuning(AutoTuner(warm_up_windows=0, windows=2), window_s=1.0)
+    tuning.after_round(16, 10.0)
+    tuning.after_round(16, 11.0)
+    assert tuning.state.recent == (16.0,)
+    tuning.interrupt()
+    # 64 images by 20.0 are not counted: only those of two windows afterwards are.
+    decisions = [tuning.after_round(images, seconds) for images, seconds in ((64, 20.0), (32, 21.0), (32, 22.0))]
+    assert [decision.num_learners if decision else None for decision in decisions] == [None, 1, 2]
+    assert tuning.state.measured == ((1, 32.0),)
+
+
 def test_rounds_longer_than_a_window_count_for_several():
     tuning = LearnerTuning(AutoTuner(warm_up_windows=1, windows=3), window_s=1.0)
     decisions = [tuning.after_round(16, seconds) for seconds in (10.0, 14.0, 18.0, 20.0, 22.0)]

@@ -26,6 +26,7 @@ class Executor(ABC):
     DEVICE: str | None = None  # the only type of device it runs on; None is any
     ORDER: Order | None = None  # of the bank it wants; None leaves it to the device
     FUSES = False  # learners into one graph, which is exported and not the model itself
+    SPLITS_OPERATORS = True  # on CPUs over torch's threads, which then wait for each other
     EXPERIMENTAL = False  # asked for by name alone, never taken by `auto`
 
     def __init__(self, tasks: RoundTasks) -> None:

@@ -40,6 +40,7 @@ class ThreadsExecutor(Executor):
 
     NAME = "threads"
     DEVICE = "cpu"
+    SPLITS_OPERATORS = False
 
     def __init__(self, tasks: RoundTasks) -> None:
         super().__init__(tasks)

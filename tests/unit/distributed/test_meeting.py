@@ -16,13 +16,13 @@ from crossbow_py.distributed.meeting import (
 
 
 def test_report_survives_the_way_to_numbers_and_back():
-    report = Report(1.5, signal=2, fails=1, out_of_memory=0, num_sick=3, checkpoint=2)
-    assert report.to_values() == [1.5, 2.0, 1.0, 0.0, 3.0, 2.0]
+    report = Report(1.5, signal=2, fails=1, out_of_memory=0, num_sick=3, checkpoint=2, on_trial=1)
+    assert report.to_values() == [1.5, 2.0, 1.0, 0.0, 3.0, 2.0, 1.0]
     assert Report.from_values(report.to_values()) == report
 
 
 def test_report_of_booleans_is_all_numbers():
-    assert Report(0.5, fails=True, out_of_memory=False).to_values() == [0.5, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert Report(0.5, fails=True, out_of_memory=False).to_values() == [0.5, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_agree_takes_the_slowest_clock_and_what_came_up_on_any_rank():
@@ -37,6 +37,7 @@ def test_agree_takes_the_slowest_clock_and_what_came_up_on_any_rank():
 
 
 def test_agree_of_one_rank_with_nothing_to_say_is_quiet():
+    assert agree([Report(1.0), Report(1.0, on_trial=1)]).on_trial
     assert agree([Report(1.0)]) == Agreed(1.0, None, fails=False, out_of_memory=False, num_sick=0, checkpoints=(0,))
 
 

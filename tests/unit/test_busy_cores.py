@@ -1,0 +1,188 @@
+"""Runs on cores that other programs use: what they notice, do and say, on a clock and a load that are moved by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from crossbow_py import Trainer, training_loop
+from crossbow_py.busy_cores import BusyCores, busy_cores
+from crossbow_py.engine.auto_tuner import AutoTuner
+from crossbow_py.engine.intra_op import SleepingThreads
+from crossbow_py.foreign_load import LoadSnapshot
+from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.tuning import LearnerTuning
+from tests.trainers import Recorder, equal_states, image_model, images, make_trainer
+
+
+class Machine:
+    """Two cores and a clock: a round takes 1 s, while others hold a core 10 s, or 2 s if threads sleep.
+
+    Others come or go after the rounds in `changes`. It is also what has threads sleep, and keeps what it was told.
+    """
+
+    def __init__(self, changes: tuple[int, ...] = ()) -> None:
+        self.changes, self.rounds, self.told = changes, 0, list[str]()
+        self.now_s, self.busy_s = 0.0, 0.0
+
+    def start(self) -> None:
+        self.told.append(f"sleep {self.rounds}")
+
+    def stop(self) -> None:
+        self.told.append(f"spin {self.rounds}")
+
+    @property
+    def is_busy(self) -> bool:
+        return sum(change <= self.rounds for change in self.changes) % 2 == 1
+
+    def train(self) -> None:
+        """Another round."""
+        sleeps, is_busy = bool(self.told) and self.told[-1].startswith("sleep"), self.is_busy
+        seconds = 1.0 if not is_busy else 2.0 if sleeps else 10.0
+        self.rounds, self.now_s = self.rounds + 1, self.now_s + seconds
+        self.busy_s += seconds * (1.0 + is_busy)
+
+    def load(self) -> LoadSnapshot:
+        """This process keeps one core busy, and others the other."""
+        own_s = self.now_s
+        return LoadSnapshot(wall_s=self.now_s, own_s=own_s, busy_s=self.busy_s, cores=2)
+
+
+def run_on(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, rounds: int, meter: type[ThroughputMeter] = ThroughputMeter
+) -> list[str]:
+    """What a run of so many rounds, of 8 images each, says."""
+    recorder = Recorder()
+    trainer = make_trainer(callbacks=[recorder])
+    trainer.run.busy_cores = BusyCores(machine, machine.load)
+    train(trainer, machine, monkeypatch, rounds, meter)
+    return [message for message in recorder.of("message") if "hreads" in message]
+
+
+def train(
+    trainer: Trainer,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    rounds: int,
+    meter: type[ThroughputMeter] = ThroughputMeter,
+) -> None:
+    """So many rounds on the machine's clock."""
+    monkeypatch.setattr(training_loop, "ThroughputMeter", lambda: meter(lambda: machine.now_s))
+    submit = training_loop.RoundRunner.submit
+
+    def timed(self, plan):
+        done = submit(self, plan)
+        machine.train()
+        return done
+
+    monkeypatch.setattr(training_loop.RoundRunner, "submit", timed)
+    trainer.fit(max_rounds=rounds)
+
+
+def test_run_on_a_quiet_machine_changes_nothing_and_says_nothing(monkeypatch):
+    machine = Machine()
+    assert run_on(machine, monkeypatch, 60) == []
+    assert machine.told == ["spin 60"]  # as it is left
+
+
+def test_run_whose_throughput_collapses_has_threads_sleep_and_spin_again_when_the_load_goes(monkeypatch):
+    machine = Machine(changes=(10, 20))
+    said = run_on(machine, monkeypatch, 40)
+    # A round takes as long as three windows or more, and so is a measurement by itself: 8 images in 10 s, in the trial
+    # in 2 s; and asleep in 1 s when the others have gone, as fast as spinning here.
+    assert said == [
+        "Training ran at 1 images/s, as happens where other programs use the cores: threads now sleep while they wait "
+        "for each other, which gives 4 images/s and the same results.",
+        "Threads spin again while they wait for each other, as they do where cores are free: 8 images/s, 8 before.",
+    ]
+    assert machine.told == ["sleep 11", "spin 21", "spin 40"]
+
+
+def test_run_that_waits_for_data_is_not_taken_for_one_on_busy_cores(monkeypatch):
+    class Late(ThroughputMeter):
+        waited_s = property(lambda self: 0.9 * max(0.0, machine.now_s - 10.0))
+
+    class LateMachine(Machine):
+        def train(self) -> None:
+            """A round of 1 s, after ten of them with 9 s of waiting for its data."""
+            super().train()
+            self.now_s += 9.0 if self.rounds > 10 else 0.0
+
+    machine = LateMachine()
+    assert run_on(machine, monkeypatch, 30, Late) == []
+    assert machine.told == ["spin 30"]
+
+
+def test_auto_tuner_measures_nothing_while_threads_try_another_way_to_wait(monkeypatch):
+    class Tuning(LearnerTuning):
+        interrupted, seen = 0, 0
+
+        def interrupt(self) -> None:
+            self.interrupted += 1
+
+        def after_round(self, images, elapsed_s):
+            self.seen += 1
+
+    class Trying(BusyCores):
+        on_trial = property(lambda self: 4 <= machine.rounds < 7)
+
+    machine, trainer = Machine(), make_trainer(num_learners="auto")
+    trainer.run.tuning, trainer.run.busy_cores = Tuning(AutoTuner()), Trying(machine, machine.load)
+    train(trainer, machine, monkeypatch, 10)
+    # Ten meetings, before each round, of which the first has nothing to look at.
+    assert (trainer.run.tuning.interrupted, trainer.run.tuning.seen) == (3, 7)
+
+
+class Flips:
+    """Says before every round whether threads sleep, whatever is measured: every other round they do."""
+
+    on_trial = False
+
+    def __init__(self) -> None:
+        self.sleep, self.rounds = SleepingThreads(2), 0
+
+    def after_round(self, images, num_learners, training_s):
+        self.rounds += 1
+        (self.sleep.start if self.rounds % 2 else self.sleep.stop)()
+        return ""
+
+    def stop(self) -> None:
+        self.sleep.stop()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)  # that of all tests
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_threads_that_sleep_and_spin_in_turn_give_the_bits_of_those_that_spin(executor):
+    options = {"model": image_model, "train_data": images(60), "executor": executor}
+    spinning, flipping = make_trainer(**options), make_trainer(**options)
+    spinning.run.busy_cores, flipping.run.busy_cores = None, Flips()
+    expected, found = spinning.fit(max_rounds=4), flipping.fit(max_rounds=4)
+    assert flipping.run.busy_cores.rounds == 4
+    assert equal_states(found.model, expected.model)
+
+
+@pytest.mark.parametrize(
+    ("executor", "looked_after"), [("serial", True), ("fused", True), ("threads", False), ("fused_threads", False)]
+)
+@pytest.mark.usefixtures("two_threads")
+def test_executors_whose_operators_use_several_threads_are_looked_after(monkeypatch, executor, looked_after):
+    monkeypatch.setattr("crossbow_py.busy_cores.usable_core_ids", lambda: {0, 1})
+    assert (busy_cores(executor, "cpu") is not None) is looked_after
+    assert busy_cores(executor, "cuda") is None
+
+
+@pytest.mark.parametrize(("num_threads", "looked_after"), [(1, False), (2, True), (3, False)])
+def test_one_thread_waits_for_nobody_and_more_than_there_are_cores_sleep_anyway(monkeypatch, num_threads, looked_after):
+    monkeypatch.setattr("crossbow_py.busy_cores.usable_core_ids", lambda: {0, 1})
+    torch.set_num_threads(num_threads)
+    assert (busy_cores("serial", "cpu") is not None) is looked_after
+    torch.set_num_threads(1)
