@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.errors import DeviceLostError, UserError
+from crossbow_py.errors import CheckpointError, DeviceLostError, UserError
 from crossbow_py.evaluation import Evaluation, Evaluator
 from crossbow_py.file_locks import locked
 from crossbow_py.packing import outcome
@@ -23,6 +24,8 @@ from crossbow_py.packing.outcome import Leader, LeaderRun, find_leader, kept_bes
 from crossbow_py.packing.places import Place
 from crossbow_py.packing.search_events import BestTrial
 from crossbow_py.packing.states import TrialStates
+from crossbow_py.telemetry.records import read_summary
+from crossbow_py.weights_file import load_weights
 from tests.unit.packing.tiny_search import (
     CHOICES,
     LOSS,
@@ -100,6 +103,16 @@ def test_best_trial_whose_files_are_elsewhere_leaves_no_model_of_another(kept: K
     assert not list((tmp_path / "best").glob("[!.]*"))
     assert kept("seed: 1\n")[0].model_path == str(tmp_path / "best/model.safetensors")
     assert kept("seed: 1\n", elsewhere)[0].model_path == str(tmp_path / "best/model.safetensors")  # it is this trial's
+
+
+def test_best_trial_has_a_digest_by_which_a_damaged_model_is_refused(kept: Keep, tmp_path: Path) -> None:
+    model = tmp_path / "best/model.safetensors"
+    kept("seed: 1\n")
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    assert read_summary(tmp_path / "best")["model_sha256"] == {model.name: digest}
+    model.write_bytes(model.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="is not what its run has written"):
+        load_weights(nn.Linear(1, 1), model)
 
 
 def test_best_trial_whose_model_cannot_be_written_leaves_no_model_of_another(
