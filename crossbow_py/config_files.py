@@ -75,19 +75,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
-        _check_growth(path, text)
+        _check_tokens(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except FILE_ERRORS as error:
         raise UserError(f"cannot read {path}: {one_line_of(error)}; restore or delete that file.") from error
     return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}
 
 
-def _check_growth(path: Path, text: str) -> None:
-    """Refuse what takes far more memory or time to read than its length: aliases, and deep nesting."""
+def _check_tokens(path: Path, text: str) -> None:
+    """Refuse what takes far more memory or time to read than its length, aliases and deep nesting, and tags."""
     depth = 0
     for token in yaml.scan(text):
         if isinstance(token, yaml.AliasToken):
             raise UserError(f"{path} must have no aliases, by which few lines become gigabytes; write values out.")
+        if isinstance(token, yaml.TagToken):
+            raise UserError(f"{path} must have no tags, which make other things than plain values; leave them out.")
         depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
         if depth > _DEEPEST:
             raise UserError(f"{path} must be nested at most {_DEEPEST} deep, got more; restore or delete that file.")

@@ -224,7 +224,7 @@ def test_search_does_not_call_what_its_storage_names(capsys: pytest.CaptureFixtu
 
     def with_targets(line: str) -> str:
         record = json.loads(line)
-        if "params" in record and record["params"]:
+        if record.get("params"):
             choice = {key: json.dumps({"name": "CategoricalDistribution", "attributes": {"choices": [value]}})
                       for key, value in mkdir.items()}  # fmt: skip
             record["params"] = {**record["params"], **dict.fromkeys(mkdir, 0)}
