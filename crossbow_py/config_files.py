@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from crossbow_py.errors import UserError
+from crossbow_py.own_files import read_text
 
 OWN_FOLDER = "conf"  # in the current folder: options that the user adds
 FILE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError, RecursionError)
@@ -72,9 +73,9 @@ def write_yaml(plain: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
+    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read, or is a link."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         _check_tokens(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except FILE_ERRORS as error:

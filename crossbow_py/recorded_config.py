@@ -74,7 +74,7 @@ def recorded(path: str) -> TrainConfig:
     Raises UserError.
     """
     asked = Path(path).expanduser()
-    file = asked / CONFIG_FILE if asked.is_dir() else asked
+    file = asked / CONFIG_FILE if asked.is_dir() else asked.resolve()
     if not file.is_file():
         raise UserError(f"config={path} is neither the folder of a run nor a {CONFIG_FILE}; give one of them.")
     plain = read_yaml(file)

@@ -44,6 +44,8 @@ def load_weights(
     Raises CheckpointError naming what does not fit, in words for the module and for what the user can do.
     """
     try:
+        if not Path(path).is_file():
+            raise OSError("it is no file")  # reading a pipe may take for ever
         values = load_file(str(path))
     except Exception as error:
         raise CheckpointError(
