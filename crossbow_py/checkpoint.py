@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from crossbow_py.errors import CheckpointError, one_line
+from crossbow_py.own_files import own_file
 from crossbow_py.settings import check, setting, written
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
@@ -98,7 +99,7 @@ class SavedCheckpoint:
         if rank in self._verified:
             return
         try:
-            with open(self.folder / part_name(rank), "rb") as file:
+            with open(self.folder / part_name(rank), "rb", opener=own_file) as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise self._unreadable(error) from error
@@ -145,9 +146,7 @@ def open_checkpoint(folder: Path) -> SavedCheckpoint:
 def _manifest(folder: Path) -> Mapping[str, Any]:
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():
-            raise ValueError("it is not a file")  # reading a pipe may take for ever
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=own_file) as file:
             text = file.read(_MOST_MANIFEST_BYTES + 1)
         if len(text) > _MOST_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MOST_MANIFEST_BYTES} bytes")

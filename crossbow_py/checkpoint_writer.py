@@ -151,6 +151,8 @@ class CheckpointWriter:
                     self._changed.notify_all()
 
     def _write_part(self, folder: Path, state: Mapping[str, Any], given_up: threading.Event) -> None:
+        if self._parent.is_symlink():
+            raise OSError(f"{self._parent} is a link, not a folder")
         if self._rank == 0:
             self._drop_leftovers()
         folder.mkdir(parents=True, exist_ok=True)

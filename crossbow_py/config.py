@@ -163,7 +163,7 @@ def group_options(group: str) -> dict[str, str]:
 def read_option(group: str, option: str) -> dict[str, Any]:
     """The plain values in an option's file, or those of an option without one."""
     path = option_files(group).get(option)
-    return {"name": option} if path is None else read_yaml(path)
+    return {"name": option} if path is None else read_yaml(path.resolve())
 
 
 def compose(overrides: Sequence[str], kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]

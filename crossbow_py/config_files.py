@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
 from crossbow_py.errors import UserError
+from crossbow_py.own_files import read_text
 
 OWN_FOLDER = "conf"  # in the current folder: options that the user adds
 MOST_NESTED = 50  # lists and mappings in each other, of a file or a word
@@ -74,11 +75,11 @@ def write_yaml(plain: Mapping[str, Any]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read."""
+    """The mapping in a YAML file, interpolations untouched. Raises UserError when it cannot be read, or is a link."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise UserError(f"{path} must have at most {_MOST_BYTES:,} bytes, got more; restore or delete that file.")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         _check_tokens(path, text)
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         _check_numbers(path, plain)

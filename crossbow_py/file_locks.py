@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from crossbow_py.own_files import own_file
+
 _held: set[TextIO] = set()  # and those about to be locked
 _changing = threading.Lock()  # a process that another thread forks is to find all open ones there
 
@@ -29,7 +31,7 @@ def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
         OSError: the file cannot be written.
     """
     with _changing:
-        file = path.open("a")
+        file = open(path, "a", opener=own_file)  # noqa: SIM115
         _held.add(file)
     try:
         try:
@@ -47,7 +49,7 @@ def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Whether another process holds it, or it cannot be written."""
     try:
-        with path.open("a") as file:
+        with open(path, "a", opener=own_file) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -57,7 +59,7 @@ def is_locked(path: Path) -> bool:
 def is_held(path: Path) -> bool:
     """Whether another process holds it, found out without making or changing anything."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=own_file) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

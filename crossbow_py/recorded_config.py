@@ -30,7 +30,9 @@ from crossbow_py.telemetry.records import CONFIG_FILE
 _KEY = "config="
 _OF_THE_RUN = {"output_dir": None, "resume": None}  # where that run wrote, and what it went on from
 # Text that is nothing else without quotes.
-_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)$)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
+_PLAIN_TEXT = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_/][A-Za-z0-9_./]*", re.IGNORECASE)
+_KEY_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_/-]*")  # the grammar of overrides has no quotes for keys
+_LONGEST_SHOWN = 80
 
 
 def composed(overrides: Sequence[str], kind: type[C]) -> C:
@@ -74,15 +76,31 @@ def recorded(path: str) -> TrainConfig:
     """
     check_path("config", path)
     asked = Path(path).expanduser()
-    file = asked / CONFIG_FILE if asked.is_dir() else asked
+    file = asked / CONFIG_FILE if asked.is_dir() else asked.resolve()
     if not file.is_file():
         raise UserError(f"config={path} is neither the folder of a run nor a {CONFIG_FILE}; give one of them.")
     plain = read_yaml(file)
     if "space" in plain:
         raise UserError(f"config={path} is of a search, which holds many runs; give the folder best in it.")
+    _check_keys(path, plain)
     plain.update(_OF_THE_RUN)
     kept = config_to_mapping(config_from_mapping(plain, file))
     return config_from_mapping(filled(filled(plain, formerly(kept)), kept))
+
+
+def _check_keys(path: str, plain: Any) -> None:
+    """Refuse keys that a command line would not take as they are: `x:${oc.env:NAME},y` would be two, and a value.
+
+    Raises UserError.
+    """
+    if isinstance(plain, Mapping):
+        for key in plain:
+            if not isinstance(key, int) and not (isinstance(key, str) and _KEY_TEXT.fullmatch(key)):
+                shown = ascii(key)[:_LONGEST_SHOWN]
+                raise UserError(f"config={path} must have keys of letters, digits, _, / and -, got {shown}; rename it.")
+    if isinstance(plain, Mapping | list):
+        for value in plain.values() if isinstance(plain, Mapping) else plain:
+            _check_keys(path, value)
 
 
 def overrides_of(config: TrainConfig) -> list[str]:
@@ -133,4 +151,4 @@ def _quoted(value: Any) -> str:
     if not isinstance(value, str):
         return str(value)
     value = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
-    return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value) + '"'

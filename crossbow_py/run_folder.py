@@ -21,14 +21,30 @@ from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.checkpoint import checkpoints, differences, filled, formerly, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.config_files import read_yaml, write_yaml
-from crossbow_py.distributed.launch import Launch, is_of_launch, this_launch, write_launch
+from crossbow_py.distributed.launch import LAUNCH_FILE, Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.errors import RankError, UserError, unwritable
 from crossbow_py.file_locks import is_locked, locked
-from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
+from crossbow_py.own_files import check_own
+from crossbow_py.telemetry.console import CONSOLE_LOG
+from crossbow_py.telemetry.profile import PROFILE_FILE, TABLE_FILE
+from crossbow_py.telemetry.records import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+    read_summary,
+    write_atomically,
+)
+from crossbow_py.telemetry.timeline import TRACE_FILE
+from crossbow_py.weights_file import MODEL_FILE
 
 RUNS = Path("runs")
 LOCK_FILE = ".lock"
+_FILES = (
+    CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, MODEL_FILE, CONSOLE_LOG, LOCK_FILE, LAUNCH_FILE, TRACE_FILE, PROFILE_FILE,
+    TABLE_FILE,
+)  # fmt: skip
 DONE = ("finished", "target_reached")
 MAY_CHANGE = frozenset(
     {"max_epochs", "max_samples", "max_rounds", "max_time_s", "target_accuracy", "target_loss"}
@@ -91,6 +107,7 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
     chosen = Path(config.output_dir).expanduser() if config.output_dir else source
     made = chosen is None or not chosen.exists()
     path = new_folder(config.experiment) if chosen is None else make_folder(chosen)
+    _check_own(path)
     _check_no_search(path)
     with _locked(path):
         continues = config.resume == "auto" or (source is not None and path.resolve() == source.resolve())
@@ -108,6 +125,14 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
             if made and error.exit_code == UserError.exit_code and not holds_run(path):
                 shutil.rmtree(path, ignore_errors=True)
             raise
+
+
+def _check_own(run: Path) -> None:
+    """Refuse a folder in which something is a link or a pipe. Raises UserError."""
+    try:
+        check_own(run, _FILES, (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER))
+    except OSError as error:
+        raise unwritable(run, error) from error
 
 
 def _check_no_search(path: Path) -> None:
@@ -162,6 +187,7 @@ def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | 
     else:
         asked = Path(config.resume).expanduser()
         run = run_of(asked)
+    _check_own(run)
     _check_unchanged(run, plain)
     return asked, run
 

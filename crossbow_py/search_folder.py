@@ -15,16 +15,19 @@ from crossbow_py.config import REGISTRIES, config_to_mapping
 from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.errors import UserError, unwritable
 from crossbow_py.file_locks import locked
+from crossbow_py.own_files import check_own
 from crossbow_py.packing.search_events import SEARCH_FILE, brought_up
 from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.telemetry.console import CONSOLE_LOG
-from crossbow_py.telemetry.records import CONFIG_FILE, read_json, write_atomically
+from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, TENSORBOARD_FOLDER, read_json, write_atomically
 
 JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"
 _LOCK_FILE = ".search.lock"  # no run's, which is held as long as it trains
 _JOINED_FILE = ".joined"  # in a folder that other workers than the one that began there go on in
+_FILES = (CONFIG_FILE, SEARCH_FILE, JOURNAL_FILE, CONSOLE_LOG, _LOCK_FILE, _JOINED_FILE, f".{BEST_FOLDER}.lock")
+_FOLDERS = (TRIALS_FOLDER, TENSORBOARD_FOLDER, BEST_FOLDER)
 _NONE = dataclasses.MISSING
 _WHERE = ("storage", "study")
 _MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
@@ -142,6 +145,7 @@ def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, text: str,
 
 def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked: str) -> bool:
     """Whether there is one to go on with, else it may begin there. Raises UserError."""
+    _check_own(path)
     if not (path / CONFIG_FILE).is_file():
         if asked == "resume":
             raise UserError(f"resume={path} is not the folder of a search; give one, or resume=auto for the newest.")
@@ -156,6 +160,14 @@ def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked
         shown = "; ".join(changed[:4])
         raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")
     return True
+
+
+def _check_own(path: Path) -> None:
+    """Refuse a folder in which something is a link or a pipe. Raises UserError."""
+    try:
+        check_own(path, _FILES, _FOLDERS)
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def _changes(found: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -183,6 +195,7 @@ def _begun(path: Path, text: str) -> Path:
 
 
 def _joined(path: Path) -> SearchFolder:
+    _check_own(path)
     with _writing(path):
         (path / _JOINED_FILE).touch()
     return SearchFolder(path, True)

@@ -13,9 +13,10 @@ from torch import nn
 from crossbow_py.config import TrainConfig, config_from_mapping
 from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.own_files import check_own
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.settings import to_mapping
-from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, read_json, read_summary
+from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE, read_json, read_summary
 from crossbow_py.weights_file import MODEL_FILE, load_weights
 
 _OF_A_LEARNER = re.compile(r"model_(\d+)\.safetensors")
@@ -102,6 +103,8 @@ def _models_at(path: str) -> list[TrainedModel]:
     if not asked.is_dir() and not (asked.is_file() and asked.suffix == ".safetensors"):
         raise UserError(f"models: {path} {wrong}; give the folder of a run, or a .safetensors file in one.")
     run = asked if asked.is_dir() else asked.parent
+    if asked == run:
+        _check_own(run)
     if asked == run and (run / BEST_FOLDER / CONFIG_FILE).is_file():  # a search
         asked = run = run / BEST_FOLDER
     if not (run / CONFIG_FILE).is_file():
@@ -121,6 +124,15 @@ def _models_at(path: str) -> list[TrainedModel]:
         state = _state(read_summary(run))
         raise UserError(f"models: {run} has no {MODEL_FILE} yet ({state}); finish the run with resume=auto.")
     return [TrainedModel(path if len(files) == 1 else str(Path(path) / file.name), file, config) for file in files]
+
+
+def _check_own(run: Path) -> None:
+    """Refuse a folder with links or pipes in place of what is read there. Raises UserError."""
+    models = [path.name for path in run.glob("model*.safetensors")]
+    try:
+        check_own(run, (CONFIG_FILE, SUMMARY_FILE, SEARCH_FILE, *models), (BEST_FOLDER,))
+    except OSError as error:
+        raise UserError(f"models: {run} cannot be read ({error.strerror}); put a copy of the file there.") from error
 
 
 def _state(summary: Mapping[str, Any]) -> str:

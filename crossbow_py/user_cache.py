@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from crossbow_py.file_writing import replacing
+from crossbow_py.own_files import read_text
 
 _MAX_KEPT = 5_000  # a few hundred layers and directions of a few networks
 
@@ -48,7 +49,7 @@ class Remembered:
 
     def _read(self) -> dict[str, str]:
         try:
-            values = json.loads(self.path.read_text())
+            values = json.loads(read_text(self.path))
         except (OSError, ValueError, RecursionError):
             return {}
         plain = values if isinstance(values, dict) else {}

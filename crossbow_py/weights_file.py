@@ -52,6 +52,8 @@ def load_weights(
     """
     _check_digest(Path(path), key)
     try:
+        if not Path(path).is_file():
+            raise OSError("it is no file")  # reading a pipe may take for ever
         values = load_file(str(path))
     except Exception as error:
         raise CheckpointError(

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.file_writing import replacing
+from crossbow_py.own_files import read_text
 
 LAUNCH_FILE = ".launch"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -89,12 +91,13 @@ def is_adopted(parent: int, proc: Path = _PROC) -> bool:
 
 def write_launch(folder: Path, launch: Launch) -> None:
     """Say in a run's folder who has started it. Raises OSError."""
-    (folder / LAUNCH_FILE).write_text(json.dumps(asdict(launch)), encoding="utf-8")
+    with replacing(folder / LAUNCH_FILE) as partial:
+        partial.write_text(json.dumps(asdict(launch)), encoding="utf-8")
 
 
 def is_of_launch(folder: Path, launch: Launch) -> bool:
     """Whether the run in a folder belongs to this launch."""
     try:
-        return Launch(**json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8"))).is_same(launch)
+        return Launch(**json.loads(read_text(folder / LAUNCH_FILE))).is_same(launch)
     except (OSError, ValueError, TypeError):
         return False

@@ -57,7 +57,7 @@ class JournalFile(BaseJournalBackend):
     """
 
     def __init__(self, path: Path, lock_wait_s: float = 5.0) -> None:
-        self._path, self._lock_wait_s = path.absolute(), lock_wait_s
+        self._path, self._lock_wait_s = path.resolve(), lock_wait_s  # it may be a link of the user's
         self._starts = [0]  # in bytes, of each record read so far and of the one to come
         self._path.touch()
 

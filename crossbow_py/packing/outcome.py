@@ -19,6 +19,7 @@ from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.file_locks import locked
+from crossbow_py.own_files import read_text
 from crossbow_py.packing.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
 from crossbow_py.packing.roster import SearchData
 from crossbow_py.packing.rules import SearchRules
@@ -178,7 +179,7 @@ def _clear_of_others(folder: Path, config: str) -> None:
     """Remove what is there of another trial, or not whole. Raises UserError."""
     kept, model = folder / CONFIG_FILE, folder / MODEL_FILE
     with _writing(folder):
-        if not (model.exists() and kept.exists() and kept.read_text(encoding="utf-8") == config):
+        if not (model.exists() and kept.exists() and read_text(kept) == config):
             kept.unlink(missing_ok=True)  # first: the configuration says that there is a model
             model.unlink(missing_ok=True)
             (folder / SUMMARY_FILE).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import torch
 
 from crossbow_py.errors import UserError
 from crossbow_py.file_writing import replacing, sync
+from crossbow_py.own_files import own_file
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.trial import Checkpoint
 
@@ -85,7 +86,8 @@ class TrialStates:
 
     def _read(self, path: Path, made: Callable[[dict[str, Any]], _T]) -> _T | None:
         try:
-            values = torch.load(path, weights_only=True, map_location="cpu")
+            with open(path, "rb", opener=own_file) as file:
+                values = torch.load(file, weights_only=True, map_location="cpu")
             return made(values) if values.pop("format_version") == _FORMAT else None
         except Exception:  # whatever a torn file makes torch raise: the segment, or the one before, is trained again
             return None

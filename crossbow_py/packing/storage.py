@@ -165,6 +165,8 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
         raise UserError(f"storage: the folder {folder} does not exist; make it, or give another.")
     if is_folder:
         raise UserError(f"storage: {path} is a folder; give a file.")
+    if path.exists() and not path.is_file():
+        raise UserError(f"storage: {path} is no file; give another path.")
     with suppress(OSError), path.open("rb") as file:  # what cannot be read for now is tried again
         found = file.read(len(begin))
         if not begin.startswith(found):

@@ -12,6 +12,7 @@ from crossbow_py.checkpoint import checkpoints
 from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
 from crossbow_py.file_locks import is_held
+from crossbow_py.own_files import check_own
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.run_folder import LOCK_FILE
 from crossbow_py.telemetry.records import (
@@ -225,6 +226,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _read_curves(folder: Path, epochs: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, list[Point]]:
     """Every scalar of the event files, which have points inside epochs."""
+    try:
+        check_own(folder.parent, (), (TENSORBOARD_FOLDER,))  # TensorBoard's reader would wait for a pipe
+    except OSError as error:
+        notes.append(f"{TENSORBOARD_FOLDER}/ cannot be read ({error.strerror}): curves have a point an epoch")
+        return {}
     if not folder.is_dir():
         notes.append(f"no {TENSORBOARD_FOLDER}/: curves have a point an epoch")
         return {}

@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.errors import unwritable
 from crossbow_py.file_writing import replacing
+from crossbow_py.own_files import check_own, own_file, read_text
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, RunInfo, Summary
 from crossbow_py.telemetry.system import SystemMonitor
 
@@ -46,12 +48,19 @@ def file_listeners(
             dropped. None for a fresh run, which drops every earlier record.
         device_uuids: the run's CUDA devices, to be watched; see `SystemMonitor`.
         closed_epochs: at that checkpoint; each of them has left a record.
+
+    Raises:
+        UserError: one of the files cannot be the run's own, such as a link.
     """
     # TensorBoard's modules take a fifth of a second, which whoever only imports the package need not wait for.
     from crossbow_py.telemetry.tensorboard import TensorBoardScalars  # noqa: PLC0415
 
     config = output_dir / CONFIG_FILE
-    text = config.read_text(encoding="utf-8") if config.exists() else None
+    try:
+        check_own(output_dir, (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE), (TENSORBOARD_FOLDER,))
+        text = read_text(config) if config.exists() else None
+    except OSError as error:
+        raise unwritable(output_dir, error) from error
     return [
         RunRecords(output_dir, resumed_samples, closed_epochs),
         TensorBoardScalars(
@@ -96,13 +105,13 @@ class RunRecords(Listener):
     def on_epoch(self, record: EpochRecord) -> None:
         """One line, flushed, so that a killed run has all but the epoch it was in."""
         line = json.dumps(_ordered(dataclasses.asdict(record), _LEADING_METRICS))
-        with self._metrics.open("a") as file:
+        with open(self._metrics, "a", opener=own_file) as file:
             file.write(line + "\n")
 
     def on_learner_count(self, change: LearnerCount) -> None:
         """A line of its own, told apart from those of epochs by `event`."""
         line = json.dumps({"event": "auto_tuner", **dataclasses.asdict(change)})
-        with self._metrics.open("a") as file:
+        with open(self._metrics, "a", opener=own_file) as file:
             file.write(line + "\n")
 
     def on_end(self, summary: Summary) -> None:
@@ -119,7 +128,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """All lines, epochs and decisions, and how many cannot be read, such as one torn by a crash, and are left out."""
     lines, damaged = [], 0
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with open(path, encoding="utf-8", errors="replace", opener=own_file) as file:
+        texts = file.read().splitlines()
+    for text in texts:
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -149,7 +160,7 @@ def read_summary(output_dir: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """The mapping in a file; empty when there is none, or none that can be read."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

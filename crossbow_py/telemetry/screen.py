@@ -10,6 +10,16 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from crossbow_py.errors import unwritable
+from crossbow_py.own_files import own_file
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return open(path, "a", encoding="utf-8", opener=own_file)
+    except OSError as error:
+        raise unwritable(path.parent, error) from error
+
 
 class Screen:
     """Talks to a stream and to a log file, which has every line and nothing of what is redrawn.
@@ -20,13 +30,16 @@ class Screen:
         log_path: appended to, as several processes may share it; None for none.
         stream: where to talk, the process's stdout by default.
         console: draws to the stream; None makes one that follows the terminal's size.
+
+    Raises:
+        UserError: the log cannot be written.
     """
 
     def __init__(
         self, log_path: Path | None = None, stream: TextIO | None = None, console: Console | None = None
     ) -> None:
         self._stream: TextIO | None = stream or sys.stdout
-        self._log = log_path.open("a", encoding="utf-8") if log_path else None
+        self._log = _opened(log_path) if log_path else None
         self._console = console or Console(file=self._stream, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
 

@@ -441,3 +441,37 @@ def test_no_page_or_makefile_tells_anyone_to_listen_on_all_addresses() -> None:
     pages = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/*/README.md")]
     for page in pages:
         assert not re.search(r"bind_all|0\.0\.0\.0|--host[ =]\*", page.read_text()), page
+
+
+LINKED = ["checkpoints", "tensorboard", "console.log", ".lock", "metrics.jsonl", "summary.json", "config.yaml"]
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("name", LINKED)
+def test_link_in_a_folder_that_is_resumed_is_refused_and_not_followed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run", name).rename("theirs")
+    Path("run", name).symlink_to(Path("theirs").resolve())
+    theirs = [Path("theirs"), *Path("theirs").rglob("*")]
+    before = [(path, path.read_bytes() if path.is_file() else b"") for path in theirs]
+    said = refusal([*DIGITS, "resume=auto", "max_rounds=4"], capsys)
+    assert f"run/{name} is a link" in said
+    assert [(path, path.read_bytes() if path.is_file() else b"") for path in theirs] == before
+    assert [Path("theirs"), *Path("theirs").rglob("*")] == theirs
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("name", ["console.log", ".lock", "metrics.jsonl", "summary.json", "config.yaml"])
+def test_pipe_in_a_folder_that_is_resumed_is_refused_at_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run", name).unlink(missing_ok=True)
+    os.mkfifo(Path("run", name))
+    assert f"run/{name} is a pipe" in refusal([*DIGITS, "resume=auto", "max_rounds=4"], capsys)
+
+
+@pytest.mark.usefixtures("run")
+def test_folder_of_a_run_that_is_itself_a_link_is_resumed() -> None:
+    Path("run").rename("disk")
+    Path("run").symlink_to("disk")
+    assert main([*DIGITS, "resume=auto", "max_rounds=4"]) == 0
+    assert read_summary(Path("disk"))["status"] == "finished"

@@ -64,6 +64,61 @@ def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path, text: 
     assert composed([f"config={tmp_path}"], TrainConfig).init_from == text
 
 
+@pytest.mark.parametrize("text", ["a\\\\\n", "a\n", "null\n", 'a"\n', "${oc.env:HOME}\n"])
+def test_text_that_ends_a_line_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    plain = config_to_mapping(compose(["+experiment=digits"]))
+    plain["model"] = {"name": "custom", "target": "mine.net", "args": {"text": text}}
+    (tmp_path / "config.yaml").write_text(json.dumps(plain))
+    found = composed([f"config={tmp_path}", "model.target=mine.net"], TrainConfig)
+    assert found.model.args["text"] == text
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"x:${oc.env:SECRET},y": 1},
+        {"x=${oc.env:SECRET}": 1},
+        {"${oc.env:SECRET}": 1},
+        {"x": {"y:${oc.env:SECRET},z": 1}},
+        {"x": [{"y:${oc.env:SECRET},z": 1}]},
+        {"x": [[{"y:${oc.env:SECRET},z": 1}]]},
+        {"a.b": 1},
+        {" x": 1},
+        {"": 1},
+        {"x\n": 1},
+    ],
+)
+@pytest.mark.parametrize("given", [[], ["model.target=mine.net"], ["model=mlp"]])
+def test_key_of_a_recorded_run_that_is_more_than_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], given: list[str]
+) -> None:
+    monkeypatch.setenv("SECRET", "hush")
+    plain = config_to_mapping(compose(["+experiment=digits"]))
+    plain["model"] = {"name": "custom", "target": "mine.net", "args": args}
+    (tmp_path / "config.yaml").write_text(json.dumps(plain))
+    with pytest.raises(UserError, match=r"keys of letters, digits, _, / and -, got ") as refused:
+        composed([f"config={tmp_path}", *given], TrainConfig)
+    assert "hush" not in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!binary JHtvYy5lbnY6U0VDUkVUfQ==",
+        "!!python/object/apply:pathlib.PosixPath ['${oc.env:SECRET}']",
+        "!!str '${oc.env:SECRET}'",
+        "!<tag:yaml.org,2002:binary> JHtvYy5lbnY6U0VDUkVUfQ==",
+        "!!set {a}",
+    ],
+)
+def test_recorded_run_with_a_yaml_tag_is_refused(tmp_path: Path, value: str) -> None:
+    folder = run(tmp_path, "data=digits", "model=custom", "model.target=mine.net", "model.args={x:here}")
+    file = folder / "config.yaml"
+    file.write_text(file.read_text().replace("x: here", f"x: {value}"))
+    with pytest.raises(UserError, match="must have no tags"):
+        composed([f"config={folder}", "model.target=mine.net"], TrainConfig)
+
+
 def test_code_that_a_recorded_run_names_is_called_only_when_it_is_named_again(tmp_path: Path) -> None:
     folder = run(tmp_path, "data=digits", "model=custom", "model.target=os.system", "model.args={command:'true'}")
     with pytest.raises(UserError, match=r"names model.target=os.system, code that would be run; .* say it again"):

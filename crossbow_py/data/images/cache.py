@@ -23,6 +23,7 @@ from torch import Tensor
 
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.errors import one_line
+from crossbow_py.own_files import check_own
 
 IMAGES, INDEX = "images.bin", "index.npy"
 _FORMAT_VERSION = 1
@@ -56,6 +57,7 @@ class ImageCache:
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder, self._count = folder, count
+        check_own(folder, (IMAGES, INDEX), ())
         self._index = _read_index(folder / INDEX)
         _check_index(self._index, count, (folder / IMAGES).stat().st_size)
         self._values = _mapped(folder / IMAGES)

@@ -1,31 +1,38 @@
 """Compiles update.c once a machine and loads it.
 
 The C compiler is whatever `$CC` or `cc` is. The library is kept in the user's cache under a name that follows from the
-source, the flags, the processor and the compiler, so that a home folder may be shared among unlike machines; where the
-cache cannot be written, it is compiled for the process alone. Without a compiler nothing is lost but speed: callers
-fall back to torch operators.
+source, the flags, the processor and the compiler, so that a home folder may be shared among unlike machines, and from
+its own bytes: one that was torn or damaged is found out, and made anew. What others could have written is not loaded.
+Where the cache cannot be written, or is open to others, the library is compiled for the process alone. Without a
+compiler nothing is lost but speed: callers fall back to torch operators.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
+from crossbow_py.file_writing import sync
+from crossbow_py.own_files import own_file
 from crossbow_py.user_cache import user_cache
 
 _SOURCE = Path(__file__).with_name("update.c")
 # Contraction is off so that a result is rounded where the torch operators of the reference round it.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 _COMPILE_S, _VERSION_S = 60.0, 10.0
+_PRIVATE = 0o700  # of the folder and of what is in it
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _INSTALL = "install gcc, or name a C compiler in CC"
 
 
@@ -82,9 +89,10 @@ def load(cache: Path | None = None) -> ctypes.CDLL:
     command = _compiler()
     try:
         cache = cache or user_cache() / "native"
+        _make_private(cache)
         return _load_from(cache, command)
     except OSError:
-        pass  # the cache cannot be written, or holds no files that may be run
+        pass  # the cache cannot be written, is not this user's alone, or holds no files that may be run
     try:
         with tempfile.TemporaryDirectory() as folder:  # what is loaded outlives its file
             return _load_from(Path(folder), command)
@@ -108,17 +116,41 @@ def _load_from(cache: Path, command: list[str]) -> ctypes.CDLL:
     """What the cache holds for this machine, or has after compiling. Raises OSError and NativeError."""
     parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), platform.machine().encode(), _processor()]
     stem = f"update-{_digest(*parts)}"
-    if not command or shutil.which(command[0]) is None:
-        for path in sorted(cache.glob(f"{stem}-*.so")):  # compiled when there was a compiler
-            with suppress(OSError):
+    has_compiler = bool(command) and shutil.which(command[0]) is not None
+    if has_compiler:
+        stem = f"{stem}-{_digest(_version(command))}"
+    for path in sorted(cache.glob(f"{stem}-*.so")):  # without a compiler any: there was one
+        if _is_whole(path):
+            with suppress(OSError, AttributeError):  # it cannot be loaded, or lacks a function
                 return _declare(ctypes.CDLL(str(path)))
+        with suppress(OSError):
+            path.unlink()
+    if not has_compiler:
         raise NativeError(f"there is no C compiler ({command[0] if command else '$CC is empty'})")
-    path = cache / f"{stem}-{_digest(_version(command))}.so"
-    if path.exists():
-        with suppress(OSError):  # damaged: made anew
-            return _declare(ctypes.CDLL(str(path)))
-    _compile(command, path)
-    return _declare(ctypes.CDLL(str(path)))
+    return _declare(ctypes.CDLL(str(_compile(command, cache, stem))))
+
+
+def _make_private(cache: Path) -> None:
+    """Make the folder, or see that nobody else could put a library there. Raises OSError where somebody could."""
+    cache.mkdir(parents=True, mode=_PRIVATE, exist_ok=True)
+    found = cache.stat()
+    if found.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}", str(cache))
+    if found.st_mode & _OTHERS_WRITE:  # as it was made by earlier versions with some umasks
+        for path in cache.glob("*.so"):  # anybody's
+            path.unlink()
+        cache.chmod(_PRIVATE)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is this user's own file and has the bytes that were compiled. A torn one would end the process."""
+    try:
+        with open(path, "rb", opener=own_file) as file:
+            found = os.fstat(file.fileno())
+            is_private = found.st_uid == os.getuid() and not found.st_mode & _OTHERS_WRITE
+            return is_private and _digest(file.read()) == path.stem.rpartition("-")[2]
+    except OSError:
+        return False
 
 
 def _version(command: list[str]) -> bytes:
@@ -141,11 +173,10 @@ def _processor() -> bytes:
     return "\n".join(line for line in lines if line.startswith(("model", "vendor_id", "flags", "Features"))).encode()
 
 
-def _compile(command: list[str], path: Path) -> None:
+def _compile(command: list[str], cache: Path, stem: str) -> Path:
     """Into a folder of its own first, then renamed: several processes may be at it at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        made = Path(folder) / f"{stem}.so"
         try:
             done = subprocess.run(
                 [*command, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"],
@@ -159,7 +190,12 @@ def _compile(command: list[str], path: Path) -> None:
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise NativeError(f"{command[0]} failed: {reason[:200]}")
+        made.chmod(_PRIVATE)
+        sync(made)
+        path = cache / f"{stem}-{_digest(made.read_bytes())}.so"
         made.replace(path)
+        sync(cache)
+        return path
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -15,7 +15,7 @@ from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 def search_listeners(folder: Path) -> list[SearchListener]:
     """Everything that records a search in its folder, which exists; the console is told last, and says what was drawn.
 
-    Raises OSError when console.log cannot be opened.
+    Raises UserError when console.log cannot be opened.
     """
     # TensorBoard's modules take a fifth of a second, which whoever asks for --help need not wait for.
     from crossbow_py.packing.report.tensorboard import SearchTensorBoard  # noqa: PLC0415

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -249,14 +253,110 @@ def test_library_compiled_before_serves_without_a_compiler(monkeypatch, tmp_path
     assert load(tmp_path).crossbow_sum is not None
 
 
-def test_damaged_library_in_the_cache_is_made_anew(tmp_path):
-    load(tmp_path / "whole")
-    (whole,) = (tmp_path / "whole").glob("*.so")
-    damaged = tmp_path / "damaged" / whole.name
-    damaged.parent.mkdir()
-    damaged.write_bytes(b"no library")
-    assert load(damaged.parent).crossbow_sum is not None
-    assert damaged.read_bytes() == whole.read_bytes()
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled") / "cache"
+    load(folder)
+    return folder
+
+
+@pytest.fixture
+def library(compiled, tmp_path):
+    """The one library of a cache that is ready."""
+    shutil.copytree(compiled, tmp_path / "cache")
+    (path,) = (tmp_path / "cache").glob("*.so")
+    return path
+
+
+def torn(content):
+    return content[:5000]
+
+
+def flipped(content):
+    """One bit in the middle, where code is."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize("harm", [lambda _: b"", lambda _: b"no library", torn, flipped])
+def test_damaged_library_in_the_cache_is_made_anew(library, harm):
+    whole = library.read_bytes()
+    library.unlink()  # which is loaded already
+    library.write_bytes(harm(whole))
+    in_a_process(library.parent)
+    assert [path.read_bytes() for path in library.parent.iterdir()] == [whole]
+
+
+@pytest.mark.parametrize("place", ["link", "pipe", "folder"])
+def test_library_that_is_no_file_is_not_loaded(library, tmp_path, place):
+    library.rename(tmp_path / "elsewhere.so")
+    if place == "link":
+        library.symlink_to(tmp_path / "elsewhere.so")
+    else:
+        (os.mkfifo if place == "pipe" else os.mkdir)(library)
+    before = (tmp_path / "elsewhere.so").read_bytes()
+    in_a_process(library.parent)
+    assert (tmp_path / "elsewhere.so").read_bytes() == before
+    assert library.is_dir() or library.lstat().st_size == len(before)
+
+
+def test_library_without_its_functions_is_made_anew(library, tmp_path):
+    source = tmp_path / "other.c"
+    source.write_text("int other(void) { return 7; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "other.so"), str(source)], check=True)
+    content = (tmp_path / "other.so").read_bytes()
+    stem = library.stem.rpartition("-")[0]
+    other = library.with_name(f"{stem}-{hashlib.sha256(content).hexdigest()[:12]}.so")
+    library.unlink()
+    other.write_bytes(content)
+    other.chmod(0o700)
+    in_a_process(library.parent)
+    assert [path.name for path in library.parent.iterdir()] == [library.name]
+
+
+def test_cache_of_compiled_code_is_the_users_alone(library):
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert library.stat().st_mode & 0o022 == 0
+
+
+def test_library_that_others_may_write_is_made_anew(library):
+    library.chmod(0o777)
+    in_a_process(library.parent)
+    assert library.stat().st_mode & 0o022 == 0
+
+
+def test_folder_of_compiled_code_that_others_may_write_is_emptied_and_closed(library):
+    (library.parent / "update-planted.so").write_bytes(b"theirs")
+    library.parent.chmod(0o777)
+    in_a_process(library.parent)
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in library.parent.iterdir()] == [library.name]
+
+
+@pytest.mark.parametrize("theirs", ["folder", "file"])
+def test_compiled_code_of_another_user_is_not_loaded(library, monkeypatch, theirs):
+    changed = library.stat().st_mtime_ns
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)  # now they are another's
+    if theirs == "file":
+        monkeypatch.setattr("crossbow_py.engine.native.library._make_private", lambda cache: None)
+    loaded = load(library.parent)
+    assert loaded.crossbow_sum is not None
+    if theirs == "folder":
+        assert Path(loaded._name).parent != library.parent and library.stat().st_mtime_ns == changed
+    else:
+        assert library.stat().st_mtime_ns != changed
+
+
+def in_a_process(cache):
+    """Load, in a process of its own, as what is damaged may end it."""
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(load(cache).crossbow_sum is None)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_library_that_computes_something_else_is_not_used(monkeypatch):
