@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -39,8 +39,8 @@ class _Output(nn.Module):
         return self.take(self.model(inputs))
 
 
-# The smallest variant of each architecture, and what else it is told: to be shallower, and, where it learns positions, how
-# large images are.
+# The smallest variant of each architecture, and what else it is told: to be shallower, and, where it learns positions,
+# how large images are.
 _SIZED: dict[str, Any] = {"img_size": _IMAGE}
 _LAYERS, _DEPTHS = {"layers": [1, 1, 1, 1]}, {"depths": (1, 1, 1, 1)}
 TIMM: Mapping[str, dict[str, Any]] = {
@@ -173,13 +173,9 @@ class _Clip(nn.Module):
         return similarity
 
 
-def entries(packages: Sequence[str] = PACKAGES) -> dict[str, Entry]:
-    """All models of the packages by name."""
+def entry_of(name: str) -> Entry:
+    """A model of `TIMM` or `TRANSFORMERS`; imports its package."""
     _torchvision()
-    found: dict[str, Entry] = {}
-    if "timm" in packages:
-        shape = (3, _IMAGE, _IMAGE)
-        found |= {name: Entry(partial(_timm_model, name, options), shape) for name, options in TIMM.items()}
-    if "transformers" in packages:
-        found |= _transformers_models()
-    return found
+    if name in TIMM:
+        return Entry(partial(_timm_model, name, TIMM[name]), (3, _IMAGE, _IMAGE))
+    return _transformers_models()[name]

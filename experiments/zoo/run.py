@@ -23,7 +23,7 @@ from experiments.common.arguments import count
 from experiments.common.machine import machine, usable_cores
 from experiments.common.results import show_and_write, write_result
 from experiments.zoo.comparison import BATCH_SIZE, CHANGE, MULTIPLE, NUM_LEARNERS, NUM_ROUNDS, TOLERANCE, compared
-from experiments.zoo.models import PACKAGES, entries
+from experiments.zoo.models import PACKAGES, TIMM, TRANSFORMERS, entry_of
 from experiments.zoo.report import result_text
 
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--processes", type=count, default=usable_cores(), help="a model each (default all cores)")
     add("--json", type=Path, metavar="PATH", help="write the results there, after every model")
     options = parser.parse_args(argv)
-    packages = {name: package for package in PACKAGES for name in entries((package,))}
+    packages = dict.fromkeys(TIMM, "timm") | dict.fromkeys(TRANSFORMERS, "transformers")
     wanted = options.models or list(packages)
     if unknown := [name for name in wanted if name not in packages]:
         print(f"error: --models must be of {', '.join(packages)}, got {unknown[0]}.", file=sys.stderr)
@@ -67,7 +67,7 @@ def _compared_side_by_side(names: Sequence[str], processes: int) -> Iterator[tup
 
 def _compared(name: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # packages' own
-    return compared(entries()[name])
+    return compared(entry_of(name))
 
 
 if __name__ == "__main__":

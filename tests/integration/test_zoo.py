@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from experiments.zoo.comparison import compared
-from experiments.zoo.models import TIMM, TRANSFORMERS, Entry, entries
+from experiments.zoo.models import TIMM, TRANSFORMERS, Entry, entry_of
 from experiments.zoo.report import models_table, summary_table
 
 
@@ -27,8 +27,8 @@ def kept_number_of_threads():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*TIMM, *TRANSFORMERS])
 def test_model_of_the_zoo_trains_alike_on_every_executor(name):
-    package = pytest.importorskip("timm" if name in TIMM else "transformers", reason="the extra zoo is not installed")
-    found = compared(entries((package.__name__,))[name])
+    pytest.importorskip("timm" if name in TIMM else "transformers", reason="the extra zoo is not installed")
+    found = compared(entry_of(name))
     assert {executor: row["outcome"] for executor, row in found.items()} == dict.fromkeys(found, "ok")
 
 
