@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ NUM_LEARNERS, BATCH_SIZE, NUM_ROUNDS, LEARNING_RATE = 2, 2, 2, 0.01
 TOLERANCE, MULTIPLE, CHANGE = 1e-7, 10.0, 1e-12
 
 State = list[dict[str, Tensor]]
+Data = tuple[Tensor, Tensor]
 
 
 def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[str, Any]:
@@ -38,23 +40,36 @@ def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[st
     `serial` comes first; where it crashes there is nothing to compare with.
     """
     try:
-        initial, serial = after_rounds(entry, "serial", num_rounds=0)[0], after_rounds(entry, "serial")[0]
+        torch.manual_seed(0)
+        template, data = entry.build(), _data(entry)
+        initial = after_rounds(template, data, "serial", num_rounds=0)[0]
+        serial = after_rounds(template, data, "serial")[0]
     except Exception as error:
         return {"serial": {"outcome": "crash", "reason": one_line(error)[:300]}}
     found: dict[str, Any] = {"serial": {"outcome": "ok"}}
     control: float | None = None
     for executor in executors:
-        row = found[executor] = _against(serial, initial, entry, executor)
+        row = found[executor] = _against(serial, initial, template, data, executor)
         if row.get("difference", 0.0) > TOLERANCE:
             if control is None:
-                control = relative_difference(after_rounds(entry, "serial", change=CHANGE)[0], serial, initial)
+                moved = after_rounds(_changed(template), data, "serial")[0]
+                control = relative_difference(moved, serial, initial)
             row |= {"control": control, "outcome": "ok" if row["difference"] <= MULTIPLE * control else "DIFFERENT"}
     return found
 
 
-def _against(serial: State, initial: State, entry: Entry, executor: str) -> dict[str, Any]:
+def _changed(template: nn.Module) -> nn.Module:
+    """A copy, its weights moved a little."""
+    found = copy.deepcopy(template)
+    with torch.no_grad():
+        for parameter in found.double().parameters():
+            parameter.mul_(1 + CHANGE * torch.randn_like(parameter))
+    return found
+
+
+def _against(serial: State, initial: State, template: nn.Module, data: Data, executor: str) -> dict[str, Any]:
     try:
-        state, looped = after_rounds(entry, executor)
+        state, looped = after_rounds(template, data, executor)
     except FusionError as error:
         return {"outcome": "refused", "reason": str(error)}
     except Exception as error:
@@ -63,12 +78,12 @@ def _against(serial: State, initial: State, entry: Entry, executor: str) -> dict
 
 
 def after_rounds(
-    entry: Entry, executor: str, num_rounds: int = NUM_ROUNDS, change: float = 0.0
+    template: nn.Module, data: Data, executor: str, num_rounds: int = NUM_ROUNDS
 ) -> tuple[State, list[str]]:
     """The state of every learner and of z after some rounds, and the operators that were run learner by learner."""
     # Of several groups of learners each has a thread; elsewhere one is fastest beside other models.
     torch.set_num_threads(NUM_LEARNERS if executor == "fused_threads" else 1)
-    tasks = _tasks(entry, executor, change)
+    tasks = _tasks(template, data, executor)
     runner = EXECUTORS[executor](tasks)
     try:
         for index in range(num_rounds):
@@ -106,12 +121,7 @@ def _distance(own: dict[str, Tensor], other: dict[str, Tensor], initial: dict[st
     return max(distance if math.isfinite(distance) else math.inf for distance in distances)
 
 
-def _tasks(entry: Entry, executor: str, change: float) -> RoundTasks:
-    torch.manual_seed(0)
-    template = entry.build()
-    with torch.no_grad():
-        for parameter in template.parameters() if change else ():
-            parameter.mul_(1 + change * torch.randn_like(parameter))
+def _tasks(template: nn.Module, data: Data, executor: str) -> RoundTasks:
     optimizer, rule = SGD(), SMA()
     bank = ReplicaBank(
         template, NUM_LEARNERS, device=torch.device("cpu"), precision=FP64, state_names=optimizer.STATE,
@@ -120,14 +130,14 @@ def _tasks(entry: Entry, executor: str, change: float) -> RoundTasks:
     return RoundTasks(
         bank,
         update=choose_update(optimizer, rule, bank.device, FP64.master)[0],
-        feed=make_feed(_data(entry), BATCH_SIZE, 0, channels_last=True, dtype=FP64.compute),
+        feed=make_feed(data, BATCH_SIZE, 0, channels_last=True, dtype=FP64.compute),
         loss=nn.functional.cross_entropy,
         seed=0,
         collective=Collective(),
     )
 
 
-def _data(entry: Entry) -> tuple[Tensor, Tensor]:
+def _data(entry: Entry) -> Data:
     generator, count = torch.Generator().manual_seed(1), NUM_LEARNERS * BATCH_SIZE * NUM_ROUNDS
     draw: Callable[..., Tensor] = _tokens if entry.is_text else torch.randn
     return draw((count, *entry.shape), generator=generator), torch.arange(count) % NUM_CLASSES
