@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +117,7 @@ def _distance(own: dict[str, Tensor], other: dict[str, Tensor], initial: dict[st
     # A mask's infinities are nobody's business: they stay where they are.
     names = [name for name, value in other.items() if name not in exact and bool(value.isfinite().all())]
     moved = {name: float((other[name] - initial[name]).norm()) for name in names}
-    least = 1e-6 * math.hypot(*moved.values())
+    least = max(1e-6 * math.hypot(*moved.values()), sys.float_info.min)  # z stays where it is in a first round
     distances = [float((own[name] - other[name]).norm()) / max(moved[name], least) for name in names]
     return max(distance if math.isfinite(distance) else math.inf for distance in distances)
 
