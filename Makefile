@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOGDIR ?= runs
 STAMP := $(VENV)/.crossbow-installed
+ZOO_STAMP := $(VENV)/.zoo-installed
 PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 HAS_CUDA := import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")
@@ -43,7 +44,11 @@ tensorboard: setup  ## the curves of all runs, on http://localhost:6006
 test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 
-test-all: setup  ## the whole suite
+$(ZOO_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[zoo]'
+	@touch $@
+
+test-all: setup $(ZOO_STAMP)  ## the whole suite, also on models of timm and transformers
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m gpu --quiet

@@ -50,6 +50,7 @@ from experiments.throughput.report import result_text, rounds_table, sides_table
 from experiments.time_to_accuracy import report as time_report
 from experiments.update_bandwidth import report as update_report
 from experiments.workers import report as workers_report
+from experiments.zoo import report as zoo_report
 
 Table = Callable[[Mapping[str, Any]], str]
 Results = Mapping[str, Mapping[str, Any]]
@@ -142,6 +143,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "machine": _machine,
     },
     "workers": {"all": workers_report.result_text, "workers": workers_report.workers_table, "machine": _machine},
+    "zoo": {"all": zoo_report.result_text, "summary": zoo_report.summary_table, "machine": _machine},
 }
 # Over all results of an experiment.
 TABLES_OVER_ALL: dict[str, dict[str, Callable[[Results], str]]] = {

@@ -239,7 +239,8 @@ _POOLING = [
 @rule(
     *_POOLING, "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "upsample_nearest1d", "upsample_nearest2d",
     "upsample_nearest3d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d", "upsample_bicubic2d",
-    "pixel_shuffle", "pixel_unshuffle", "reflection_pad2d", "replication_pad2d",
+    "pixel_shuffle", "pixel_unshuffle", "reflection_pad2d", "replication_pad2d", "_upsample_bicubic2d_aa",
+    "_upsample_bilinear2d_aa", "im2col",
 )  # fmt: skip
 def channelwise(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
     """Operators that do to every channel the same: K·C of them are K times C."""

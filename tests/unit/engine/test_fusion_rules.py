@@ -155,7 +155,10 @@ CASES: dict[str, Case] = {
     "stack": Case(lambda x, w, m: torch.stack([x, x * 2], -1).prod(1)),
     "repeat": Case(lambda x, w, m: x.repeat(1, 2, 1, 1)),
     "repeat_interleave": Case(lambda x, w, m: x.repeat_interleave(2, 1), looped=True),
-    "unfold": Case(lambda x, w, m: functional.unfold(x, 3), looped=True),
+    "unfold": Case(lambda x, w, m: functional.unfold(x, (3, 2), padding=1) * w, w=(48, 1)),
+    "resized with less aliasing": Case(
+        lambda x, w, m: functional.interpolate(x, (4, 3), mode="bicubic", antialias=True) * w, w=(8, 1, 1)
+    ),
     "channel shuffle": Case(lambda x, w, m: torch.stack(x.chunk(2, 1), 2).flatten(1, 2) * w, w=(8, 1, 1)),
     "shuffle of groups": Case(
         lambda x, w, m: m.conv(functional.channel_shuffle(x, 2)),

@@ -1,0 +1,74 @@
+"""Do models that people bring train on every executor as on `serial`?
+
+    python experiments/zoo/run.py [--models test_vit CLIP] [--processes 2] [--json PATH]
+
+README.md says what is compared and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
+
+from experiments.common.arguments import count
+from experiments.common.machine import machine, usable_cores
+from experiments.common.results import show_and_write, write_result
+from experiments.zoo.comparison import BATCH_SIZE, CHANGE, MULTIPLE, NUM_LEARNERS, NUM_ROUNDS, TOLERANCE, compared
+from experiments.zoo.models import PACKAGES, TIMM, TRANSFORMERS, entry_of
+from experiments.zoo.report import result_text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare as asked for; prints the table and returns the exit code: 1 where something is different or crashes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--models", nargs="+", metavar="NAME", help="by default all of them")
+    add("--processes", type=count, default=usable_cores(), help="a model each (default all cores)")
+    add("--json", type=Path, metavar="PATH", help="write the results there, after every model")
+    options = parser.parse_args(argv)
+    packages = dict.fromkeys(TIMM, "timm") | dict.fromkeys(TRANSFORMERS, "transformers")
+    wanted = options.models or list(packages)
+    if unknown := [name for name in wanted if name not in packages]:
+        print(f"error: --models must be of {', '.join(packages)}, got {unknown[0]}.", file=sys.stderr)
+        return 2
+    result: dict[str, Any] = {
+        "machine": machine(), "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "num_learners": NUM_LEARNERS, "batch_size": BATCH_SIZE, "num_rounds": NUM_ROUNDS, "tolerance": TOLERANCE,
+        "multiple": MULTIPLE, "change": CHANGE, "models": [],
+    }  # fmt: skip
+    for name, found in _compared_side_by_side(wanted, options.processes):
+        result["models"].append({"model": name, "package": packages[name], "executors": found})
+        result["models"].sort(key=lambda model: list(packages).index(model["model"]))
+        print(name, {executor: row["outcome"] for executor, row in found.items()}, flush=True)
+        if options.json:
+            write_result(options.json, result)
+    show_and_write(result, result_text, options.json)
+    outcomes = {row["outcome"] for model in result["models"] for row in model["executors"].values()}
+    return int(not outcomes.isdisjoint({"DIFFERENT", "crash"}))
+
+
+def _compared_side_by_side(names: Sequence[str], processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every model in a process of its own, which takes its memory with it."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, max_tasks_per_child=1) as pool:
+        names_of = {pool.submit(_compared, name): name for name in names}
+        for done in as_completed(names_of):
+            yield names_of[done], done.result()
+
+
+def _compared(name: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # packages' own
+    return compared(entry_of(name))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
