@@ -81,8 +81,7 @@ def build_parts(
 ) -> Parts:
     """Build a run's parts, once small batches of every data set went through the model. Raises UserError.
 
-    `announce` is given a sentence before what takes long. All ranks call it together, and what `auto` becomes on the
-    first is taken by all.
+    All ranks call it together; what `auto` becomes on the first is taken by all. `announce` is told what takes long.
     """
     loss = loss_on(choices.device, loss)
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)

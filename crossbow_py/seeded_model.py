@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from crossbow_py.data.feed import Batch
-from crossbow_py.engine.agreement import furthest, gradients_of, kept_buffers, move, moved_weights, projection
+from crossbow_py.engine.agreement import (
+    Difference,
+    furthest,
+    gradients_of,
+    kept_buffers,
+    move,
+    moved_weights,
+    projection,
+)
 from crossbow_py.engine.dropout import without_dropout
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.precision import Precision
@@ -76,10 +84,35 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
             f"the model's {hooked[0]} has a hook on its gradient, which learners, copies of the model, would lose; "
             "write what it does into forward, as for a mask: (weight * mask) in place of weight."
         )
-    copied, full = copy.deepcopy(original), replace(precision, compute=precision.master)
+    copied = copy.deepcopy(original)
+    try:
+        found = _difference(original, copied, precision, batch, channels_last)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"the model's gradients cannot be computed ({one_line(error)[:300]}); take them once yourself, by "
+            "torch.autograd.grad(loss, parameters), and mend what fails."
+        ) from error
+    if found is not None:
+        raise UserError(
+            f"learners, copies of the model, would not train as it does ({found}); let no hook, lambda or other tensor "
+            "of the model hold the model itself or memory of its weights, but take them from self when forward runs."
+        )
+    return copied
+
+
+def _after_hooks(parameter: nn.Parameter) -> object:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def _difference(
+    original: nn.Module, copied: nn.Module, precision: Precision, batch: Batch, channels_last: bool
+) -> Difference | None:
+    """Return where a learner, bound to a bank's row with weights that have moved, differs from the model itself."""
     bank = ReplicaBank(
-        copied, 1, device=batch.inputs.device, precision=full, state_names=(), channels_last=channels_last,
-        training=False,
+        copied, 1, device=batch.inputs.device, precision=replace(precision, compute=precision.master), state_names=(),
+        channels_last=channels_last, training=False,
     )  # fmt: skip
     learner, trained = bank.module(0), [name for name, own in original.named_parameters() if own.requires_grad]
     ours, theirs = dict(original.named_parameters()), dict(learner.named_parameters())
@@ -97,28 +130,13 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
             return values(original)
 
     try:
-        with torch.no_grad():
-            for name, own in ours.items():
-                own.copy_(theirs[name])
-        found = furthest(values(learner), values(original), control, precision.master)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"the model's gradients cannot be computed ({one_line(error)[:300]}); take them once yourself, by "
-            "torch.autograd.grad(loss, parameters), and mend what fails."
-        ) from error
+        _load(ours, theirs)
+        return furthest(values(learner), values(original), control, precision.master)
     finally:
-        with torch.no_grad():
-            for name, before in kept.items():
-                ours[name].copy_(before)
-    if found is not None:
-        raise UserError(
-            f"learners, copies of the model, would not train as it does ({found}); let no hook, lambda or other tensor "
-            "of the model hold the model itself or memory of its weights, but take them from self when forward runs."
-        )
-    return copied
+        _load(ours, kept)
 
 
-def _after_hooks(parameter: nn.Parameter) -> object:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+@torch.no_grad()
+def _load(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, own in parameters.items():
+        own.copy_(values[name])

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "crossbow_py").rglob("*.py"))
 FOLDERS = ("crossbow_py", "conf", "docker", "docs", "experiments", "tests")
 TEXT = {".md", ".py", ".toml", ".txt", ".yaml"}
-MAXIMUM_FILE_LINES = 400
+MAXIMUM_FILE_LINES = 600
 MAXIMUM_FUNCTION_LINES = 60
 
 # Written with one-letter classes so that this file does not find itself.
