@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ from crossbow_py.engine.agreement import (
 )
 from crossbow_py.engine.dropout import without_dropout
 from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.engine.precision import Precision
+from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.errors import UserError, one_line
 from crossbow_py.host_randomness import kept_host_state
@@ -115,9 +116,7 @@ def _difference(
         channels_last=channels_last, training=False,
     )  # fmt: skip
     learner, trained = bank.module(0), [name for name, own in original.named_parameters() if own.requires_grad]
-    ours, theirs = dict(original.named_parameters()), dict(learner.named_parameters())
-    kept = {name: own.detach().clone() for name, own in ours.items()}
-    move(list(theirs.values()), _APART)
+    move(list(learner.parameters()), _APART)
     inputs = batch.inputs.to(precision.master) if batch.inputs.is_floating_point() else batch.inputs
 
     def values(model: nn.Module) -> dict[str, Tensor]:
@@ -126,17 +125,29 @@ def _difference(
             return gradients_of(projection(model(inputs)), model, trained)
 
     def control() -> dict[str, Tensor]:
-        with moved_weights(list(ours.values()), precision.master):
+        with moved_weights(list(original.parameters()), precision.master):
             return values(original)
 
-    try:
-        _load(ours, theirs)
+    with _borrowed(original, bank.precision):
+        _load(original, dict(learner.named_parameters()))
         return furthest(values(learner), values(original), control, precision.master)
+
+
+@contextlib.contextmanager
+def _borrowed(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """Have the block compute with a model in another format, and write its weights; then they are as they were."""
+    tensors = [(own, own.data) for own in (*model.parameters(), *model.buffers())]
+    weights = {name: own.detach().clone() for name, own in model.named_parameters()}
+    cast_module(model, precision)
+    try:
+        yield
     finally:
-        _load(ours, kept)
+        for own, data in tensors:
+            own.data = data
+        _load(model, weights)
 
 
 @torch.no_grad()
-def _load(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, own in parameters.items():
+def _load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, own in model.named_parameters():
         own.copy_(values[name])

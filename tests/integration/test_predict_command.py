@@ -152,7 +152,7 @@ def test_every_combination_of_swept_values_has_a_folder_of_its_own() -> None:
         (["models=[five]", "data=synthetic"], "not fit this model for samples of shape [3, 32, 32]"),
         (["models=[five,damaged]"], "cannot be read as safetensors"),
         (["models=[five]", "num_learners=2"], "unknown key num_learners"),
-        (["models=[five]", "model=mlp"], "unknown key model; did you mean 'models'?"),
+        (["models=[five]", "model=mlp"], "unknown key model, which is for python -m crossbow_py.train; did you mean"),
         (["models=[five]", "+experiment=digits"], "unknown key experiment"),
         (["models=[five]", "executor=fast"], "executor must be one of auto, serial, threads, fused, fused_threads"),
         (["models=[five]", "executor=streams"], "executor=streams runs on cuda only, and device is cpu; set executor="),
