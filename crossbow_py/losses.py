@@ -76,7 +76,7 @@ def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, tar
 
 
 def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
-    """What looks wrong and may be meant so: sentences for the user."""
+    """Return sentences on what looks wrong and may be meant so."""
     output = output.detach().float()
     shape = f"[batch, {', '.join(map(str, output.shape[1:]))}]"
     if loss is _F.cross_entropy and output.ndim > 2 and output.shape[:-1] == targets.shape:
@@ -123,7 +123,7 @@ def _is_of(loss: Loss, kinds: tuple[Loss, type[nn.Module]]) -> bool:
 
 
 def _are_probabilities(output: Tensor) -> bool:
-    """Of two classes or more, in the second place."""
+    """Return whether outputs are probabilities of two classes or more, which are in the second place."""
     if output.ndim < 2 or output.shape[1] < 2 or bool((output < 0).any()):
         return False
     return bool(((output.sum(1) - 1).abs() < _TOLERANCE).all())

@@ -92,7 +92,7 @@ class Prediction:
         return [int((~np.isfinite(own).all(-1)).sum()) for own in self.probabilities]
 
     def _accuracy(self, probabilities: npt.NDArray[np.float32]) -> float:
-        """Of what is finite; the rest is wrong."""
+        """Return the share of right predictions; a sample whose values are not finite is wrong."""
         right = (probabilities.argmax(-1) == self.targets) & np.isfinite(probabilities).all(-1)
         return float(right.mean())
 

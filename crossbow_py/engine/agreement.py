@@ -79,7 +79,7 @@ def furthest(
 
 
 def _norm(values: Sequence[Tensor]) -> float:
-    """Of what is finite: masks may hold infinity."""
+    """Return the norm of what is finite: masks may hold infinity."""
     return math.hypot(*(_length(value) for value in values))
 
 
@@ -90,7 +90,7 @@ def _length(value: Tensor) -> float:
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
-    """Not finite where only one of the two is."""
+    """Return the norm of the difference; it is not finite where only one of the two values is."""
     fine = torch.promote_types(expected.dtype, torch.float32)
     difference = found.to(fine) - expected.to(fine)
     distance = float(torch.linalg.vector_norm(difference, dtype=torch.float64))

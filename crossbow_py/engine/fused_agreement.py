@@ -57,7 +57,7 @@ _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary(
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: a model on the data it is to be trained on.
+    """A model and the data that it is to be trained on: what a comparison depends on.
 
     Attributes:
         template: the model.
@@ -240,7 +240,7 @@ class _Pair:
         return all(each is None for each in found)
 
     def _alone(self, learner: int) -> dict[str, Tensor]:
-        """What a learner's module gives on its batch."""
+        """Return what a learner's module gives on its batch."""
         self._seed()
         module = self._bank.module(learner)
         with kept_buffers(module):
@@ -259,7 +259,7 @@ class _Pair:
         return projection(output)
 
     def together(self) -> list[dict[str, Tensor]]:
-        """What the fused pass gives for both; where they share batches each is taken from a pass on its own batch."""
+        """Return what fused passes give for both; learners that share batches have a pass on the batch of each."""
         fused = FusedPass(self._tasks, self._kernels)
         if not self._shared:
             both = Batch(*(torch.stack(each) for each in zip(*self._batches, strict=True)))
@@ -299,7 +299,7 @@ class _Pair:
         return furthest(found, self._expected[learner], control, self._precision.compute, alike)
 
     def one_by_one(self) -> dict[str, Tensor]:
-        """What the first learner gives by the graph's operators as they were exported."""
+        """Return what the first learner gives by the graph's operators as they were exported."""
         single = FusedPass(self._tasks, learners=range(1), fuses=False)
         (found,) = self._learned(single, Batch(*(each[None] for each in self._batches[0])), shared=False)
         return found

@@ -116,7 +116,7 @@ def _judge(state: WaitState) -> tuple[WaitState, str]:
 
 
 def _rates(state: WaitState) -> list[float]:
-    """Of the last windows, those with as many learners as now."""
+    """Return those of the last windows that had as many learners as now."""
     return [window.images_per_s for window in state.recent if window.num_learners == state.num_learners]
 
 

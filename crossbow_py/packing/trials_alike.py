@@ -33,7 +33,7 @@ class TrialsAlike:
 
     @property
     def compared(self) -> Comparison:
-        """What is compared before their models are fused: in packs they take the same batches."""
+        """The comparison that comes before their models are fused; in packs they take the same batches."""
         return Comparison(
             self.template, self.feed, self.loss, self.choices.precision, self.settings.channels_last, shared=True
         )

@@ -175,5 +175,5 @@ def _train_plainly(name: str, model: nn.Module, feed: Any, learner: int) -> None
 
 
 def _draws(index: int, learner: int) -> AbstractContextManager[Any]:
-    """What a learner draws in a round, for an ordinary module."""
+    """Have an ordinary module draw what a learner draws in a round."""
     return OwnDraws(torch.Generator().manual_seed(counter_seed(0, "dropout", index, learner)))

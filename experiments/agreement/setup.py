@@ -1,4 +1,4 @@
-"""What it takes to set up fused rounds, with the comparison that they are trusted for and without it."""
+"""The time to set up fused rounds, with the comparison that they are trusted for and without it."""
 
 from __future__ import annotations
 
