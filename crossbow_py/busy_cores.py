@@ -15,7 +15,7 @@ WINDOW_S = 0.3
 
 
 class Sleep(Protocol):
-    """What has threads sleep while they wait for each other, from `start` to `stop`."""
+    """A way to have threads sleep while they wait for each other, from `start` to `stop`."""
 
     def start(self) -> None:
         """No effect when they sleep."""
@@ -79,9 +79,12 @@ def _others(before: LoadSnapshot | None, after: LoadSnapshot | None) -> float | 
     return None if share is None or after is None else share * after.cores
 
 
-def busy_cores(executor: str, device_type: str, num_local: int = 1) -> BusyCores | None:
-    """What looks after a run by an executor, one of `num_local` ranks here; None where no threads wait by spinning."""
+def busy_cores(executor: str, device_type: str, is_alone: bool = True) -> BusyCores | None:
+    """Return what looks after a run by an executor; None where no threads wait by spinning.
+
+    A run that has other processes here, ranks or data workers, `is_alone` no more: their load says nothing of others.
+    """
     num_cores = len(usable_core_ids())
     if device_type != "cpu" or not EXECUTORS[executor].SPLITS_OPERATORS or not threads_spin(num_cores):
         return None
-    return BusyCores(SleepingThreads(num_cores), LoadSnapshot.take if num_local == 1 else None)
+    return BusyCores(SleepingThreads(num_cores), LoadSnapshot.take if is_alone else None)

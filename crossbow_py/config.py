@@ -227,6 +227,8 @@ def check_path(key: str, path: str | None) -> None:
     if path is None:
         return
     given = f"{path[:40]}..." if len(path) > 40 else path
+    if "\0" in path:
+        raise UserError(f"{key} must be a path, got {path!r}, which has a null character; leave it out.")
     try:
         Path(path).expanduser()
     except RuntimeError as error:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +113,8 @@ class Evaluator:
 
     def module(self, state: State) -> nn.Module:
         """A module with this state in master precision, evaluation mode."""
-        module = copy.deepcopy(self.template).to(self.precision.master)
+        full = replace(self.precision, compute=self.precision.master)
+        module = cast_module(copy.deepcopy(self.template), full)  # which leaves complex buffers alone
         with torch.no_grad():
             for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
                 value.copy_(state[name])

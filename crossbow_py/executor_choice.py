@@ -16,6 +16,7 @@ from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fused_agreement import Comparison, require_agreement
 from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
@@ -99,6 +100,11 @@ def why_not_fused(compared: Comparison) -> str | None:
         require_agreement(compared)
     except FusionError as error:
         return str(error)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        free_memory(next(compared.template.parameters()).device)
+        return "memory does not hold two learners, which are compared with the model first"
     return None
 
 

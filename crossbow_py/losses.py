@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -97,9 +98,11 @@ def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
     return [] if loss is _F.cross_entropy else _remarks_on_mean(loss, output, targets)
 
 
+@torch.no_grad()
 def _remarks_on_mean(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
     """By the losses of samples one by one, whose mean a batch's loss ought to be."""
     try:
+        loss = copy.deepcopy(loss)  # it may count its calls
         whole = float(loss(output, targets))
         each = [float(loss(*one)) for one in zip(torch.split(output, 1), torch.split(targets, 1), strict=True)]
     except Exception:  # it may need several samples

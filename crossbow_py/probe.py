@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.engine.agreement import projection
 from crossbow_py.engine.dropout import OwnDraws, replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss
@@ -49,13 +50,14 @@ def probe(
     """
     model = _runnable(template, precision).train()
     device = batch.inputs.device
-    replace_dropout(model, torch.Generator(device))
+    generator = torch.Generator(device)
+    replace_dropout(model, generator)
     own = device.type == "cpu" and not compile_model  # learners draw as `RoundTasks` says
     buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng():
             before = _generator_state(device)
-            with OwnDraws(torch.Generator()) if own else nullcontext():
+            with OwnDraws(generator) if own else nullcontext():
                 output = model(batch.inputs)
             draws = not torch.equal(before, _generator_state(device))
     except Exception as error:
@@ -71,6 +73,7 @@ def probe(
             f"{list(output.shape)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth inside a "
             "loss of your own."
         )
+    _check_backward(model, output, generator)
     moved = [name for name, buffer in model.named_buffers() if buffers.get(name) != buffer.data_ptr()]
     if moved:
         raise UserError(
@@ -78,6 +81,21 @@ def probe(
             "write into it instead, with copy_()."
         )
     return [*([_DRAWS_OUTSIDE] if draws else []), *remarks(loss, output, batch.targets)]
+
+
+def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:
+    """Refuse a model that draws a learner's numbers in its backward pass: they are not those of its forward pass."""
+    parameters, before = [own for own in model.parameters() if own.requires_grad], generator.get_state()
+    with torch.random.fork_rng(), OwnDraws(generator) if generator.device.type == "cpu" else nullcontext():
+        try:
+            torch.autograd.grad(projection(output), parameters, allow_unused=True)
+        except Exception:  # which `faithful_copy` tells of
+            return
+    if not torch.equal(before, generator.get_state()):
+        raise UserError(
+            "the model draws random numbers in what torch.utils.checkpoint computes again, where it would draw others; "
+            "take dropout and the like out of what is checkpointed, or checkpoint nothing."
+        )
 
 
 @torch.no_grad()
@@ -143,6 +161,8 @@ def _generator_state(device: torch.device) -> Tensor:
 def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: bool) -> None:
     if not isinstance(output, Tensor):
         raise UserError(f"the model must return one tensor, got {type(output).__name__}; wrap it so that it does.")
+    if output.is_complex():
+        raise UserError("the model returns complex numbers, of which losses take the real part; return real ones.")
     if num_classes is None:
         return
     # One score a class for each target; of those that a sample has several of, as a pixel each, in the second place.

@@ -59,6 +59,12 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
                 f"the model's {name} has no shape yet, as a lazy module gets one from its first batch; run the model "
                 "on one where it is made, before it is returned: model(torch.zeros(2, ...))."
             )
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"the model's {name} is complex, and learners' weights are real; keep torch.view_as_real of it as the "
+                "parameter, and take torch.view_as_complex in forward."
+            )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
     if init_from is not None:
@@ -87,7 +93,12 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
         )
     copied = copy.deepcopy(original)
     try:
-        found = _difference(original, copied, precision, batch, channels_last)
+        try:
+            found = _difference(original, copied, replace(precision, compute=precision.master), batch, channels_last)
+        except Exception:  # it may take nothing but the run's own format
+            if not precision.has_shadow:
+                raise
+            found = _difference(original, copied, precision, batch, channels_last)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -112,12 +123,12 @@ def _difference(
 ) -> Difference | None:
     """Return where a learner, bound to a bank's row with weights that have moved, differs from the model itself."""
     bank = ReplicaBank(
-        copied, 1, device=batch.inputs.device, precision=replace(precision, compute=precision.master), state_names=(),
+        copied, 1, device=batch.inputs.device, precision=precision, state_names=(),
         channels_last=channels_last, training=False,
     )  # fmt: skip
     learner, trained = bank.module(0), [name for name, own in original.named_parameters() if own.requires_grad]
     move(list(learner.parameters()), _APART)
-    inputs = batch.inputs.to(precision.master) if batch.inputs.is_floating_point() else batch.inputs
+    inputs = batch.inputs.to(precision.compute) if batch.inputs.is_floating_point() else batch.inputs
 
     def values(model: nn.Module) -> dict[str, Tensor]:
         with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
@@ -125,12 +136,12 @@ def _difference(
             return gradients_of(projection(model(inputs)), model, trained)
 
     def control() -> dict[str, Tensor]:
-        with moved_weights(list(original.parameters()), precision.master):
+        with moved_weights(list(original.parameters()), precision.compute):
             return values(original)
 
     with _borrowed(original, bank.precision):
         _load(original, dict(learner.named_parameters()))
-        return furthest(values(learner), values(original), control, precision.master)
+        return furthest(values(learner), values(original), control, precision.compute)
 
 
 @contextlib.contextmanager

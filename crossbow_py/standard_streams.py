@@ -56,6 +56,10 @@ def _fill_gaps() -> None:
 
 
 def _send_nowhere(stream: TextIO) -> None:
+    try:
+        descriptor = stream.fileno()
+    except OSError:  # it has none, as in a notebook
+        return
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
+    os.dup2(nowhere, descriptor)
     os.close(nowhere)

@@ -263,7 +263,8 @@ def _make_ready(run: Run, found: SavedCheckpoint | None, begun_s: float) -> None
     ranks = run.parts.ranks
     run.tuning = learner_tuning(run.settings.num_learners, run.parts.most_learners)
     run.supply = worker_supply(run.settings.num_workers, run.parts.train_feed, ranks.num_local)
-    run.busy_cores = busy_cores(run.parts.choices.executor, run.parts.choices.device.type, ranks.num_local)
+    is_alone = ranks.num_local == 1 and not run.parts.train_feed.STREAMS
+    run.busy_cores = busy_cores(run.parts.choices.executor, run.parts.choices.device.type, is_alone)
     with ranks.together():
         if found:
             run.restore(found)

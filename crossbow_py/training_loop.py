@@ -68,9 +68,9 @@ class TrainingLoop:
             self._keep_what_is_trained()
         elif error is not None and self.ranks.num_ranks == 1:
             self.keeper.settle()  # what was being written is from before
-        self.rounds.close()
         if self._run.busy_cores:
             self._run.busy_cores.stop()
+        self.rounds.close()
         self.keeper.close()
         self.parts.close_feeds()
         if error is not None and self.reporter.started:

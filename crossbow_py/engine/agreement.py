@@ -61,6 +61,7 @@ def furthest(
         compute: what both were computed in.
         alike: whether both ran the same operators, so that only the order of some sums is left to rounding.
     """
+    compute = digits_of(compute, next(iter(expected.values())).device)
     rounding, chaos = (_ROUNDING[torch.float32], _CHAOS_ALIKE) if alike else (_ROUNDING[compute], _CHAOS)
     residue = _RESIDUE[compute] * _norm([value for name, value in expected.items() if name.startswith("the gradient")])
     distances = {name: _distance(found[name], expected[name]) for name in expected}
@@ -78,12 +79,22 @@ def furthest(
     return None if worst is None else Difference(worst, relative[worst])
 
 
+def digits_of(compute: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return a format with the digits that products have: on CUDA those of float32 may be TF32's, float16's number."""
+    return torch.float16 if device.type == "cuda" and compute == torch.float32 else compute
+
+
 def _norm(values: Sequence[Tensor]) -> float:
     """Return the norm of what is finite: masks may hold infinity."""
     return math.hypot(*(_length(value) for value in values))
 
 
+def _real(value: Tensor) -> Tensor:
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
 def _length(value: Tensor) -> float:
+    value = _real(value)
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # integers too
     found = float(torch.linalg.vector_norm(value, dtype=torch.float64))
     return found if math.isfinite(found) else float(value.double().nan_to_num(0, 0, 0).norm())
@@ -91,6 +102,7 @@ def _length(value: Tensor) -> float:
 
 def _distance(found: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference; it is not finite where only one of the two values is."""
+    found, expected = _real(found), _real(expected)
     fine = torch.promote_types(expected.dtype, torch.float32)
     difference = found.to(fine) - expected.to(fine)
     distance = float(torch.linalg.vector_norm(difference, dtype=torch.float64))
@@ -144,7 +156,7 @@ def moved_weights(parameters: Sequence[Tensor], compute: torch.dtype) -> Iterato
     kept = [parameter.detach().clone() for parameter in parameters]
     try:
         with torch.no_grad():
-            move(parameters, _MOVED[compute])
+            move(parameters, _MOVED[digits_of(compute, parameters[0].device)])
         yield
     finally:
         with torch.no_grad():

@@ -72,7 +72,7 @@ def _check(compiled: Model, module: nn.Module, inputs: Tensor) -> None:
     def values(model: Model) -> dict[str, Tensor]:
         for generator, state in states:
             generator.set_state(state)
-        with kept_buffers(module), torch.random.fork_rng(enabled=inputs.device.type == "cpu"):
+        with kept_buffers(module), torch.random.fork_rng():
             outputs = model(inputs)
             found = gradients_of(projection(outputs), module, list(trained))
             return {"the output": outputs.detach().clone(), **found}

@@ -74,7 +74,9 @@ class SleepingThreads:
             return
         self._over, ready = threading.Event(), threading.Event()
         size = self._num_cores - torch.get_num_threads() + 2  # one more than there are cores, its first thread included
-        self._thread = threading.Thread(target=_hold_team, args=(size, ready, self._over), name="crossbow idle team")
+        self._thread = threading.Thread(
+            target=_hold_team, args=(size, ready, self._over), name="crossbow idle team", daemon=True
+        )
         self._thread.start()
         ready.wait()
 

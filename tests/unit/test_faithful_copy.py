@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.precision import BF16, FP32
 from crossbow_py.errors import UserError
 from crossbow_py.seeded_model import faithful_copy
 from tests.support import features
-from tests.trainers import image_model, images, make_trainer
+from tests.trainers import blobs, image_model, images, make_trainer
 
 
 class Net(nn.Module):
@@ -116,3 +117,75 @@ def test_copy_of_an_honest_model_is_taken_and_leaves_it_as_it_was(name, precisio
     assert [each.p for each in model.modules() if isinstance(each, nn.Dropout | nn.Dropout2d)] == (
         [] if name == "tied" else [0.2, 0.3]
     )
+
+
+class Recomputes(Net):
+    def __init__(self, drop):
+        super().__init__()
+        self.drop = drop
+
+    def forward(self, x):
+        return self.second(checkpoint(lambda y: self.drop(self.first(y)), x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), nn.functional.dropout], ids=["module", "function"])
+def test_random_numbers_that_backward_would_draw_again_are_refused(drop):
+    with pytest.raises(UserError, match=r"draws random numbers in what torch\.utils\.checkpoint computes again"):
+        make_trainer(model=lambda: Recomputes(drop))
+
+
+class Rotates(Net):
+    """A complex buffer, as rotary embeddings have, and a score that is not a number yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.best = float("nan")
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.tensor([0.1, 0.2, 0.3])))
+
+    def forward(self, x):
+        hidden = torch.view_as_complex(self.first(x).view(-1, 3, 2)) * self.turns
+        return self.second(torch.view_as_real(hidden).flatten(1))
+
+
+class Half(Net):
+    """Takes nothing but bfloat16 weights."""
+
+    def forward(self, x):
+        return self.second(self.first(x.to(torch.bfloat16)).tanh())
+
+
+@pytest.mark.parametrize(("model", "precision"), [(Rotates, "fp32"), (Half, "bf16")])
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_honest_model_of_an_odd_format_trains(model, precision, executor):
+    trainer = make_trainer(model=model, precision=precision, executor=executor)
+    trainer.fit(max_epochs=1)
+    assert trainer.state.samples_seen == 40
+
+
+class Complex(Net):
+    def __init__(self):
+        super().__init__()
+        self.turns = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+
+class ReturnsComplex(Net):
+    def forward(self, x):
+        return torch.complex(super().forward(x), super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(Complex, "the model's turns is complex, and learners' weights are real"), (ReturnsComplex, "complex numbers")],
+)
+def test_complex_weights_and_outputs_are_refused_in_one_line(model, message):
+    with pytest.raises(UserError, match=message):
+        make_trainer(model=model)
+
+
+def test_complex_buffer_is_whole_in_the_evaluated_and_the_exported_model():
+    trainer = make_trainer(model=Rotates, test_data=blobs(12))
+    result = trainer.fit(max_epochs=2)
+    assert torch.equal(result.model.turns, Rotates().turns)
+    inputs, targets = blobs(12)
+    right = (result.model(inputs).argmax(1) == targets).float().mean().item()
+    assert result.test_accuracy == pytest.approx(right)

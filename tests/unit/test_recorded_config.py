@@ -161,6 +161,7 @@ def test_key_that_an_earlier_version_did_not_have_is_what_it_stood_for_then(tmp_
         (["config=nowhere"], TrainConfig, "config=nowhere is neither the folder of a run nor a config.yaml"),
         (["config=~nobody-there/a"], TrainConfig, "config=~nobody-there/a is in the home folder of an unknown user"),
         ([f"config={'x' * 300}"], TrainConfig, "config must have names of at most 255 bytes"),
+        (["config='a\x00b'"], TrainConfig, "which has a null character"),
         (["config=a", "config=b"], TrainConfig, "config is given 2 times"),
         (["config=a", "+experiment=digits"], TrainConfig, "config=a is a whole run, as .experiment is"),
         (["config=a"], SearchConfig, "config=a is for the commands train and estimate"),

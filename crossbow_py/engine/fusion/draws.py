@@ -13,6 +13,7 @@ from crossbow_py.engine.dropout import take_masks
 from crossbow_py.engine.fusion.registry import Call, NotFusedError, base_name, rule
 from crossbow_py.engine.fusion.values import Fused, Layout, channels, of_learner, stack
 
+_MODULES = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
 _CHANCES = {"dropout": 1, "feature_dropout": 1, "scaled_dot_product_attention": 4}  # where p is among the arguments
 
 
@@ -25,6 +26,12 @@ def draws(node: Node) -> bool:
     if place is None:
         return True
     return bool(node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p"))
+
+
+def is_of_dropout_module(node: Node) -> bool:
+    """Whether a node is what an `nn.Dropout` computes, which learners' own layers replace in eager mode."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return bool(modules) and str(modules[-1][1]).rsplit(".", 1)[-1].rstrip("'>") in _MODULES
 
 
 @rule("dropout", "feature_dropout")

@@ -113,6 +113,7 @@ class FusedGraph:
         }
         nodes = list(program.graph.nodes)
         self._inputs = [node for node in nodes if node.op == "placeholder"]
+        self._rates_of_its_own: list[float | None] = [None] * bank.capacity
         self.draws = any(draws.draws(node) for node in nodes)
         self._output = single_output(program)
         writes = writes_of(program)
@@ -186,7 +187,7 @@ class FusedGraph:
             tuple(value.shape) if isinstance(value, Tensor) else None,
             self._num_learners,
             self._bank.generators[self._learners.start : self._learners.stop],
-            self._bank.dropout_rates,
+            self._bank.dropout_rates if draws.is_of_dropout_module(node) else self._rates_of_its_own,
             self._learners,
             may_write=write.may_write,
             must_write=write.must_write,

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.fx import Node
 
-_OURS = tuple(str(Path(file).parent) for file in (torch.__file__, str(Path(__file__).parents[1])))
+_OURS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, str(Path(__file__).parents[1])))
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .*\n    (?P<code>.+)$', re.MULTILINE)
 _LONGEST = 80
 

@@ -127,10 +127,10 @@ class Watched:
             for path in Path.cwd().iterdir():
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
             for path in self._files().keys() - self._before.keys():
-                if not path.is_dir():
-                    path.unlink()
-                elif path.exists():
+                if path.is_dir():
                     shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)  # its folder may be gone
             shutil.copytree(self._kept, self._root, dirs_exist_ok=True)
         return sorted(strange)
 
