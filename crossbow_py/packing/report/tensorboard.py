@@ -20,6 +20,7 @@ from tensorboard.plugins.hparams import summary_v2  # type: ignore[import-untype
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
+from crossbow_py.errors import unwritable
 from crossbow_py.file_writing import replacing
 from crossbow_py.packing.hyperband import TrialState, bracket_of
 from crossbow_py.packing.parameter import Parameter
@@ -61,10 +62,13 @@ class SearchTensorBoard(SearchListener):
         self._pace_samples: int | None = None  # at its last point
 
     def on_start(self, info: SearchInfo) -> None:
-        """The names and ranges of the hyper-parameters come first."""
+        """Names and ranges of the hyper-parameters come first. Raises UserError when the folder cannot be written."""
         self._info = info
         own = f"worker_{re.sub('[^A-Za-z0-9.-]', '_', info.worker)}"
-        self._writer = SummaryWriter(str(self._folder / own), flush_secs=_FLUSH_S)
+        try:
+            self._writer = SummaryWriter(str(self._folder / own), flush_secs=_FLUSH_S)
+        except OSError as error:  # such as a file of that name
+            raise unwritable(self._folder / own, error) from error
         self._write(self._folder / _file_name(0, "space"), [(0, experiment_summary(info))])
 
     def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:

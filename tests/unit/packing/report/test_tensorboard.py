@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.plugins.hparams import api_pb2, metadata
 
+from crossbow_py.errors import UserError
 from crossbow_py.packing.hyperband import TrialState
 from crossbow_py.packing.report.tensorboard import (
     BEST_TAG,
@@ -188,3 +189,11 @@ def test_trials_of_two_searches_have_names_that_differ_and_sort_as_numbers(searc
 
     assert name(2, "runs/a") == "runs/a trial 02" and name(2, "runs/b") == "runs/b trial 02"
     assert name(2, None) == "trial 02"
+
+
+def test_file_in_place_of_the_workers_folder_is_one_line(tmp_path: Path, searched: Any) -> None:
+    info = searched.info()
+    for name in (f"worker_{info.worker}", f"worker_{info.worker.replace('/', '_').replace(' ', '_')}"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"worker_.* cannot be written \(File exists\); choose another folder"):
+        SearchTensorBoard(tmp_path, print).on_start(info)
