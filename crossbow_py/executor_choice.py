@@ -22,6 +22,7 @@ from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
 from crossbow_py.errors import UserError
+from crossbow_py.losses import copied_loss
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.version import __version__
 
@@ -42,7 +43,7 @@ def settle_executor(
 
     `announce` is given a sentence when something is measured, which takes some seconds.
     """
-    rule = update.rule
+    rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
     compared = Comparison(template, feed, loss, choices.precision, settings.channels_last, shared)
     feed = feed.for_measuring()

@@ -54,6 +54,14 @@ def classes_of(loss: Loss, output: Tensor, targets: Tensor) -> Classes | None:
     return Classes(output.shape[1], loss.ignore_index) if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
 
 
+def copied_loss(loss: Loss) -> Loss:
+    """Return a loss to measure with, whose calls the loss itself does not count; itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(loss)
+    except Exception:
+        return loss
+
+
 def untrained(loss: Loss) -> str | None:
     """The name of a parameter of the loss itself, which nothing would train; None where it has none."""
     named = loss.named_parameters() if isinstance(loss, nn.Module) else ()
@@ -102,7 +110,7 @@ def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
 def _remarks_on_mean(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
     """By the losses of samples one by one, whose mean a batch's loss ought to be."""
     try:
-        loss = copy.deepcopy(loss)  # it may count its calls
+        loss = copied_loss(loss)
         whole = float(loss(output, targets))
         each = [float(loss(*one)) for one in zip(torch.split(output, 1), torch.split(targets, 1), strict=True)]
     except Exception:  # it may need several samples

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.engine.agreement import projection
+from crossbow_py.engine.agreement import changed_state, projection, python_state
 from crossbow_py.engine.dropout import OwnDraws, replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.rounds import Loss
@@ -19,6 +19,10 @@ from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Metric
 from crossbow_py.losses import classes_of, misfit, remarks
 
+_KEEPS_STATE = (
+    "The model's forward changes its attribute {}, which every learner has for itself, and which evaluations, saved "
+    "models and resumed runs begin anew: keep in a buffer what they need."
+)
 _DRAWS_OUTSIDE = (
     "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
     "runs will not repeat or resume bit for bit."
@@ -56,10 +60,11 @@ def probe(
     buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng():
-            before = _generator_state(device)
+            before, state = _generator_state(device), python_state(model)
             with OwnDraws(generator) if own else nullcontext():
                 output = model(batch.inputs)
             draws = not torch.equal(before, _generator_state(device))
+            changed = changed_state(state, python_state(model))
     except Exception as error:
         raise _unfit("training", batch.inputs, error) from error
     _check_output(output, batch.targets, num_classes, exact)
@@ -80,7 +85,8 @@ def probe(
             f"the model replaces its buffer {moved[0]} in forward, and a learner's buffers live in one place; "
             "write into it instead, with copy_()."
         )
-    return [*([_DRAWS_OUTSIDE] if draws else []), *remarks(loss, output, batch.targets)]
+    kept = [_KEEPS_STATE.format(changed)] if changed else []
+    return [*([_DRAWS_OUTSIDE] if draws else []), *kept, *remarks(loss, output, batch.targets)]
 
 
 def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:
@@ -150,7 +156,8 @@ def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
 def _unfit(what: str, inputs: Tensor, error: Exception) -> UserError:
     return UserError(
         f"the model cannot take the {what} data, inputs of shape {list(inputs.shape[1:])} and dtype {inputs.dtype} "
-        f"({one_line(error)}); choose a model, data and a batch size that fit each other, or precision=fp32."
+        f"({one_line(error)}); choose a model, data and a batch size that fit each other, precision=fp32, or, where "
+        "a view fails, channels_last=false."
     )
 
 

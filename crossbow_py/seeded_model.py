@@ -92,6 +92,12 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
             "write what it does into forward, as for a mask: (weight * mask) in place of weight."
         )
     copied = copy.deepcopy(original)
+    own = {id(parameter) for parameter in original.parameters()}
+    if shared := [name for name, parameter in copied.named_parameters() if id(parameter) in own]:
+        raise UserError(
+            f"a copy of the model shares {shared[0]} with it, and every learner needs its own; let __deepcopy__ copy "
+            "parameters."
+        )
     try:
         try:
             found = _difference(original, copied, replace(precision, compute=precision.master), batch, channels_last)

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import math
+import random
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -31,6 +35,7 @@ _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 # Weights are moved so far, relatively, by the control.
 _MOVED = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 _CHAOS, _CHAOS_ALIKE = 10.0, 2.0  # times what the control moves
+_NOISE = 0.1  # of a value that the control moves by as much
 # What rounding leaves of a gradient that is zero, such as a bias before BatchNorm has, of the norm of all gradients.
 _RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 _DEVIATES = 4093  # a prime: what repeats is nowhere in step with a layer
@@ -67,13 +72,13 @@ def furthest(
     distances = {name: _distance(found[name], expected[name]) for name in expected}
     norms = {name: _norm([value]) for name, value in expected.items()}
 
-    def is_far(name: str, allowed: float) -> bool:
-        return not distances[name] <= max(allowed, rounding * norms[name] + residue)  # NaN is far
-
-    far = [name for name in expected if is_far(name, 0.0)]
+    far = [name for name in expected if not distances[name] <= rounding * norms[name]]  # NaN is far
     if far:
         moved = control()
-        far = [name for name in far if is_far(name, chaos * _distance(moved[name], expected[name]))]
+        by = {name: _distance(moved[name], expected[name]) for name in far}
+        # What a rounding changes by much of itself is nothing but rounding: the rest of a sum that is zero.
+        allowed = {name: max(chaos * by[name], residue if by[name] >= _NOISE * norms[name] else 0.0) for name in far}
+        far = [name for name in far if not distances[name] <= allowed[name]]
     relative = {name: distances[name] / max(norms[name], torch.finfo(torch.float64).tiny) for name in far}
     worst = max(relative, key=lambda name: relative[name], default=None)
     return None if worst is None else Difference(worst, relative[worst])
@@ -174,7 +179,7 @@ def move(tensors: Sequence[Tensor], share: float) -> None:
 
 
 def custom_backwards(value: Tensor) -> list[str]:
-    """Return the custom autograd functions that a value was computed by, each with the place of its definition."""
+    """Return the custom autograd functions, but for torch's own, behind a value, with where each is defined."""
     found: dict[str, None] = {}
     seen: set[Any] = set()
     waiting = [value.grad_fn]
@@ -185,7 +190,7 @@ def custom_backwards(value: Tensor) -> list[str]:
         seen.add(node)
         waiting += [function for function, _ in node.next_functions]
         own = getattr(type(node), "_forward_cls", None)
-        if own is not None:
+        if own is not None and not own.__module__.startswith("torch."):
             found[f"{own.__qualname__}{_defined(own)}"] = None
     return list(found)
 
@@ -233,18 +238,46 @@ def backward_hook(model: nn.Module) -> str | None:
     return None
 
 
-def python_state(model: nn.Module) -> dict[str, Any]:
-    """Return what modules keep in plain attributes: numbers and texts, and how many entries containers have."""
-    state: dict[str, Any] = {}
+def python_state(model: nn.Module) -> dict[str, str]:
+    """Return what modules keep in attributes of Python, as text: numbers, what containers and objects hold, generators.
+
+    Tensors are left out: many models keep some to look at. Whether one matters a second pass shows.
+    """
+    state = {}
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key.startswith("_") and key in _OF_TORCH:
-                continue
-            if isinstance(value, int | float | str | bytes | None):
-                state[f"{name}.{key}".lstrip(".")] = value
-            elif isinstance(value, list | dict | set | tuple):
-                state[f"{name}.{key}".lstrip(".")] = len(value)
+            if key not in _OF_TORCH:
+                state[f"{name}.{key}".lstrip(".")] = _fingerprint(value, _DEEPEST)
     return state
 
 
+def changed_state(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
+    """Return the first attribute of `python_state` that is another than before."""
+    return next((name for name in after if before.get(name) != after[name]), None)
+
+
+def _fingerprint(value: Any, depth: int) -> str:
+    found = ""
+    if isinstance(value, int | float | str | bytes | None):
+        found = repr(value)
+    elif isinstance(value, np.ndarray):
+        found = str(hash(value.tobytes()))
+    elif isinstance(value, random.Random):
+        found = str(hash(value.getstate()))
+    elif isinstance(value, np.random.Generator):
+        found = repr(value.bit_generator.state)
+    elif isinstance(value, torch.Generator | Tensor | nn.Module | type) or depth == 0 or callable(value):
+        pass
+    elif isinstance(value, Mapping):
+        found = repr([(repr(key), _fingerprint(each, depth - 1)) for key, each in value.items()])
+    elif isinstance(value, list | tuple | set | deque):
+        found = repr([_fingerprint(each, depth - 1) for each in value])
+    elif hasattr(value, "__dict__"):
+        found = _fingerprint(vars(value), depth - 1)
+    elif isinstance(value, itertools.count):
+        found = repr(value)
+    return found
+
+
 _OF_TORCH = frozenset(vars(nn.Module()))
+_DEEPEST = 5  # containers and objects in each other

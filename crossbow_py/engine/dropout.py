@@ -23,19 +23,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _KINDS: dict[type[nn.Module], bool] = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
 
 
-class CounterDropout(nn.Module):
+class CounterDropout(nn.Dropout):
     """Replaces one nn.Dropout module; all of a model's share the learner's generator."""
 
-    def __init__(self, p: float, whole_channels: bool, generator: torch.Generator) -> None:
-        super().__init__()
-        self.p, self.whole_channels, self.generator = p, whole_channels, generator
+    def __init__(self, p: float, whole_channels: bool, generator: torch.Generator, inplace: bool = False) -> None:
+        super().__init__(p, inplace)
+        self.whole_channels, self.generator = whole_channels, generator
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Inverted dropout: kept values are scaled by 1/(1−p)."""
         if not self.training or self.p == 0:
             return inputs
         shape = inputs.shape[:2] + (1,) * (inputs.ndim - 2) if self.whole_channels else inputs.shape
-        return inputs * take_masks(shape, [self.p], [self.generator], inputs)[0]
+        mask = take_masks(shape, [self.p], [self.generator], inputs)[0]
+        return inputs.mul_(mask) if self.inplace else inputs * mask
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,17 @@ def replace_dropout(module: nn.Module, generator: torch.Generator) -> bool:
     found = False
     for name, child in list(module.named_children()):
         if type(child) in _KINDS:
-            setattr(module, name, CounterDropout(child.p, _KINDS[type(child)], generator))  # type: ignore[arg-type]
+            setattr(module, name, _replacement(child, generator))
             found = True
         else:
             found = replace_dropout(child, generator) or found
+    return found
+
+
+def _replacement(layer: Any, generator: torch.Generator) -> CounterDropout:
+    """Return what takes a dropout layer's place, with its hooks."""
+    found = CounterDropout(layer.p, _KINDS[type(layer)], generator, layer.inplace)
+    found.__dict__.update({name: value for name, value in vars(layer).items() if "hooks" in name})
     return found
 
 

@@ -1,18 +1,20 @@
 """Fused passes that were compared with eager autograd before they are trusted.
 
 Two learners with weights of their own take two batches, alone by their modules and together by the fused pass; losses,
-gradients and buffers have to agree. What a graph cannot have, hooks and counts kept in Python, is refused by name even
-where it made no difference on these batches.
+gradients and buffers have to agree. What a graph cannot have, hooks, custom backward passes and whatever forward keeps
+between passes but in buffers, is refused by name even where it made no difference on these batches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ from crossbow_py.engine.agreement import (
     Difference,
     HookWatch,
     backward_hook,
+    changed_state,
     custom_backwards,
     digits_of,
     furthest,
@@ -52,7 +55,6 @@ from crossbow_py.host_randomness import kept_generators
 _LEARNERS = range(2)
 _MOST_SAMPLES = 64  # that are loaded for it; batches beyond that repeat them
 _APART = 0.02  # how far the second learner's weights lie from the first one's, relatively
-_SCALES = (2.0**-10, 2.0**10)  # powers of two: a linear backward pass gives the same digits
 
 _FOUND: WeakKeyDictionary[nn.Module, dict[Any, str | None]] = WeakKeyDictionary()
 
@@ -110,6 +112,9 @@ def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = 
     Raises:
         FusionError: the models cannot be fused, or their graph gives other outputs than they do.
     """
+    first = 0 if learners is None else learners.start
+    with kept_buffers(bank.module(first)), kept_generators():
+        bank.module(first)(inputs.clone())  # before the export: see `_disagreement`
     graph = FusedGraph(bank.template, inputs, bank, learners=learners, training=False)
     known, key = _FOUND.setdefault(bank.template, {}), (tuple(inputs.shape), inputs.dtype, bank.precision.name)
     if key in known:
@@ -159,16 +164,22 @@ def require_agreement(compared: Comparison, kernels: bool = False) -> None:
 def _disagreement(compared: Comparison, kernels: bool) -> str | None:
     if (hooked := backward_hook(compared.template)) is not None:
         return f"{hooked} has a hook on its backward pass, and a graph calls none"
-    program = exported(compared.template, compared.feed.for_measuring().batch(0).inputs, compared.precision)
-    if next(compared.template.parameters()).device.type == "cuda" and any(
+    pair = _Pair(compared, kernels)
+    example = compared.feed.for_measuring().batch(0).inputs
+    try:
+        # Before the export, which would leave tensors without values in what a first pass keeps.
+        with _failing("the model itself fails on its first samples"):
+            refusal = pair.examine()
+    except FusionError:
+        exported(compared.template, example, compared.precision)  # which says more
+        raise
+    if refusal is not None:
+        return refusal
+    program = exported(compared.template, example, compared.precision)
+    if example.device.type == "cuda" and any(
         draws.draws(node) and not draws.is_of_dropout_module(node) for node in program.graph.nodes
     ):
         return "it draws random numbers outside nn.Dropout modules, which on CUDA cannot be compared"
-    pair = _Pair(compared, kernels)
-    with _failing("the model itself fails on its first samples"):
-        refusal = pair.examine()
-    if refusal is not None:
-        return refusal
     with _failing("its graph fails on the model's first samples"):
         fused = pair.together()
     with _failing("it cannot be compared with its graph"):
@@ -176,7 +187,7 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
         if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], alike=True):
             # In a coarse format rounding hides a lot; what the graph's operators give one by one leaves it little.
             found = pair.difference(0, pair.one_by_one(), alike=True)
-    return None if found is None else pair.explained(found)
+    return None if found is None else f"its graph gives other numbers than the model itself ({found})"
 
 
 @contextlib.contextmanager
@@ -213,7 +224,6 @@ class _Pair:
             collective=Collective(),
         )  # fmt: skip
         self._batches, self._shared, self._kernels = _two_batches(compared.feed), compared.shared, kernels
-        self._customs: list[str] = []
         self._expected: dict[int, dict[str, Tensor]] = {}
         self._moved: dict[int, dict[str, Tensor]] = {}
 
@@ -223,47 +233,34 @@ class _Pair:
         return digits_of(self._precision.compute, self._bank.device).itemsize < 4
 
     def examine(self) -> str | None:
-        """Return what a graph cannot have and the first learner's module shows; None when there is nothing."""
+        """Return what a graph cannot have and two passes of the first learner's module show; None: there is nothing."""
         module = self._bank.module(0)
-        before = python_state(module)
-        self._seed()
         with kept_buffers(module):
+            self._seed()
             with HookWatch() as watch:
-                loss = self._own_loss(0)
+                loss = self._own_loss(0, self._batches[0])
             if watch.places:
                 return f"it hooks its gradients at {watch.places[0]}, and a graph calls no hooks"
-            self._customs = custom_backwards(loss)
-            if self._customs and not self._is_linear(loss):
-                return f"the backward pass of {self._customs[0]} is not linear in its gradient, and a graph's is"
+            if customs := custom_backwards(loss):
+                return f"it has a backward pass of its own, {customs[0]}, and a graph has none"
             self._expected[0] = gradients_of(loss, module, self._names)
-        if (changed := _changed(before, python_state(module))) is not None:
-            before = python_state(module)  # what the first pass alone sets is no count
-            self._alone(0)
-            changed = _changed(before, python_state(module))
-        return None if changed is None else f"its forward changes {changed}, and a graph would repeat one value"
-
-    def _is_linear(self, loss: Tensor) -> bool:
-        """Whether larger losses have gradients that are larger by as much."""
-        parameters = self._bank.trained_parameters(0)
-
-        def scaled(scale: float) -> dict[str, Tensor]:
-            found = torch.autograd.grad(loss * scale, parameters, retain_graph=True, allow_unused=True)
-            return {f"the gradient of {index}": each / scale for index, each in enumerate(found) if each is not None}
-
-        expected = scaled(1.0)
-        found = (furthest(scaled(scale), expected, lambda: expected, torch.float32) for scale in _SCALES)
-        return all(each is None for each in found)
+            before = python_state(module)
+        again = self._alone(0)
+        if (changed := changed_state(before, python_state(module))) is not None:
+            return f"its forward changes {changed}, and a graph would repeat one value"
+        # The same operators on the same values: any difference is one that the first pass made.
+        found = furthest(again, self._expected[0], lambda: self._expected[0], self._precision.compute, alike=True)
+        return None if found is None else f"a second pass on the same batch differs ({found}), and a graph's would not"
 
     def _alone(self, learner: int) -> dict[str, Tensor]:
         """Return what a learner's module gives on its batch."""
         self._seed()
         module = self._bank.module(learner)
         with kept_buffers(module):
-            return gradients_of(self._own_loss(learner), module, self._names)
+            return gradients_of(self._own_loss(learner, self._batches[learner]), module, self._names)
 
-    def _own_loss(self, learner: int) -> Tensor:
-        """The loss of a learner's module on its batch; of one that draws numbers, which have an order, another."""
-        batch = self._batches[learner]
+    def _own_loss(self, learner: int, batch: Batch) -> Tensor:
+        """Return the loss of a learner's module; in place of one that draws numbers, which have an order, another."""
         with OwnDraws(self._bank.generators[learner]):
             output = self._bank.module(learner)(batch.inputs).to(self._precision.master)
         before = torch.random.get_rng_state()
@@ -297,6 +294,8 @@ class _Pair:
         for learner in _LEARNERS:
             self._bank.generators[learner].manual_seed(learner)
         torch.manual_seed(0)
+        random.seed(0)  # of a model that draws there the export tells
+        np.random.seed(0)
 
     def difference(self, learner: int, found: dict[str, Tensor], alike: bool = False) -> Difference | None:
         """Where values differ from the learner's own by more than rounding explains; see `furthest`."""
@@ -318,16 +317,6 @@ class _Pair:
         single = FusedPass(self._tasks, learners=range(1), fuses=False)
         (found,) = self._learned(single, Batch(*(each[None] for each in self._batches[0])), shared=False)
         return found
-
-    def explained(self, found: Difference) -> str:
-        """For the user."""
-        because = f"; a graph has no custom backward pass, such as {self._customs[0]} has" if self._customs else ""
-        return f"its graph gives other numbers than the model itself ({found}{because})"
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """The first attribute that has another value than before."""
-    return next((name for name in after if repr(before.get(name)) != repr(after[name])), None)  # NaN is NaN
 
 
 def _two_batches(feed: Feed) -> tuple[Batch, Batch]:

@@ -314,8 +314,12 @@ class RoundTasks:
 
 
 def is_classification(outputs: Tensor, targets: Tensor, lead: int = 0) -> bool:
-    """Whether these are scores `[..., B, classes]` and classes `[..., B]`, `lead` dimensions before B."""
-    return (outputs.ndim, targets.ndim) == (lead + 2, lead + 1) and not targets.is_floating_point()
+    """Whether these are scores `[..., B, classes]` and classes `[..., B]`, `lead` dimensions before B.
+
+    A single output is no class: it is the logit of one, or a number.
+    """
+    shaped = (outputs.ndim, targets.ndim) == (lead + 2, lead + 1) and outputs.shape[-1] > 1
+    return shaped and not targets.is_floating_point()
 
 
 def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0) -> Tensor | None:

@@ -104,7 +104,8 @@ class SegmentClaims:
         """The identity of the search that is kept here: the given one (plain values) where there was none."""
         for _ in range(2):
             trials = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
-            kept = [trial.user_attrs["identity"] for trial in trials if "identity" in trial.user_attrs]
+            with self._of_a_search("identity"):
+                kept = [trial.user_attrs["identity"] for trial in trials if "identity" in trial.user_attrs]
             if kept:
                 break
             record = create_trial(state=TrialState.FAIL, user_attrs={"identity": dict(identity)})

@@ -282,7 +282,11 @@ class SharedStudy:
         return records
 
     def _all_records(self) -> list[FrozenTrial]:
-        return self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
+        records = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
+        for record in records:
+            if not isinstance(record.user_attrs, dict):
+                raise BadStorageError(self._place, f"its trial {record.number} has attributes that are no mapping")
+        return records
 
     def _foreign(self) -> str:
         """Says that another program's trials are there; empty when they are ours."""
