@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -193,7 +194,9 @@ def test_trials_of_two_searches_have_names_that_differ_and_sort_as_numbers(searc
 
 def test_file_in_place_of_the_workers_folder_is_one_line(tmp_path: Path, searched: Any) -> None:
     info = searched.info()
-    for name in (f"worker_{info.worker}", f"worker_{info.worker.replace('/', '_').replace(' ', '_')}"):
-        (tmp_path / name).touch()
+    _written(tmp_path, searched)
+    (own,) = tmp_path.glob("worker_*")
+    shutil.rmtree(own)
+    own.touch()
     with pytest.raises(UserError, match=r"worker_.* cannot be written \(File exists\); choose another folder"):
         SearchTensorBoard(tmp_path, print).on_start(info)
