@@ -67,7 +67,8 @@ def furthest(
         alike: whether both ran the same operators, so that only the order of some sums is left to rounding.
     """
     compute = digits_of(compute, next(iter(expected.values())).device)
-    rounding, chaos = (_ROUNDING[torch.float32], _CHAOS_ALIKE) if alike else (_ROUNDING[compute], _CHAOS)
+    few = max(_ROUNDING[torch.float32], 4 * _MOVED[compute])  # roundings
+    rounding, chaos = (few, _CHAOS_ALIKE) if alike else (_ROUNDING[compute], _CHAOS)
     residue = _RESIDUE[compute] * _norm([value for name, value in expected.items() if name.startswith("the gradient")])
     distances = {name: _distance(found[name], expected[name]) for name in expected}
     norms = {name: _norm([value]) for name, value in expected.items()}
