@@ -39,6 +39,7 @@ _NOISE = 0.1  # of a value that the control moves by as much
 # What rounding leaves of a gradient that is zero, such as a bias before BatchNorm has, of the norm of all gradients.
 _RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 _DEVIATES = 4093  # a prime: what repeats is nowhere in step with a layer
+_SMALL = 1e-12  # below, squares of float32 values vanish
 _HERE = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
@@ -100,10 +101,7 @@ def _real(value: Tensor) -> Tensor:
 
 
 def _length(value: Tensor) -> float:
-    value = _real(value)
-    value = value.to(torch.promote_types(value.dtype, torch.float32))  # integers too
-    found = float(torch.linalg.vector_norm(value, dtype=torch.float64))
-    return found if math.isfinite(found) else float(value.double().nan_to_num(0, 0, 0).norm())
+    return _norm_of(_real(value), lambda own: own.nan_to_num(0, 0, 0))
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -111,11 +109,19 @@ def _distance(found: Tensor, expected: Tensor) -> float:
     found, expected = _real(found), _real(expected)
     fine = torch.promote_types(expected.dtype, torch.float32)
     difference = found.to(fine) - expected.to(fine)
-    distance = float(torch.linalg.vector_norm(difference, dtype=torch.float64))
-    if math.isfinite(distance):
-        return distance
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    return float(difference.double().masked_fill(same, 0).norm())
+    return _norm_of(
+        difference,
+        lambda own: own.masked_fill((found == expected) | (found.isnan() & expected.isnan()), 0),
+    )
+
+
+def _norm_of(value: Tensor, mended: Callable[[Tensor], Tensor]) -> float:
+    """Return a norm, of what `mended` makes of the value in float64 where squares in its own format overflow or vanish."""
+    value = value.to(torch.promote_types(value.dtype, torch.float32))  # integers too
+    found = float(torch.linalg.vector_norm(value))
+    if math.isfinite(found) and (found > _SMALL or not value.any()):
+        return found
+    return float(mended(value.double()).norm())
 
 
 def gradients_of(loss: Tensor, module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:

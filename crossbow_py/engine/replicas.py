@@ -165,7 +165,9 @@ class ReplicaBank:
 
     def _bind(self, learner: int) -> nn.Module:
         """The learner's module on row `learner`, as it trains, or for evaluation where the bank is not for training."""
-        module = copy.deepcopy(self.template)
+        # Parameters of its own, which are bound to the row: their values need not be copied first.
+        own = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.template.parameters() if type(p) is nn.Parameter}
+        module = copy.deepcopy(self.template, dict(own))
         self.has_dropout = replace_dropout(module, self.generators[learner])
         counters = {name: self.counters[learner, place] for place, name in enumerate(self.counter_names)}
         master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
