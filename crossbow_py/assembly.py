@@ -88,7 +88,8 @@ def build_parts(
     check_settles(rule, settings.num_learners, collective.num_devices)
     with ranks.together():
         template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
-        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, ranks)
+        averages = rule.has_central_model and (settings.several or ranks.num_ranks > 1)
+        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, averages, ranks)
         template = faithful_copy(template, choices.precision, batch, settings.channels_last)
         validation_feed, test_feed = (
             _evaluation_feed(what, template, source, data, settings, choices, loss, metrics, ranks)
@@ -156,7 +157,13 @@ def _bank(
 
 
 def _train_feed(
-    template: nn.Module, data: DataSets, settings: RunSettings, choices: Choices, loss: Loss, ranks: Ranks
+    template: nn.Module,
+    data: DataSets,
+    settings: RunSettings,
+    choices: Choices,
+    loss: Loss,
+    averages: bool,
+    ranks: Ranks,
 ) -> tuple[Choices, Feed, Batch, list[str]]:
     """The feed of training batches, tried on a small one; where `auto` took bf16 and the model cannot, it is fp32."""
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
@@ -166,7 +173,7 @@ def _train_feed(
     try:
         if settings.precision == "auto" and choices.precision != FP32:
             _check_integers(feed, choices.precision)
-        return choices, feed, batch, probe(template, choices.precision, batch, *needs, feed=feed)
+        return choices, feed, batch, probe(template, choices.precision, batch, *needs, feed=feed, averages=averages)
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
             raise
@@ -174,7 +181,7 @@ def _train_feed(
     choices = dataclasses.replace(choices, precision=FP32)
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
-    warnings = probe(template, FP32, batch, *needs, feed=feed)
+    warnings = probe(template, FP32, batch, *needs, feed=feed, averages=averages)
     return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
 
 

@@ -68,6 +68,21 @@ def untrained(loss: Loss) -> str | None:
     return next((name for name, parameter in named if parameter.requires_grad), None)
 
 
+def hidden_parameter(value: Tensor, outputs: Tensor) -> Tensor | None:
+    """Return what a loss depends on besides outputs, a leaf: a parameter that it holds; None where there is nothing."""
+    waiting, seen = [value.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [function for function, _ in node.next_functions]
+        leaf: Tensor | None = getattr(node, "variable", None)
+        if leaf is not None and leaf is not outputs:
+            return leaf
+    return None
+
+
 def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, targets: Tensor) -> str | None:
     """Why torch would take a loss of these and make nonsense of them, or refuse them for reasons of its own.
 

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.engine.agreement import changed_state, projection, python_state
+from crossbow_py.engine.agreement import changed_state, fingerprint, projection, python_state
+from crossbow_py.engine.call_watch import CallWatch
 from crossbow_py.engine.dropout import OwnDraws, replace_dropout
+from crossbow_py.engine.moorings import FROZEN, ON_A_COPY, WRITES, moorings, strayed
 from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.rounds import Loss, no_gradient
 from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Metric
-from crossbow_py.losses import classes_of, misfit, remarks
+from crossbow_py.host_randomness import host_state, kept_host_state
+from crossbow_py.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 
 _KEEPS_STATE = (
     "The model's forward changes its attribute {}, which every learner has for itself, and which evaluations, saved "
     "models and resumed runs begin anew: keep in a buffer what they need."
+)
+_WRITES_PARAMETER = (
+    "The model's forward writes its parameter {}: every learner does so for itself, and the average model, which is "
+    "evaluated and saved, follows only as far as it is pulled along."
+)
+_LOSES_DIGITS = "The model's buffer {} is kept in float32, also in what is saved: counters lose digits beyond 2**24."
+_ALIKE = 1e-4  # relative: two passes of the same operators over the same values
+_DRAWS_ON_HOST = (
+    "The model draws random numbers from Python's or NumPy's generator: runs will not repeat or resume bit for bit."
 )
 _DRAWS_OUTSIDE = (
     "The model draws random numbers outside nn.Dropout modules, from torch's own generator: "
@@ -39,6 +51,7 @@ def probe(
     label_smoothing: float = 0.0,
     compile_model: bool = False,
     feed: Feed | None = None,
+    averages: bool = False,
 ) -> list[str]:
     """Run one small training batch through a copy of the model; returns warnings.
 
@@ -48,60 +61,137 @@ def probe(
         label_smoothing: with more than 0 the loss is cross-entropy with a class for each sample.
         compile_model: whether the model will be compiled.
         feed: where the batch is from, whose other targets must be classes of the output, too.
+        averages: whether learners are to follow an average model.
 
     Raises:
         UserError: the model, its output or the loss does not fit the data.
     """
     model = _runnable(template, precision).train()
-    device = batch.inputs.device
-    generator = torch.Generator(device)
+    generator = torch.Generator(batch.inputs.device)
     replace_dropout(model, generator)
-    own = device.type == "cpu" and not compile_model  # learners draw as `RoundTasks` says
-    buffers = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
-    try:
-        with torch.random.fork_rng():
-            before, state = _generator_state(device), python_state(model)
-            with OwnDraws(generator) if own else nullcontext():
-                output = model(batch.inputs)
-            draws = not torch.equal(before, _generator_state(device))
-            changed = changed_state(state, python_state(model))
-    except Exception as error:
-        raise _unfit("training", batch.inputs, error) from error
-    _check_output(output, batch.targets, num_classes, exact)
-    if wrong := misfit(loss, output, batch.targets):
-        raise UserError(wrong)
-    _check_labels(loss, output, batch, feed, "training")
-    _check_loss(output, batch.targets, precision, loss)
-    if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
-        raise UserError(
-            f"label_smoothing={label_smoothing} is for outputs [batch, classes] with a class for each sample, got "
-            f"{list(output.shape)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth inside a "
-            "loss of your own."
-        )
-    _check_backward(model, output, generator)
-    moved = [name for name, buffer in model.named_buffers() if buffers.get(name) != buffer.data_ptr()]
-    if moved:
-        raise UserError(
-            f"the model replaces its buffer {moved[0]} in forward, and a learner's buffers live in one place; "
-            "write into it instead, with copy_()."
-        )
-    kept = [_KEEPS_STATE.format(changed)] if changed else []
-    return [*([_DRAWS_OUTSIDE] if draws else []), *kept, *remarks(loss, output, batch.targets)]
+    own = batch.inputs.device.type == "cpu" and not compile_model  # learners draw as `RoundTasks` says
+    with kept_host_state():
+        trial = _Trial(model, batch.inputs, generator, own)
+        output = trial.first()
+        _check_output(output, batch.targets, num_classes, exact)
+        if wrong := misfit(loss, output, batch.targets):
+            raise UserError(wrong)
+        _check_labels(loss, output, batch, feed, "training")
+        of_loss = _check_loss(output, batch.targets, precision, loss)
+        if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
+            raise UserError(
+                f"label_smoothing={label_smoothing} is for outputs [batch, classes] with a class for each sample, got "
+                f"{list(output.shape)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth "
+                "inside a loss of your own."
+            )
+        without = _check_backward(model, output, generator)
+        said = [*trial.check(precision, averages), *without, *_wide_buffers(template, precision)]
+    return [*said, *of_loss, *remarks(loss, output, batch.targets)]
 
 
-def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:
-    """Refuse a model that draws a learner's numbers in its backward pass: they are not those of its forward pass."""
-    parameters, before = [own for own in model.parameters() if own.requires_grad], generator.get_state()
+class _Trial:
+    """Passes of a model over one batch, and what they do besides computing it."""
+
+    def __init__(self, model: nn.Module, inputs: Tensor, generator: torch.Generator, own: bool) -> None:
+        self._model, self._inputs, self._generator, self._own = model, inputs, generator, own
+        self._bound = moorings(model)
+        self._parameters = {name: own.detach().clone() for name, own in model.named_parameters()}
+        self._buffers = {name: own.clone() for name, own in model.named_buffers()}
+        self._state, self._seed = python_state(model), generator.get_state()
+        self._watch = CallWatch()
+        self._draws_own = self._draws_torch = self._draws_host = False
+
+    def first(self) -> Tensor:
+        """Return the outputs of a first pass. Raises UserError where it fails."""
+        device = self._inputs.device
+        torchs, host = _generator_state(device), host_state()
+        try:
+            with torch.random.fork_rng(), self._draws() as draws, self._watch:
+                output: Tensor = self._model(self._inputs)
+                self._draws_torch = not torch.equal(torchs, _generator_state(device))
+        except Exception as error:
+            raise _unfit("training", self._inputs, error) from error
+        self._draws_own = draws is not None and draws.has_drawn
+        self._draws_host = host != host_state()
+        self._output = output
+        return output
+
+    def _draws(self) -> AbstractContextManager[OwnDraws | None]:
+        return OwnDraws(self._generator) if self._own else nullcontext()
+
+    def check(self, precision: Precision, averages: bool) -> list[str]:
+        """Return what is to be said of the first pass. Raises UserError for what no learner can do."""
+        if self._watch.reseeds and self._draws_own:
+            raise UserError(
+                f"the model's forward sets torch's generator at {self._watch.reseeds[0]} and draws, and learners draw "
+                "from numbers of their own; draw from a generator that forward makes: "
+                "torch.rand(..., generator=torch.Generator().manual_seed(7))."
+            )
+        if found := strayed(self._model, self._bound):
+            raise UserError(found)
+        named = self._model.named_parameters()
+        said = [note for name, own in named for note in self._moved(name, own, precision, averages)]
+        if self._draws_torch or self._draws_host:
+            said.append(_DRAWS_OUTSIDE if self._draws_torch else _DRAWS_ON_HOST)
+        changed = changed_state(self._state, python_state(self._model))
+        if changed is None and not self._draws_torch and not self._draws_host and not self._repeats():
+            changed = "that holds a tensor"
+        return [*said, *([_KEEPS_STATE.format(changed)] if changed else [])]
+
+    def _moved(self, name: str, parameter: nn.Parameter, precision: Precision, averages: bool) -> list[str]:
+        """Return what is to be said of a parameter that forward wrote. Raises UserError where that would be lost."""
+        if torch.equal(self._parameters[name].nan_to_num(), parameter.detach().nan_to_num()):
+            return []
+        if precision.has_shadow:
+            raise UserError(WRITES.format(name, ON_A_COPY))
+        if averages and not parameter.requires_grad:
+            raise UserError(WRITES.format(name, FROZEN))
+        return [_WRITES_PARAMETER.format(name)] if averages else []
+
+    @torch.no_grad()
+    def _repeats(self) -> bool:
+        """Whether a second pass gives what the first gave, but for what it draws and keeps in buffers."""
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(self._buffers[name])
+        for name, parameter in self._model.named_parameters():
+            parameter.copy_(self._parameters[name])
+        self._generator.set_state(self._seed)
+        try:
+            with torch.enable_grad(), torch.random.fork_rng(), self._draws():
+                again = self._model(self._inputs)
+        except Exception:
+            return False
+        first = self._output
+        return again.shape == first.shape and torch.allclose(again, first, _ALIKE, _ALIKE, equal_nan=True)
+
+
+def _wide_buffers(template: nn.Module, precision: Precision) -> list[str]:
+    """Return what is to be said of buffers that lose digits in the bank."""
+    digits = torch.finfo(precision.master).eps
+    floats = {name: own.dtype for name, own in template.named_buffers() if own.is_floating_point()}
+    return [_LOSES_DIGITS.format(name) for name, dtype in floats.items() if torch.finfo(dtype).eps < digits][:1]
+
+
+def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> list[str]:
+    """Return what is to be said of parameters without a gradient.
+
+    Raises UserError for a model that draws a learner's numbers in its backward pass: they are not those of its forward
+    pass.
+    """
+    named = [(name, own) for name, own in model.named_parameters() if own.requires_grad]
+    before = generator.get_state()
     with torch.random.fork_rng(), OwnDraws(generator) if generator.device.type == "cpu" else nullcontext():
         try:
-            torch.autograd.grad(projection(output), parameters, allow_unused=True)
+            found = torch.autograd.grad(projection(output), [own for _, own in named], allow_unused=True)
         except Exception:  # which `faithful_copy` tells of
-            return
+            return []
     if not torch.equal(before, generator.get_state()):
         raise UserError(
             "the model draws random numbers in what torch.utils.checkpoint computes again, where it would draw others; "
             "take dropout and the like out of what is checkpointed, or checkpoint nothing."
         )
+    without = [name for (name, _), gradient in zip(named, found, strict=True) if gradient is None]
+    return [no_gradient(without)] if without else []
 
 
 @torch.no_grad()
@@ -192,9 +282,15 @@ def _check_labels(loss: Loss, output: Tensor, batch: Batch, feed: Feed | None, w
         feed.check_labels(classes, what)
 
 
-def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> None:
+def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> list[str]:
+    """Return what is to be said of what the loss does. Raises UserError for one that trains nothing, or too little."""
+    leaf = output.detach().to(precision.master).requires_grad_()
+    tried = copied_loss(loss)
+    before, host, state = torch.random.get_rng_state(), host_state(), _state_of(tried)
     try:
-        value: Any = loss(output.to(precision.master), targets)
+        with torch.random.fork_rng():
+            value: Any = tried(leaf, targets.clone())
+            draws = not torch.equal(before, torch.random.get_rng_state()) or host != host_state()
     except Exception as error:
         raise UserError(
             f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)} "
@@ -203,5 +299,21 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise UserError(f"the loss must return one number, a batch mean, as a tensor, got {shape}; average it.")
-    if not value.requires_grad:
+    if not value.requires_grad or not output.requires_grad:
         raise UserError("the loss does not depend on the parameters; detach nothing on the way to it.")
+    if (hidden := hidden_parameter(value, leaf)) is not None:
+        raise UserError(
+            f"the loss holds a parameter of its own, of shape {list(hidden.shape)}, which nothing would train, as "
+            "learners train the model alone; put it into the model, or set its requires_grad to False."
+        )
+    said = ["The loss draws random numbers: runs will not repeat or resume bit for bit."] if draws else []
+    if (changed := changed_state(state, _state_of(tried))) is not None:
+        said.append(f"The loss changes its {changed}, which all learners share and which resumed runs begin anew.")
+    return said
+
+
+def _state_of(loss: Loss) -> dict[str, str]:
+    """What a loss keeps between calls, as text."""
+    if not isinstance(loss, nn.Module):
+        return {key: fingerprint(value) for key, value in getattr(loss, "__dict__", {}).items()}
+    return {**python_state(loss), **{name: fingerprint(own.cpu().numpy()) for name, own in loss.named_buffers()}}

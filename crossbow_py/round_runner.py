@@ -14,7 +14,7 @@ from crossbow_py.averaging.rule import OuterStep
 from crossbow_py.engine.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import Round, RoundOutcome
 from crossbow_py.engine.tasks import AveragingTask
-from crossbow_py.errors import LearnerError
+from crossbow_py.errors import LearnerError, UserError
 from crossbow_py.reporter import Reporter
 from crossbow_py.run import Run
 
@@ -35,7 +35,7 @@ class RoundRunner:
         self.out_of_memory = False
         self._sums_begun = self.parts.collective.num_sums
         self._sums_due: deque[Round] = deque()  # rounds submitted since, that average
-        self._told: set[str] = set()
+        self._told = set(run.parts.warnings)
 
     def submit(self, plan: Round) -> bool:
         """Submit a round and absorb the outcome of the one before. False when memory did not hold it: try again.
@@ -94,6 +94,8 @@ class RoundRunner:
                 self.state.absorb(outcome)
             return True
         except LearnerError as error:
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
             tuned = self._run.tuning is not None and self.parts.bank.num_learners > 1
             if not tuned or not is_out_of_memory(error.__cause__):
                 raise

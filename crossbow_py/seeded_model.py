@@ -67,9 +67,32 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
             )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
+    if shared := _overlap(module):
+        raise UserError(
+            f"the model's {shared[0]} and {shared[1]} share memory, and a learner's weights lie elsewhere, each by "
+            "itself; give both names one nn.Parameter, or compute one from the other in forward."
+        )
     if init_from is not None:
         load_weights(module, init_from)
-    return module
+    return module.train()  # some freeze a part of themselves there
+
+
+def _overlap(module: nn.Module) -> tuple[str, str] | None:
+    """Two names of parameters, or of a parameter and a buffer, of which one lies in memory of the other; None: none."""
+    parameters, places = {id(own) for own in module.parameters()}, []
+    for name, own in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if own.layout == torch.strided and own.numel():
+            extent = 1 + sum((size - 1) * abs(step) for size, step in zip(own.shape, own.stride(), strict=True))
+            first = own.data_ptr()
+            places.append((str(own.device), first, first + extent * own.element_size(), name, id(own) in parameters))
+    furthest: dict[tuple[str, bool], tuple[int, str]] = {}  # of what came before: its end and its name
+    for device, first, end, name, is_parameter in sorted(places):
+        for before in (True, False) if is_parameter else (True,):
+            reached, other = furthest.get((device, before), (0, ""))
+            if first < reached:
+                return other, name
+        furthest[device, is_parameter] = max(furthest.get((device, is_parameter), (0, "")), (end, name))
+    return None
 
 
 def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, channels_last: bool) -> nn.Module:
@@ -136,18 +159,18 @@ def _difference(
     move(list(learner.parameters()), _APART)
     inputs = batch.inputs.to(precision.compute) if batch.inputs.is_floating_point() else batch.inputs
 
-    def values(model: nn.Module) -> dict[str, Tensor]:
+    def values(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
         with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)
             return gradients_of(projection(model(inputs)), model, trained)
 
     def control() -> dict[str, Tensor]:
         with moved_weights(list(original.parameters()), precision.compute):
-            return values(original)
+            return values(original, inputs.contiguous())
 
     with _borrowed(original, bank.precision):
         _load(original, dict(learner.named_parameters()))
-        return furthest(values(learner), values(original), control, precision.compute)
+        return furthest(values(learner, inputs), values(original, inputs.contiguous()), control, precision.compute)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ import inspect
 import itertools
 import math
 import random
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from crossbow_py.engine.dropout import CounterDropout
 
 Values = Mapping[str, Tensor]
 
@@ -38,11 +38,10 @@ _CHAOS, _CHAOS_ALIKE = 10.0, 2.0  # times what the control moves
 _NOISE = 0.1  # of a value that the control moves by as much
 # What rounding leaves of a gradient that is zero, such as a bias before BatchNorm has, of the norm of all gradients.
 _RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+_OF_TORCH = frozenset(vars(nn.Module()))
+_DEEPEST = 5  # containers and objects in each other
 _DEVIATES = 4093  # a prime: what repeats is nowhere in step with a layer
 _SMALL = 1e-12  # below, squares of float32 values vanish
-_HERE = Path(__file__).parents[1]
-_TORCH = Path(torch.__file__).parent
-_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _norm_of(value: Tensor, mended: Callable[[Tensor], Tensor]) -> float:
-    """Return a norm, of what `mended` makes of the value in float64 where squares in its own format overflow or vanish."""
+    """Return a norm; where squares overflow or vanish, in float64 that of what `mended` makes of the value."""
     value = value.to(torch.promote_types(value.dtype, torch.float32))  # integers too
     found = float(torch.linalg.vector_norm(value))
     if math.isfinite(found) and (found > _SMALL or not value.any()):
@@ -178,10 +177,14 @@ def moved_weights(parameters: Sequence[Tensor], compute: torch.dtype) -> Iterato
 
 @torch.no_grad()
 def move(tensors: Sequence[Tensor], share: float) -> None:
-    """Multiply values by 1 + `share` times normal deviates, always the same; draws nothing from torch's generators."""
+    """Multiply values by 1 + `share` times normal deviates, always the same; draws nothing from torch's generators.
+
+    Tensors of one shape are moved differently, so that those that ought to share memory can be told apart.
+    """
     factors = 1 + share * torch.randn(_DEVIATES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for tensor in tensors:
-        repeated = factors.to(tensor.device, tensor.dtype).repeat(1 + tensor.numel() // _DEVIATES)
+    for index, tensor in enumerate(tensors):
+        own = factors.roll(index).to(tensor.device, tensor.dtype)
+        repeated = own.repeat(1 + tensor.numel() // _DEVIATES)
         tensor.mul_(repeated[: tensor.numel()].view(tensor.shape))
 
 
@@ -209,31 +212,6 @@ def _defined(thing: type) -> str:
     return ""
 
 
-class HookWatch(TorchFunctionMode):
-    """Notes where a pass registers hooks on gradients. Attribute `places`: file and line, in the user's code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: list[str] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run what was called."""
-        if func in _HOOKS:
-            self.places.append(_users_line())
-        return func(*args, **(kwargs or {}))
-
-
-def _users_line() -> str:
-    """Return the innermost line on the stack that is neither torch's nor this package's."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if not path.is_relative_to(_TORCH) and not path.is_relative_to(_HERE):
-            return f"{path.name}:{frame.lineno}"
-    return "its forward"
-
-
 def backward_hook(model: nn.Module) -> str | None:
     """Return the name of a module with a hook on its backward pass; "every module" where one is registered for all."""
     everywhere = nn.modules.module
@@ -246,15 +224,21 @@ def backward_hook(model: nn.Module) -> str | None:
 
 
 def python_state(model: nn.Module) -> dict[str, str]:
-    """Return what modules keep in attributes of Python, as text: numbers, what containers and objects hold, generators.
+    """Return what modules and their classes keep in attributes of Python, as text: numbers, containers, generators.
 
     Tensors are left out: many models keep some to look at. Whether one matters a second pass shows.
     """
     state = {}
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule | CounterDropout):
+            continue  # attributes of TorchScript are made anew when they are looked at; a learner's numbers are known
         for key, value in vars(module).items():
             if key not in _OF_TORCH:
-                state[f"{name}.{key}".lstrip(".")] = _fingerprint(value, _DEEPEST)
+                state[f"{name}.{key}".lstrip(".")] = fingerprint(value)
+    for kind in {type(module) for module in model.modules()}:
+        for own in kind.__mro__:
+            if not own.__module__.startswith(("torch.", "builtins")):
+                state |= {f"{own.__qualname__}.{key}": fingerprint(value) for key, value in vars(own).items()}
     return state
 
 
@@ -263,7 +247,8 @@ def changed_state(before: Mapping[str, str], after: Mapping[str, str]) -> str | 
     return next((name for name in after if before.get(name) != after[name]), None)
 
 
-def _fingerprint(value: Any, depth: int) -> str:
+def fingerprint(value: Any, depth: int = _DEEPEST) -> str:
+    """Return a text that is another when the value is; empty for tensors, modules and functions."""
     found = ""
     if isinstance(value, int | float | str | bytes | None):
         found = repr(value)
@@ -271,20 +256,17 @@ def _fingerprint(value: Any, depth: int) -> str:
         found = str(hash(value.tobytes()))
     elif isinstance(value, random.Random):
         found = str(hash(value.getstate()))
-    elif isinstance(value, np.random.Generator):
-        found = repr(value.bit_generator.state)
-    elif isinstance(value, torch.Generator | Tensor | nn.Module | type) or depth == 0 or callable(value):
+    elif isinstance(value, np.random.Generator | torch.Generator):
+        own = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state().tolist()
+        found = str(hash(repr(own)))
+    elif isinstance(value, Tensor | nn.Module | type) or depth == 0 or callable(value):
         pass
     elif isinstance(value, Mapping):
-        found = repr([(repr(key), _fingerprint(each, depth - 1)) for key, each in value.items()])
+        found = repr([(repr(key), fingerprint(each, depth - 1)) for key, each in value.items()])
     elif isinstance(value, list | tuple | set | deque):
-        found = repr([_fingerprint(each, depth - 1) for each in value])
+        found = repr([fingerprint(each, depth - 1) for each in value])
     elif hasattr(value, "__dict__"):
-        found = _fingerprint(vars(value), depth - 1)
+        found = fingerprint(vars(value), depth - 1)
     elif isinstance(value, itertools.count):
         found = repr(value)
     return found
-
-
-_OF_TORCH = frozenset(vars(nn.Module()))
-_DEEPEST = 5  # containers and objects in each other

@@ -23,7 +23,6 @@ from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.agreement import (
     Difference,
-    HookWatch,
     backward_hook,
     changed_state,
     custom_backwards,
@@ -37,6 +36,7 @@ from crossbow_py.engine.agreement import (
     python_state,
     values_of,
 )
+from crossbow_py.engine.call_watch import CallWatch
 from crossbow_py.engine.dropout import OwnDraws
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.fusion import draws
@@ -237,10 +237,10 @@ class _Pair:
         module = self._bank.module(0)
         with kept_buffers(module):
             self._seed()
-            with HookWatch() as watch:
+            with CallWatch() as watch:
                 loss = self._own_loss(0, self._batches[0])
-            if watch.places:
-                return f"it hooks its gradients at {watch.places[0]}, and a graph calls no hooks"
+            if watch.hooks:
+                return f"it hooks its gradients at {watch.hooks[0]}, and a graph calls no hooks"
             if customs := custom_backwards(loss):
                 return f"it has a backward pass of its own, {customs[0]}, and a graph has none"
             self._expected[0] = gradients_of(loss, module, self._names)

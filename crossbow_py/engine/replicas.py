@@ -28,8 +28,10 @@ from crossbow_py.engine.layout import (
     copy_present,
     parameter_layout,
 )
+from crossbow_py.engine.moorings import moorings, strayed, written
 from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.saved_bank import num_saved
+from crossbow_py.errors import UserError
 
 _COUNTER = "num_batches_tracked"
 
@@ -145,6 +147,7 @@ class ReplicaBank:
         self.counter_names = [name for name, _ in self.template.named_buffers() if name.endswith(_COUNTER)]
         self.counters = torch.zeros(capacity, len(self.counter_names), dtype=torch.int64, device=self.device)
         self._modules = [self._bind(learner) for learner in range(capacity)]
+        self._bound = [moorings(module) for module in self._modules]
         # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
         named = [dict(module.named_parameters()) for module in self._modules]
         self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
@@ -166,13 +169,22 @@ class ReplicaBank:
     def _bind(self, learner: int) -> nn.Module:
         """The learner's module on row `learner`, as it trains, or for evaluation where the bank is not for training."""
         # Parameters of its own, which are bound to the row: their values need not be copied first.
-        own = {id(p): nn.Parameter(p.data, p.requires_grad) for p in self.template.parameters() if type(p) is nn.Parameter}
-        module = copy.deepcopy(self.template, dict(own))
+        parameters = [own for own in self.template.parameters() if type(own) is nn.Parameter]
+        bound = {id(own): nn.Parameter(own.data, own.requires_grad) for own in parameters}
+        module = copy.deepcopy(self.template, dict(bound))
         self.has_dropout = replace_dropout(module, self.generators[learner])
         counters = {name: self.counters[learner, place] for place, name in enumerate(self.counter_names)}
         master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
         bind(module, master, shadow, {**self.buffers.shaped(learner), **counters})
         return module.train(self._training)
+
+    def check_moorings(self, averages: bool) -> None:
+        """Raise UserError where a learner's module left its row, or was written where that is lost: see `written`."""
+        for learner in range(self.num_learners):
+            module, bound = self._modules[learner], self._bound[learner]
+            found = strayed(module, bound) or written(module, bound, self.precision.has_shadow, averages)
+            if found is not None:
+                raise UserError(found)
 
     def module(self, learner: int) -> nn.Module:
         """Learner's model on its row, in training mode, or in evaluation mode where the bank is not for training."""

@@ -27,6 +27,10 @@ from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMean
 from crossbow_py.engine.update import Step, TorchUpdate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+_DRAWS_LATE = (
+    "The model has begun to draw random numbers, after rounds without any: those of that first round came from torch's "
+    "own generator, and will not repeat."
+)
 
 
 class Draws(NamedTuple):
@@ -34,6 +38,15 @@ class Draws(NamedTuple):
 
     seed: int
     round_index: int
+
+
+def no_gradient(names: Sequence[str]) -> str:
+    """Return what is to be said of parameters to which no gradient comes."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"No gradient reaches the model's {min(names)}{more}: it counts as zero, so momentum and weight decay go on to "
+        "move what torch's optimizers leave alone; freeze (requires_grad=False) what is never used."
+    )
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,8 @@ class RoundTasks:
         self._compiled = CompiledModels() if compile_model else None
         self._summed_rows: list[TrainedRow] = []
         self._without_draws: set[int] = set()  # learners whose models draw in dropout modules alone
+        self._told_missing = False
+        self.remarks: list[str] = []  # sentences for the user, from any thread; some come once for each learner
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
 
@@ -153,10 +168,23 @@ class RoundTasks:
         batch = self.feed.batch(outcome.plan.starts[learner])
         output = self._outputs(learner, batch.inputs).to(bank.precision.master)
         loss = self.loss_of(learner, output, batch.targets)
-        parameters = bank.trained_parameters(learner)
-        bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))
+        try:
+            gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
+        except RuntimeError:
+            bank.check_moorings(averages=False)  # which says more, where forward has frozen a parameter
+            raise
+        if any(gradient is None for gradient in gradients):
+            self._tell_missing(gradients)
+        bank.store_gradients(learner, gradients)
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
         outcome.num_correct[learner] = count_correct(output.detach(), batch.targets)
+
+    def _tell_missing(self, gradients: Sequence[Tensor | None]) -> None:
+        """Say what counts as zero, the first time."""
+        if not self._told_missing:
+            self._told_missing = True
+            names = [name for name, own in zip(self.bank.layout.names, gradients, strict=False) if own is None]
+            self.remarks.append(no_gradient(names))
 
     def _may_draw(self, learner: int) -> bool:
         """Whether the learner's model may draw outside dropout modules: its first pass shows it.
@@ -167,6 +195,13 @@ class RoundTasks:
 
     def _outputs(self, learner: int, inputs: Tensor) -> Tensor:
         """The learner's outputs. All random numbers are its own."""
+        if learner in self._without_draws:
+            before = torch.random.get_rng_state()
+            outputs = self.model(learner)(inputs)
+            if not torch.equal(before, torch.random.get_rng_state()):
+                self._without_draws.discard(learner)
+                self.remarks.append(_DRAWS_LATE)
+            return outputs
         if not self._may_draw(learner):
             return self.model(learner)(inputs)
         with OwnDraws(self.bank.generators[learner]) as draws:

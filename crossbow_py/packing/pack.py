@@ -273,6 +273,7 @@ class Pack:
     def drain(self) -> None:
         """Wait for what is in flight; members may be measured and change seats then."""
         self._absorb(self._executor.drain())
+        self._bank.check_moorings(averages=False)
         self.notes += [*self._executor.notes, *self.feed.take_notes()]
         self._executor.notes.clear()
 

@@ -19,10 +19,10 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from crossbow_py.engine.fusion.places import line_of_failure
 from crossbow_py.engine.fusion.regions import is_followed, put_in_line
 from crossbow_py.engine.fusion.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
+from crossbow_py.engine.places import line_of_failure
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.host_randomness import host_state, kept_host_state
 

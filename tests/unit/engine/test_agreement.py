@@ -82,6 +82,19 @@ class Net(nn.Module):
         return self.second(self.between(self.first(x).tanh()))
 
 
+def hooked_at_its_node(x):
+    x.grad_fn.register_prehook(lambda gradients: (gradients[0].clamp(-1e6, 1e6),))  # which does nothing here
+    return x
+
+
+class CountsInItsClass(Net):
+    calls = 0
+
+    def forward(self, x):
+        CountsInItsClass.calls += 1
+        return super().forward(x)
+
+
 def hooked_in_forward(x):
     x.register_hook(lambda gradient: gradient * 2)
     return x
@@ -189,6 +202,8 @@ REFUSED = {
     "reversal": (lambda: Net(Reversal.apply), "it has a backward pass of its own, Reversal"),
     "clamp": (lambda: Net(Clamp.apply), "it has a backward pass of its own, Clamp"),
     "hook in forward": (lambda: Net(hooked_in_forward), r"it hooks its gradients at test_agreement\.py:\d+"),
+    "hook at a node": (lambda: Net(hooked_at_its_node), r"it hooks its gradients at test_agreement\.py:\d+"),
+    "count in its class": (CountsInItsClass, r"its forward changes CountsInItsClass\.calls"),
     "backward hook": (BackwardHook, "first has a hook on its backward pass"),
     "its own right backward": (lambda: Net(Square.apply), "it has a backward pass of its own, Square"),
     "count": (Counts, "its forward changes calls"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.fx import Node
 
-_OURS = tuple(f"{Path(file).parent}/" for file in (torch.__file__, str(Path(__file__).parents[1])))
+_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .*\n    (?P<code>.+)$', re.MULTILINE)
 _LONGEST = 80
 
@@ -24,6 +25,14 @@ def line_of_failure(error: BaseException) -> str:
     """The line of the model's forward that an exception passed, as `line_of` has it."""
     frames = traceback.extract_tb(error.__traceback__)
     return _last([(frame.filename, frame.lineno or 0, frame.line or "") for frame in frames])
+
+
+def place_of_call(frame: FrameType) -> str:
+    """`net.py:7`, the line that a function which runs was called from; "its forward" where that is not known."""
+    for summary in reversed(traceback.extract_stack(frame)):
+        if not summary.filename.startswith((*_OURS, "<")):
+            return f"{Path(summary.filename).name}:{summary.lineno}"
+    return "its forward"
 
 
 def _last(frames: list[tuple[str, int, str]]) -> str:

@@ -1,0 +1,53 @@
+"""What a forward pass does besides computing values: hooks on gradients, and generators that it sets."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from crossbow_py.engine.places import place_of_call
+
+_HOOKS = {Tensor.register_hook.__code__, Tensor.register_post_accumulate_grad_hook.__code__}
+_NODE_HOOKS = {"register_hook", "register_prehook"}
+_SETTERS = {"manual_seed", "seed", "set_state"}
+
+
+class CallWatch:
+    """Notes what the block calls, in this thread. Python's profiler, if one runs, pauses meanwhile.
+
+    Attributes:
+        hooks: file and line, in the user's code, of each hook on a gradient or on a node of the graph.
+        reseeds: likewise of each call that sets torch's generator of the CPU.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: list[str] = []
+        self.reseeds: list[str] = []
+
+    def __enter__(self) -> CallWatch:
+        importlib.import_module("torch._dynamo")  # a dispatch mode imports it, which takes longer while it is watched
+        self._before = sys.getprofile()
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        sys.setprofile(self._before)
+
+    def _see(self, frame: FrameType, event: str, called: Any) -> None:
+        if event == "call":
+            if frame.f_code in _HOOKS:
+                self.hooks.append(place_of_call(frame))
+        elif event == "c_call":
+            name = called.__name__
+            if name in _NODE_HOOKS and isinstance(called.__self__, Node):
+                self.hooks.append(place_of_call(frame))
+            elif name in _SETTERS and called.__self__ is torch.default_generator:
+                self.reseeds.append(place_of_call(frame))

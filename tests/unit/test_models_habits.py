@@ -1,0 +1,379 @@
+"""What models and losses do besides computing: refused or said, before training or where it begins."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from crossbow_py import SGD, SMA, Independent
+from crossbow_py.errors import UserError
+from tests.trainers import Recorder, equal_states, images, make_trainer
+
+_F = nn.functional
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+class Later(Net):
+    """Counts its passes in a buffer, which evaluations put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.tensor(0))
+
+    def count(self):
+        if self.training:
+            self.passes += 1
+        return int(self.passes)
+
+
+class MomentumEncoder(Net):
+    def __init__(self):
+        super().__init__()
+        self.key = copy.deepcopy(self.first).requires_grad_(False)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                for own, key in zip(self.first.parameters(), self.key.parameters(), strict=True):
+                    key.mul_(0.9).add_(own, alpha=0.1)
+        return self.second((self.first(x) - self.key(x)).tanh())
+
+
+class ReplacesKey(MomentumEncoder):
+    def forward(self, x):
+        self.key.weight.data = self.key.weight.data * 0.9
+        return Net.forward(self, x)
+
+
+class Clips(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            self.second.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class SetsState(Net):
+    """Draws the same noise twice."""
+
+    def forward(self, x):
+        state = torch.get_rng_state()
+        first = torch.rand(x.shape)
+        torch.set_rng_state(state)
+        return super().forward(x + first - torch.rand(x.shape))
+
+
+class SetsSeed(Net):
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return super().forward(x * torch.rand(4))
+
+
+class SharesMemory(Net):
+    def __init__(self):
+        super().__init__()
+        self.third = nn.Linear(4, 6)
+        self.third.weight.data = self.first.weight.data
+
+    def forward(self, x):
+        return super().forward(x) + self.second(self.third(x))
+
+
+class ViewsWeight(Net):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Parameter(self.first.weight.data[1:3])
+
+    def forward(self, x):
+        return super().forward(x) + self.part.sum()
+
+
+class Thaws(Later):
+    def forward(self, x):
+        self.first.requires_grad_(self.count() > 4)
+        return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
+class Freezes(Later):
+    def forward(self, x):
+        self.first.requires_grad_(self.count() < 4)
+        return super().forward(x)
+
+
+class ReplacesLater(Later):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x):
+        output = super().forward(x)
+        if self.count() > 4:
+            self.seen = 0.5 * self.seen + 0.5 * output.detach().mean(0)
+        return output + self.seen
+
+
+class DrawsLater(Later):
+    def forward(self, x):
+        return _F.dropout(super().forward(x), 0.5, self.training and self.count() > 4)
+
+
+class HalfUsed(Net):
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+
+class DropsLayer(Later):
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if self.count() > 4:
+            hidden = hidden.detach()
+        return self.second(hidden)
+
+
+class PythonDraws(Net):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class NumpyDraws(Net):
+    def forward(self, x):
+        return super().forward(x) * np.random.rand()
+
+
+class OwnGenerator(Net):
+    def __init__(self):
+        super().__init__()
+        self.own = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        return super().forward(x) + torch.rand(3, generator=self.own)
+
+
+class TensorKept(Net):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(3)
+
+    def forward(self, x):
+        output = super().forward(x) + self.mean
+        self.mean = 0.5 * self.mean + output.detach().mean(0)
+        return output
+
+
+class CountsInClass(Net):
+    calls = 0
+
+    def forward(self, x):
+        CountsInClass.calls += 1
+        return super().forward(x)
+
+
+class WideCounter(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0.0, dtype=torch.float64))
+
+
+class Strides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(192, 3)
+
+    def forward(self, x):
+        return self.linear(x.as_strided((len(x), 192), (192, 1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (MomentumEncoder, {}, "writes its parameter key.weight, which is frozen, so that the average model would not"),
+        (MomentumEncoder, {"num_learners": 1, "precision": "bf16"}, "key.weight, which in bf16 is a copy of .*=fp32"),
+        (ReplacesKey, {"num_learners": 1}, "gives its parameter key.weight other memory"),
+        (Clips, {"precision": "bf16"}, "writes its parameter second.weight, which in bf16 is a copy"),
+        (SetsState, {}, r"sets torch's generator at test_models_habits.py:\d+ and draws"),
+        (SetsSeed, {}, r"sets torch's generator at test_models_habits.py:\d+ and draws"),
+        (SharesMemory, {}, "first.weight and third.weight share memory"),
+        (ViewsWeight, {}, "first.weight share memory|first.weight and part share memory|part and first.weight share"),
+        (Strides, {"train_data": images(40)}, "learners, copies of the model, would not train as it does"),
+    ],
+)
+def test_model_that_learners_cannot_follow_is_refused_before_training(model, options, message):
+    with pytest.raises(UserError, match=message) as refused:
+        make_trainer(model=model, **options)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Thaws, "changes requires_grad of its parameter first.weight"),
+        (Freezes, "changes requires_grad of its parameter first.weight"),
+        (ReplacesLater, "replaces its buffer seen"),
+    ],
+)
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_model_that_strays_from_its_row_later_ends_the_run(model, message, executor):
+    trainer = make_trainer(model=model, executor=executor)
+    with pytest.raises(UserError, match=message):
+        trainer.fit(max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (PythonDraws, "draws random numbers from Python's or NumPy's generator"),
+        (NumpyDraws, "draws random numbers from Python's or NumPy's generator"),
+        (OwnGenerator, "changes its attribute own"),
+        (TensorKept, "changes its attribute that holds a tensor"),
+        (CountsInClass, "changes its attribute CountsInClass.calls"),
+        (HalfUsed, "No gradient reaches the model's unused.bias and 1 more: it counts as zero"),
+        (Clips, "forward writes its parameter second.weight: every learner does so for itself"),
+        (WideCounter, "buffer count is kept in float32"),
+        (Net, None),
+    ],
+)
+def test_what_a_model_does_besides_is_said_once_before_training(model, message):
+    recorder = Recorder()
+    make_trainer(model=model, callbacks=[recorder]).fit(max_rounds=3)
+    found = [line for line in recorder.of("message") if "model" in line]
+    assert found == [] if message is None else len(found) == 1 and message in found[0]
+
+
+def test_clipped_weights_of_a_single_learner_are_as_in_plain_pytorch():
+    result = make_trainer(model=Clips, num_learners=1, optimizer=SGD(learning_rate=0.0)).fit(max_rounds=2)
+    assert result.model.second.weight.abs().max() <= 0.1
+
+
+def test_momentum_encoders_of_independent_learners_train_on():
+    trainer = make_trainer(model=MomentumEncoder, averaging=Independent())
+    before = trainer.run.parts.bank.learner_state(0)["key.weight"].clone()
+    trainer.fit(max_epochs=1)
+    assert not torch.equal(trainer.run.parts.bank.learner_state(0)["key.weight"], before)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads"])
+def test_model_that_begins_to_draw_is_said_once_and_then_draws_its_learners_numbers(executor):
+    ended = []
+    for seed in (1, 2):
+        recorder = Recorder()
+        trainer = make_trainer(model=DrawsLater, executor=executor, num_learners=1, callbacks=[recorder])
+        torch.manual_seed(0)
+        trainer.fit(max_rounds=5)  # the fifth is the first that draws
+        torch.manual_seed(seed)
+        result = trainer.fit(max_rounds=3)
+        assert sum("has begun to draw random numbers" in line for line in recorder.of("message")) == 1
+        ended.append(result.model)
+    assert equal_states(*ended)
+
+
+def test_gradient_that_stops_later_is_said_in_the_round():
+    recorder = Recorder()
+    make_trainer(model=DropsLayer, callbacks=[recorder]).fit(max_rounds=8)
+    assert sum("No gradient reaches the model's first.bias and 1 more" in line for line in recorder.of("message")) == 1
+
+
+class Margin(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+        self.register_buffer("calls", torch.tensor(0.0))
+        self.count = 0
+
+    def forward(self, output, targets):
+        return _F.cross_entropy(output @ self.weight, targets)
+
+
+def test_loss_that_holds_a_parameter_in_disguise_is_refused():
+    margin, made = Margin(), []
+
+    def model():
+        made.append(Net())
+        return made[-1]
+
+    def penalised(output, _):
+        return output.sum() + made[0].first.weight.square().sum()
+
+    for loss in (lambda *given: margin(*given), margin.forward, penalised):
+        with pytest.raises(UserError, match="the loss holds a parameter of its own, of shape"):
+            make_trainer(model=model, loss=loss)
+
+
+def _drawing(output, targets):
+    return _F.cross_entropy(output + torch.randn_like(output), targets)
+
+
+class Counting(Margin):
+    def forward(self, output, targets):
+        self.count += 1
+        return _F.cross_entropy(output, targets) / self.count
+
+
+class Remembering(Margin):
+    def forward(self, output, targets):
+        self.calls += 1
+        return _F.cross_entropy(output, targets) / self.calls
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda: _drawing, "The loss draws random numbers"),
+        (Counting, "The loss changes its count, which all learners share"),
+        (Remembering, "The loss changes its calls, which all learners share"),
+    ],
+)
+def test_loss_that_does_more_than_compute_is_said(loss, message):
+    recorder = Recorder()
+    made = loss()
+    if isinstance(made, nn.Module):
+        made.requires_grad_(False)
+    make_trainer(loss=made, callbacks=[recorder]).fit(max_rounds=1)
+    assert sum(message in line for line in recorder.of("message")) == 1
+    assert not isinstance(made, Counting) or made.count == 2  # a call for each learner, none from trying it
+
+
+def test_constants_in_buffers_are_the_same_in_the_average_of_any_number_of_learners():
+    class Masked(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("least", torch.full((3,), torch.finfo(torch.float32).min))
+            self.register_buffer("tenth", torch.full((16,), 0.1))
+
+        def forward(self, x):
+            return torch.maximum(super().forward(x), self.least)
+
+    for learners in (2, 7):
+        result = make_trainer(model=Masked, num_learners=learners, averaging=SMA()).fit(max_rounds=2)
+        assert torch.equal(result.model.least, Masked().least)
+        assert torch.equal(result.model.tenth, Masked().tenth)
+
+
+def test_layer_that_train_freezes_is_frozen_from_the_start():
+    class Frozen(Net):
+        def train(self, mode=True):
+            super().train(mode)
+            self.first.requires_grad_(False)
+            return self
+
+    trainer = make_trainer(model=Frozen)
+    weights = trainer.run.parts.bank.learner_state(0)["first.weight"].clone()
+    result = trainer.fit(max_epochs=1)
+    assert torch.equal(result.model.first.weight, weights)
