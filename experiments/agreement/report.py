@@ -13,6 +13,8 @@ SAME = 1e-4  # relative: float32 after ten rounds
 
 def result_text(result: Result) -> str:
     """All there is to say about a result."""
+    if "throughput" in result:
+        return throughput_table(result)
     return nets_table(result) if "nets" in result else setup_table(result)
 
 
@@ -41,6 +43,18 @@ def setup_table(result: Result) -> str:
     return markdown_table(["", "without, s", "with, s", "with ÷ without", "n"], rows)
 
 
-def _spread(spread: Mapping[str, float], form: str) -> str:
+def throughput_table(result: Result) -> str:
+    """A row a model and executor: images/s before and now, and their ratio."""
+    columns = (("before", ",.0f"), ("now", ",.0f"), ("ratio", ".3f"))
+    rows = [
+        [name, *(_spread(own[key], form) for key, form in columns), str(own["n"])]
+        for name, own in result["throughput"].items()
+    ]
+    return markdown_table(["", f"commit {result['before']}, images/s", "now, images/s", "now ÷ before", "n"], rows)
+
+
+def _spread(spread: Mapping[str, float] | None, form: str) -> str:
+    if spread is None:
+        return "–"
     middle, least, most = (format(spread[key], form) for key in ("median", "minimum", "maximum"))
     return f"{middle} ({least}–{most})"

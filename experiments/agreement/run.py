@@ -2,6 +2,7 @@
 
     python experiments/agreement/run.py nets [--json PATH]
     python experiments/agreement/run.py setup [--repetitions 7] [--json PATH]
+    python experiments/agreement/run.py throughput --before COMMIT [--repetitions 7] [--json PATH]
 
 README.md says what is measured and how.
 """
@@ -17,9 +18,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.agreement import nets, setup
+from experiments.agreement import nets, setup, throughput
 from experiments.agreement.report import result_text
-from experiments.common.arguments import count
+from experiments.common.arguments import count, positive
 from experiments.common.machine import machine
 from experiments.common.results import show_and_write
 
@@ -27,23 +28,42 @@ from experiments.common.results import show_and_write
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the tables and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["nets", "setup"])
-    parser.add_argument("--models", nargs="+", choices=list(setup.SHAPES), default=list(setup.SHAPES))
-    parser.add_argument("--repetitions", type=count, default=7, help="of every set-up (default %(default)s)")
+    parser.add_argument("what", choices=["nets", "setup", "throughput"])
+    parser.add_argument("--models", nargs="+", choices=list(setup.SHAPES), help="by default all there are")
+    parser.add_argument("--executors", nargs="+", choices=throughput.EXECUTORS, default=throughput.EXECUTORS)
+    parser.add_argument("--before", metavar="COMMIT", help="which throughput is compared with, as git knows it")
+    parser.add_argument("--seconds", type=positive, default=1.5, help="of a window (default %(default)s)")
+    parser.add_argument("--repetitions", type=count, default=7, help="of every measurement (default %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     result: dict[str, Any] = {"machine": machine()}
+    if options.what == "throughput":
+        if options.before is None:
+            parser.error("throughput needs --before COMMIT, which it is compared with")
+        result |= {"before": options.before, "throughput": _throughputs(options)}
+        show_and_write(result, result_text, options.json)
+        return 0
     if options.what == "nets":
         known = {name: own for name, own in nets.NETS.items() if name != "tiny Llama" or _has_transformers()}
         result["nets"] = {name: {each: nets.trained(name, each) for each in nets.EXECUTORS} for name in known}
     else:
         result["setup"] = {
             f"{model} {precision}": setup.measure(model, precision, options.repetitions)
-            for model in options.models
+            for model in options.models or setup.SHAPES
             for precision in ("fp32", "bf16")
         }
     show_and_write(result, result_text, options.json)
     return 0
+
+
+def _throughputs(options: argparse.Namespace) -> dict[str, Any]:
+    models = [model for model in options.models or throughput.MODELS if model in throughput.MODELS]
+    with throughput.tree_of(options.before) as before:
+        return {
+            f"{model} {executor}": throughput.measure(before, model, executor, options.repetitions, options.seconds)
+            for model in models
+            for executor in options.executors
+        }
 
 
 def _has_transformers() -> bool:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from experiments.agreement import nets, report, run
+from experiments.agreement import nets, report, run, throughput
+from experiments.common.machine import ROOT
 
 
 @pytest.mark.parametrize("name", [name for name in nets.NETS if name != "tiny Llama"])
@@ -33,3 +37,18 @@ def test_setup_command_writes_ratios_of_pairs(tmp_path, capsys) -> None:
     assert set(result["setup"]) == {"lenet fp32", "lenet bf16"}
     assert result["setup"]["lenet fp32"]["ratio"]["median"] > 0
     assert "with ÷ without" in capsys.readouterr().out
+
+
+def test_throughput_command_compares_two_trees_by_turns(tmp_path, monkeypatch, capsys) -> None:
+    @contextmanager
+    def this_tree(revision: str) -> Iterator[Path]:
+        assert revision == "HEAD~1"
+        yield ROOT
+
+    monkeypatch.setattr(throughput, "tree_of", this_tree)  # a clone for tests may have no other commit
+    path = tmp_path / "throughput.json"
+    arguments = ["throughput", "--before", "HEAD~1", "--models", "lenet", "--executors", "serial"]
+    assert run.main([*arguments, "--repetitions", "1", "--seconds", "0.05", "--json", str(path)]) == 0
+    (found,) = json.loads(path.read_text())["throughput"].values()
+    assert found["n"] + (found["dropped"] > 0) >= 1
+    assert "now ÷ before" in capsys.readouterr().out
