@@ -25,6 +25,7 @@ from crossbow_py.config import (
 )
 from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.overrides import read_text
 from crossbow_py.telemetry.records import CONFIG_FILE
 
 _KEY = "config="
@@ -40,7 +41,7 @@ def composed(overrides: Sequence[str], kind: type[C]) -> C:
 
     Raises UserError also for a run that has no configuration, and where the command takes none.
     """
-    given = [text.removeprefix(_KEY) for text in overrides if text.startswith(_KEY)]
+    given = [read_text("config", text.removeprefix(_KEY)) for text in overrides if text.startswith(_KEY)]
     if not given:
         return compose(overrides, kind)
     own = [text for text in overrides if not text.startswith(_KEY)]
