@@ -202,6 +202,11 @@ def test_text_in_quotes_is_one_value_whatever_brackets_and_commas_are_in_it(text
     assert [compose(job).data.root for job, _ in jobs] == [text, "c,[d"]
 
 
+@pytest.mark.parametrize("path", ["~", "~/runs/a-b_1.2", "~me/x@y+z%", "~/größe"])
+def test_path_in_the_home_folder_needs_no_quotes(path: str) -> None:
+    assert compose(["data=mnist", f"data.root={path}"]).data.root == path
+
+
 def quoted(text: str) -> str:
     """In the double quotes of Hydra's grammar, in which backslashes count only before a quote."""
     doubled = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), text)
