@@ -31,6 +31,7 @@ from crossbow_py.errors import (
     UserError,
     one_line,
 )
+from crossbow_py.given_path import given_path
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.overrides import expand_sweeps
 from crossbow_py.recorded_config import composed
@@ -122,7 +123,8 @@ def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> i
         worst = max(worst, code)
         if code in StopSignal.EXIT_CODES.values():
             break
-    for line in sweep_lines([Path(config.output_dir) for config in configs if config.output_dir]) if speaks else ():
+    folders = [given_path("output_dir", config.output_dir) for config in configs if config.output_dir]
+    for line in sweep_lines(folders) if speaks else ():
         print_line(line, sys.stdout)
     return worst
 

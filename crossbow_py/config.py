@@ -9,7 +9,6 @@ spells out, because the settings dataclasses know every key and answer a misspel
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.optimizers import OPTIMIZERS
 from crossbow_py.errors import UserError
+from crossbow_py.given_path import given_path
 from crossbow_py.models import MODELS
 from crossbow_py.overrides import PARSING_ERRORS, parse, quoted
 from crossbow_py.packing.space import laid_over
@@ -55,7 +55,6 @@ REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
 APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
 _COMPOSITION_ERRORS = (*PARSING_ERRORS, *FILE_ERRORS)
 _COMMANDS = ("train", "search", "predict")  # that have a YAML file of their own
-_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as Linux and its file systems have it
 
 
 def _group(help: str) -> Any:
@@ -96,7 +95,8 @@ class TrainConfig(RunSettings, StopConditions):
         StopConditions.__post_init__(self)  # checks every field, and that the run has an end
         check_name(self.executor)
         for key in ("resume", "init_from", "output_dir"):
-            check_path(key, getattr(self, key))
+            if (path := getattr(self, key)) is not None:
+                given_path(key, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,25 +220,6 @@ def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
     for group in REGISTRIES:
         plain[group] = {"name": type(getattr(config, group)).NAME, **plain[group]}
     return plain
-
-
-def check_path(key: str, path: str | None) -> None:
-    """Refuse what would fail wherever the path is used, and not as a file that is missing. Raises UserError."""
-    if path is None:
-        return
-    given = f"{path[:40]}..." if len(path) > 40 else path
-    if "\0" in path:
-        raise UserError(f"{key} must be a path, got {path!r}, which has a null character; leave it out.")
-    try:
-        Path(path).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"{key}={given} is in the home folder of an unknown user; write the whole path.") from error
-    names = [os.fsencode(path), *map(os.fsencode, Path(path).parts)]
-    if len(names[0]) > _LONGEST_PATH or max(map(len, names[1:]), default=0) > _LONGEST_NAME:
-        raise UserError(
-            f"{key} must have names of at most {_LONGEST_NAME} bytes and {_LONGEST_PATH} in all, got {given!r}; "
-            "choose a shorter one."
-        )
 
 
 def _with_groups(plain: Mapping[str, Any], kind: type[CommandConfig]) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class NonFiniteError(CrossbowError):
         resume = "Resume it with on_nonfinite=reseed, or start" if last_checkpoint and not everyone else "Start"
         super().__init__(
             f"learner {learner} went non-finite in round {round_index}{lost}; {good}. {resume} anew with a lower "
-            "optimizer.learning_rate or with optimizer.clip_norm; if that does not help, look for NaN in the data."
+            "optimizer.learning_rate or with optimizer.clip_norm; if that does not help, look for NaN in the data, and "
+            "for batches of which the loss leaves every target out."
         )
 
 

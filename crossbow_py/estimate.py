@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from crossbow_py.command_line import run, say
 from crossbow_py.config import EstimateConfig
 from crossbow_py.estimation import estimate
 from crossbow_py.estimation_report import as_text, write
+from crossbow_py.given_path import given_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def answer(config: EstimateConfig) -> int:
     found = estimate(config)
     code = say(as_text(found))
     if config.output_dir is not None:
-        code = max(code, say("\n".join(write(found, Path(config.output_dir).expanduser()))))
+        code = max(code, say("\n".join(write(found, given_path("output_dir", config.output_dir)))))
     return code
 
 

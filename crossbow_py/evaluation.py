@@ -15,7 +15,8 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.memory import free_memory, is_out_of_memory, raising_if_lost
 from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.engine.rounds import Loss, count_correct, non_finite_outputs
+from crossbow_py.engine.rounds import Loss, count_correct, ignored_target, non_finite_outputs
+from crossbow_py.errors import BadDataError
 
 Metric = Callable[[Tensor, Tensor], Tensor | float]
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once
@@ -43,8 +44,9 @@ class Examples:
 class Evaluation:
     """Means over `num_samples`; `accuracy` is a fraction, None when the task is not classification.
 
-    `num_non_finite` samples have outputs that are not finite, which count as wrong. `examples` are on the first rank
-    alone.
+    Where the loss leaves some targets out (see `ignored_target`), `loss` and `accuracy` are means over the others: over
+    the pixels of masks that count, say. `num_non_finite` samples have outputs that are not finite, which count as
+    wrong. `examples` are on the first rank alone.
     """
 
     loss: float
@@ -85,13 +87,44 @@ def evaluation_batch_size(values_a_sample: int) -> int:
     return max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_VALUES // values_a_sample))
 
 
+def summed_up(
+    num_samples: float, sums: Sequence[float], metrics: Iterable[str], examples: Examples | None = None
+) -> Evaluation:
+    """The evaluation of so many samples. Raises BadDataError where the loss leaves out every target.
+
+    `sums` are of targets that count, outputs that are not finite, right predictions (NaN: no classes), loss, metrics.
+    """
+    counted, num_non_finite, correct, loss, *others = sums
+    if not counted:
+        raise BadDataError(
+            f"the loss leaves out every target of {round(num_samples):,} samples that are to be evaluated, so there is "
+            "nothing to measure; give targets that are classes, or leave these data out."
+        )
+    return Evaluation(
+        loss=loss / counted,
+        accuracy=None if math.isnan(correct) else correct / counted,
+        num_samples=round(num_samples),
+        metrics={name: total / num_samples for name, total in zip(metrics, others, strict=True)},
+        num_non_finite=round(num_non_finite),
+        examples=examples,
+    )
+
+
+def count_targets(targets: Tensor, ignored: int | None) -> float:
+    """How much the mean loss of a batch weighs: its targets that count, or its samples where a loss leaves none out."""
+    if ignored is None or targets.is_floating_point():
+        return float(len(targets))
+    return float((targets != ignored).sum())  # host–device synchronisation on CUDA
+
+
 class Evaluator:
     """Runs states of one architecture over a feed, in evaluation mode, with all of torch's threads.
 
     Args:
         template: the architecture; copied, never changed.
         precision: models run in its compute dtype, losses in its master dtype.
-        loss, metrics: `f(outputs [B, ...], targets [B, ...])`; a batch mean, weighted by batch size.
+        loss, metrics: `f(outputs [B, ...], targets [B, ...])`; a batch mean, weighted by batch size, or, of a loss that
+            leaves targets out, by the number of the others.
         batch_size: samples at once.
         max_batches: stop after that many (None: the whole data set).
     """
@@ -108,7 +141,7 @@ class Evaluator:
         channels_last: bool = True,
     ) -> None:
         self.template, self.precision = template, precision
-        self.loss, self.metrics = loss, dict(metrics)
+        self.loss, self.metrics, self.ignored = loss, dict(metrics), ignored_target(loss)
         self.batch_size, self.max_batches, self.channels_last = batch_size, max_batches, channels_last
 
     def module(self, state: State) -> nn.Module:
@@ -125,19 +158,12 @@ class Evaluator:
 
         With `examples` the first rank's has some, where samples are images or clips of one class each.
 
-        Raises DataError, and RankError where another rank failed.
+        Raises DataError, also where the loss leaves out every target, and RankError where another rank failed.
         """
         with ranks.together():
             count, own, found = self._sums(state, feed, ranks, examples and ranks.is_first)
-        count, num_non_finite, correct, loss, *metrics = ranks.sum([count, *own])
-        return Evaluation(
-            loss=loss / count,
-            accuracy=None if math.isnan(correct) else correct / count,
-            num_samples=round(count),
-            metrics={name: total / count for name, total in zip(self.metrics, metrics, strict=True)},
-            num_non_finite=round(num_non_finite),
-            examples=found,
-        )
+        count, *sums = ranks.sum([count, *own])
+        return summed_up(count, sums, self.metrics, found)
 
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:
@@ -152,10 +178,10 @@ class Evaluator:
     ) -> tuple[float, list[float], Examples | None]:
         """How many samples the rank measured, their sums, and what there is to show, if it collects that.
 
-        Sums are of outputs that are not finite, right predictions (NaN: no classes), loss and metrics.
+        Sums are those of `summed_up`.
         """
-        module, functions = self._runnable(state), [self.loss, *self.metrics.values()]
-        count, sums = 0, [0.0] * (2 + len(functions))
+        module = self._runnable(state)
+        count, sums = 0, [0.0] * (4 + len(self.metrics))
         share = feed.evaluation_batches(self.batch_size, ranks.rank, ranks.num_ranks)
         numbers = self._batch_numbers(feed, ranks)
         collector = _Collector(sum(min(self.batch_size, feed.num_samples - n * self.batch_size) for n in numbers))
@@ -163,13 +189,14 @@ class Evaluator:
             output = module(batch.inputs).to(self.precision.master)
             if collects and _are_classified_images(*batch, output):
                 collector.take(*batch, output)
-            size = len(batch.targets)
-            correct = count_correct(output, batch.targets)
-            own = [float(non_finite_outputs(output)), math.nan if correct is None else correct]
-            own += [float(function(output, batch.targets)) * size for function in functions]
+            size, counted = len(batch.targets), count_targets(batch.targets, self.ignored)
+            correct = count_correct(output, batch.targets, self.ignored)
+            own = [counted, float(non_finite_outputs(output)), math.nan if correct is None else correct]
+            own += [float(self.loss(output, batch.targets)) * counted if counted else 0.0]
+            own += [float(metric(output, batch.targets)) * size for metric in self.metrics.values()]
             sums = [total + value for total, value in zip(sums, own, strict=True)]
             count += size
-        return count, sums, collector.examples()
+        return count, sums, collector.examples(self.ignored)
 
     def _batch_numbers(self, feed: Feed, ranks: Ranks) -> range:
         """Those that the rank takes."""
@@ -239,9 +266,13 @@ class _Collector:
         if places:
             self._parts.append(tuple(part[places].detach().cpu() for part in parts))
 
-    def examples(self) -> Examples | None:
-        """What was taken."""
-        return Examples(*map(torch.cat, zip(*self._parts, strict=True))) if self._parts else None
+    def examples(self, ignored: int | None) -> Examples | None:
+        """What was taken, but for samples that are of no class."""
+        if not self._parts:
+            return None
+        inputs, targets, outputs = map(torch.cat, zip(*self._parts, strict=True))
+        kept = torch.ones_like(targets, dtype=torch.bool) if ignored is None else targets != ignored
+        return Examples(inputs[kept], targets[kept], outputs[kept]) if kept.any() else None
 
 
 def evaluate_in_memory(evaluator: Evaluator, state: State, feed: Feed, device: torch.device) -> Evaluation:

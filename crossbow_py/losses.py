@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from crossbow_py.data.datasets import has_integers
 from crossbow_py.data.labels import Classes
 from crossbow_py.engine.label_smoothing import IGNORED
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.rounds import Loss, ignored_target
 
 _F = nn.functional
 _ELEMENTWISE = (
@@ -49,9 +49,8 @@ def classes_of(loss: Loss, output: Tensor, targets: Tensor) -> Classes | None:
     """The targets that the loss takes with such an output; None where they are no classes, or nobody knows."""
     if output.ndim < 2 or not has_integers(targets):
         return None
-    if loss in (_F.cross_entropy, _F.nll_loss):
-        return Classes(output.shape[1], IGNORED)
-    return Classes(output.shape[1], loss.ignore_index) if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) else None
+    ignored = ignored_target(loss)
+    return None if ignored is None else Classes(output.shape[1], ignored)
 
 
 def copied_loss(loss: Loss) -> Loss:

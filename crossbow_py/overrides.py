@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,17 +20,22 @@ from crossbow_py.settings import shown
 PARSING_ERRORS = (HydraException, ValueError, RecursionError)
 _MOST_JOBS = 10_000
 _MOST_VALUES = 2_000  # the grammar's time grows with their square: a second for so many
+# As Hydra's lexer has them: a text in quotes, and an escaped character outside of such.
+_QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+_NO_SYNTAX = re.compile(rf"{_QUOTED}|\\[\\()\[\]{{}}:=, \t]", re.DOTALL)
+# The grammar has no ~ in a value. Shells leave it there: bash for data.root=~/a and unknown users, others for all keys.
+_HOME = re.compile(r"([^=]*=)(~[\w./@%+-]*)")
+_QUOTED_KEY = re.compile(rf"[{{,]\s*(?:{_QUOTED})\s*:", re.DOTALL)
 
 
 def parse(text: str) -> Override:
     """One word. Raises UserError for what sets no key and chooses no option of any command."""
     _check_size(text)
+    home = _HOME.fullmatch(text)
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(f"{home[1]}'{home[2]}'" if home else text)
     except PARSING_ERRORS as error:
-        raise UserError(
-            f"cannot read {shown(text)}; write key=value, and put special characters in quotes: key='\"a=b\"'."
-        ) from error
+        raise UserError(f"cannot read {shown(text)}; {_remedy(text)}") from error
     _check_key(override)
     if not override.is_sweep_override():
         _check_names(text, override.value())
@@ -67,16 +73,32 @@ def _sweep(text: str) -> list[tuple[str, str]]:
     return [(value, value.lstrip("+").replace("/", "_")) for value in values]
 
 
+def read_text(key: str, text: str) -> str:
+    """The value of a key that takes one text, as it is or in the grammar's quotes. Raises UserError."""
+    if not text.startswith(("'", '"')):
+        return text
+    override = parse(f"{key}={text}")
+    return text if override.is_sweep_override() else str(override.value())
+
+
+def _remedy(text: str) -> str:
+    if _QUOTED_KEY.search(text):
+        return "keys in a mapping have no quotes: write {a b: 1}, and a backslash before a special character."
+    return "write key=value, and put special characters in quotes: key='\"a=b\"'."
+
+
 def _check_size(text: str) -> None:
-    """Refuse what the grammar takes minutes for, or too many frames."""
+    """Refuse what the grammar takes minutes for, or too many frames. Quoted text is one value, whatever is in it."""
+    written = text
+    text = _NO_SYNTAX.sub(lambda found: found[0] if "${" in found[0] else "", text)  # interpolations have a grammar
     if text.count(",") >= _MOST_VALUES:
-        raise UserError(f"{shown(text)} lists more than {_MOST_VALUES:,} values; give fewer.")
+        raise UserError(f"{shown(written)} lists more than {_MOST_VALUES:,} values; give fewer.")
     depth = deepest = 0
     for character in text:
         depth += (character in "[{(") - (character in ")}]")
         deepest = max(deepest, depth)
     if deepest > MOST_NESTED:
-        raise UserError(f"{shown(text)} is nested more than {MOST_NESTED} deep; write fewer brackets.")
+        raise UserError(f"{shown(written)} is nested more than {MOST_NESTED} deep; write fewer brackets.")
 
 
 def _check_key(override: Override) -> None:

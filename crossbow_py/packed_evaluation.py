@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,7 @@ from crossbow_py.engine.fusion.graph import FusedGraph, FusionError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import correct_predictions, non_finite_outputs
-from crossbow_py.evaluation import Evaluation, Evaluator
+from crossbow_py.evaluation import Evaluation, Evaluator, count_targets, summed_up
 
 
 def evaluate_bank(
@@ -83,7 +82,7 @@ def load_state(bank: ReplicaBank, row: int, state: Mapping[str, Tensor]) -> None
 def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
     """The last batch may be smaller than the others: then there is a graph for it, too."""
     graphs: dict[torch.Size, FusedGraph] = {}
-    count, sums = 0, torch.zeros(bank.num_learners, 3 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
+    count, sums = 0, torch.zeros(bank.num_learners, 4 + len(evaluator.metrics), dtype=torch.float64, device=bank.device)
     for batch in itertools.islice(feed.evaluation_batches(evaluator.batch_size), evaluator.max_batches):
         shape = batch.inputs.shape
         if shape not in graphs:
@@ -91,31 +90,24 @@ def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> l
         outputs = graphs[shape].run(batch.inputs, shared=True).to(bank.precision.master)
         sums += _measured(evaluator, outputs, batch.targets)
         count += len(batch.targets)
-    # The only host–device synchronisation, unless a metric has one.
-    return [_evaluation(evaluator, own, count) for own in sums.tolist()]
+    # A host–device synchronisation; others are those of `count_targets` and of metrics.
+    return [summed_up(count, own, evaluator.metrics) for own in sums.tolist()]
 
 
 def _measured(evaluator: Evaluator, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sums over the batch of each learner's outputs `[K, B, ...]`, in the order of `Evaluator`, `[K, 3 + metrics]`."""
+    """Sums over the batch of each learner's outputs `[K, B, ...]`, in the order of `summed_up`, `[K, 4 + metrics]`."""
+    ignored, size = evaluator.ignored, len(targets)
+    counted = _scalar(count_targets(targets, ignored), outputs.device)
     functions = [evaluator.loss, *evaluator.metrics.values()]
     means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
-    sums = torch.stack([torch.stack(each) for each in means]) * len(targets)
-    correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), lead=1)
+    sums = torch.stack([torch.stack(each) for each in means])
+    loss = torch.where(counted > 0, sums[:, 0] * counted, 0.0)  # the mean of none is NaN
+    correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), 1, ignored)
     if correct is None:
         correct = torch.full((len(outputs),), torch.nan)
-    return torch.column_stack([non_finite_outputs(outputs, lead=1).to(sums), correct.to(sums), sums])
+    columns = [counted.expand(len(outputs)), non_finite_outputs(outputs, lead=1).to(sums), correct.to(sums), loss]
+    return torch.column_stack([*columns, sums[:, 1:] * size])
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
-
-
-def _evaluation(evaluator: Evaluator, sums: list[float], count: int) -> Evaluation:
-    num_non_finite, correct, loss, *metrics = sums
-    return Evaluation(
-        loss=loss / count,
-        accuracy=None if math.isnan(correct) else correct / count,
-        num_samples=count,
-        metrics={name: total / count for name, total in zip(evaluator.metrics, metrics, strict=True)},
-        num_non_finite=round(num_non_finite),
-    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from crossbow_py.command_line import run, say
+from crossbow_py.given_path import given_path
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.prediction import predict
 from crossbow_py.prediction_report import as_text, write
@@ -28,7 +28,7 @@ def answer(config: PredictConfig) -> int:
     found = predict(config)
     code = say(as_text(found))
     asked = config.output_dir
-    folder = new_folder(config.experiment) if asked is None else make_folder(Path(asked).expanduser())
+    folder = new_folder(config.experiment) if asked is None else make_folder(given_path("output_dir", asked))
     return max(code, say(write(found, folder)))
 
 

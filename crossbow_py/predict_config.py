@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from crossbow_py.config import check_path
 from crossbow_py.engine.precision import PrecisionName
 from crossbow_py.errors import UserError
+from crossbow_py.given_path import given_path
 from crossbow_py.packing.predictors import PredictorName
 from crossbow_py.settings import check, setting
 
@@ -51,5 +51,7 @@ class PredictConfig:
         object.__setattr__(self, "models", models)
         if not models:
             raise UserError("models must name a trained model at least, got none; set models=[RUN], or [RUN,RUN].")
-        for key, path in [*(("models", path) for path in models), ("output_dir", self.output_dir)]:
-            check_path(key, path)
+        for path in models:
+            given_path("models", path)
+        if self.output_dir is not None:
+            given_path("output_dir", self.output_dir)

@@ -16,6 +16,7 @@ from torch import Tensor
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.sources import DataSource
+from crossbow_py.engine.label_smoothing import IGNORED
 from crossbow_py.errors import UserError
 from crossbow_py.evaluation import evaluation_batch_size
 from crossbow_py.packing.ensemble import Ensemble
@@ -92,9 +93,17 @@ class Prediction:
         return [int((~np.isfinite(own).all(-1)).sum()) for own in self.probabilities]
 
     def _accuracy(self, probabilities: npt.NDArray[np.float32]) -> float:
-        """Return the share of right predictions; a sample whose values are not finite is wrong."""
+        """Return the share of right predictions; a sample whose values are not finite is wrong.
+
+        Samples that cross-entropy leaves out count for nothing.
+        """
         right = (probabilities.argmax(-1) == self.targets) & np.isfinite(probabilities).all(-1)
-        return float(right.mean())
+        return float(right[self.targets != IGNORED].mean())
+
+    @property
+    def num_ignored(self) -> int:
+        """Samples that cross-entropy leaves out, as they are of no class."""
+        return int((self.targets == IGNORED).sum())
 
 
 def predict(config: PredictConfig, clock: Clock = time.perf_counter) -> Prediction:
@@ -153,6 +162,11 @@ def _run(
         found.append(members)
         targets.append(batch.targets.cpu())
     right = torch.cat(targets)
+    if bool((right == IGNORED).all()):
+        raise UserError(
+            f"every test sample has the target {IGNORED}, which is no class, so no accuracy can be measured; give data "
+            "with classes as targets."
+        )
     return torch.cat(found, 1).numpy(), right.numpy(), len(right) / seconds
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from crossbow_py.engine.label_smoothing import IGNORED
 from crossbow_py.errors import unwritable
 from crossbow_py.evaluation import non_finite_remark
 from crossbow_py.file_writing import replacing
@@ -31,7 +32,7 @@ def as_text(found: Prediction) -> str:
     together = [("ensemble", f"{found.accuracy:.4f}")] if k > 1 else []
     by_all = ", each answered by all models" if k > 1 else ""
     blocks = [
-        [head, *found.notes, *_non_finite(found)],
+        [head, *found.notes, *_ignored(found), *_non_finite(found)],
         columns(("model", "accuracy"), [*rows, *together]),
         [f"{found.images_per_s:,.0f} images/s{by_all}; loading is not counted."],
     ]
@@ -44,6 +45,12 @@ def as_text(found: Prediction) -> str:
         of = " of the ensemble" if k > 1 else ""
         blocks.append([f"Latency of one answer{of}, in milliseconds:", *table])
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _ignored(found: Prediction) -> list[str]:
+    count = found.num_ignored
+    of = f"{count:,} of {len(found.targets):,} samples have the target {IGNORED}, which is no class"
+    return [f"{of}: accuracy is that of the others."] if count else []
 
 
 def _non_finite(found: Prediction) -> list[str]:
@@ -65,6 +72,7 @@ def as_plain(found: Prediction) -> dict[str, Any]:
         "ensemble": {"accuracy": found.accuracy},
         "data": found.data,
         "num_samples": len(found.targets),
+        "num_ignored": found.num_ignored,
         "num_classes": found.probabilities.shape[2],
         "num_architectures": found.num_architectures,
         "device": found.device,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import filled, formerly
@@ -17,7 +16,6 @@ from crossbow_py.config import (
     REGISTRIES,
     C,
     TrainConfig,
-    check_path,
     compose,
     config_from_mapping,
     config_to_mapping,
@@ -25,6 +23,8 @@ from crossbow_py.config import (
 )
 from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.given_path import given_path
+from crossbow_py.overrides import read_text
 from crossbow_py.telemetry.records import CONFIG_FILE
 
 _KEY = "config="
@@ -40,7 +40,7 @@ def composed(overrides: Sequence[str], kind: type[C]) -> C:
 
     Raises UserError also for a run that has no configuration, and where the command takes none.
     """
-    given = [text.removeprefix(_KEY) for text in overrides if text.startswith(_KEY)]
+    given = [read_text("config", text.removeprefix(_KEY)) for text in overrides if text.startswith(_KEY)]
     if not given:
         return compose(overrides, kind)
     own = [text for text in overrides if not text.startswith(_KEY)]
@@ -74,8 +74,7 @@ def recorded(path: str) -> TrainConfig:
 
     Raises UserError.
     """
-    check_path("config", path)
-    asked = Path(path).expanduser()
+    asked = given_path("config", path)
     file = asked / CONFIG_FILE if asked.is_dir() else asked.resolve()
     if not file.is_file():
         raise UserError(f"config={path} is neither the folder of a run nor a {CONFIG_FILE}; give one of them.")

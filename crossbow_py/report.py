@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crossbow_py.command_line import run_with_text, say
-from crossbow_py.config import check_path
 from crossbow_py.errors import UserError
+from crossbow_py.given_path import given_path
 from crossbow_py.run_report.writing import write_report
 
 USAGE = """\
@@ -45,10 +45,8 @@ def report(arguments: list[str]) -> int:
     if len(options) > 1 or options == ["output_dir="]:
         raise UserError(f"output_dir names one folder, got {', '.join(options)}; write output_dir=PATH once.")
     output_dir = options[0].removeprefix("output_dir=") if options else None
-    for key, path in [*(("RUN", path) for path in paths), ("output_dir", output_dir)]:
-        check_path(key, path)
-    folders = [Path(path).expanduser() for path in paths]
-    notes, page = write_report(folders, Path(output_dir).expanduser() if output_dir else None)
+    folders = [given_path("RUN", path) for path in paths]
+    notes, page = write_report(folders, given_path("output_dir", output_dir) if output_dir else None)
     return say("\n".join([*notes, f"Written to {page}, with its charts as PNG beside it."]))
 
 

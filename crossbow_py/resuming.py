@@ -8,11 +8,12 @@ from pathlib import Path
 from crossbow_py.checkpoint import SavedCheckpoint, checkpoints, differences, find_newest, open_checkpoint, taking_from
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.errors import UserError
+from crossbow_py.given_path import given_path
 from crossbow_py.run_settings import Choices, RunSettings, choose
 
 
 def saved_run(
-    resume: str | Path | None, output_dir: str | Path | None, ranks: Ranks
+    resume: str | Path | None, output_dir: Path | None, ranks: Ranks
 ) -> tuple[SavedCheckpoint | None, list[str]]:
     """The checkpoint the first rank finds whole, and what there is to say of it. All ranks call it together.
 
@@ -22,9 +23,9 @@ def saved_run(
         return None, []
 
     def find() -> str:
-        if resume == "auto" and output_dir is None:
+        asked = output_dir if resume == "auto" else given_path("resume", resume)
+        if asked is None:
             raise UserError("resume=auto goes on in output_dir, got none; set one.")
-        asked = Path(str(output_dir)) if resume == "auto" else Path(resume)
         if resume == "auto" and not checkpoints(asked):
             return json.dumps([None, []])
         found, problems = find_newest(asked)

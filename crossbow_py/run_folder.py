@@ -25,6 +25,7 @@ from crossbow_py.distributed.launch import LAUNCH_FILE, Launch, is_of_launch, th
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.errors import RankError, UserError, unwritable
 from crossbow_py.file_locks import is_locked, locked
+from crossbow_py.given_path import given_path
 from crossbow_py.own_files import check_own
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.profile import PROFILE_FILE, TABLE_FILE
@@ -104,7 +105,7 @@ def _opened(config: TrainConfig, launch: Launch | None) -> Iterator[RunFolder]:
     plain = config_to_mapping(config)
     text = write_yaml(plain)  # what cannot be written leaves no folder behind
     resume, source = _resume_from(config, plain)
-    chosen = Path(config.output_dir).expanduser() if config.output_dir else source
+    chosen = given_path("output_dir", config.output_dir) if config.output_dir else source
     made = chosen is None or not chosen.exists()
     path = new_folder(config.experiment) if chosen is None else make_folder(chosen)
     _check_own(path)
@@ -146,7 +147,7 @@ def _relaunched(config: TrainConfig, launch: Launch | None) -> TrainConfig:
     if launch is None or config.resume is not None:
         return config
     if config.output_dir:
-        begun = [Path(config.output_dir).expanduser()]
+        begun = [given_path("output_dir", config.output_dir)]
     else:
         runs = (path for path in (RUNS / config.experiment).glob("*") if (path / CONFIG_FILE).is_file())
         begun = sorted(runs, key=lambda path: (path / CONFIG_FILE).stat().st_mtime_ns, reverse=True)
@@ -179,13 +180,13 @@ def _resume_from(config: TrainConfig, plain: Mapping[str, Any]) -> tuple[Path | 
     if config.resume is None:
         return None, None
     if config.resume == "auto":
-        asked = Path(config.output_dir).expanduser() if config.output_dir else None
+        asked = given_path("output_dir", config.output_dir) if config.output_dir else None
         run = asked or _newest_unfinished(config.experiment, plain)
         if run is None or not checkpoints(run):
             return None, None
         asked = run
     else:
-        asked = Path(config.resume).expanduser()
+        asked = given_path("resume", config.resume)
         run = run_of(asked)
     _check_own(run)
     _check_unchanged(run, plain)

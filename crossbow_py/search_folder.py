@@ -15,6 +15,7 @@ from crossbow_py.config import REGISTRIES, config_to_mapping
 from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.errors import UserError, unwritable
 from crossbow_py.file_locks import locked
+from crossbow_py.given_path import given_path
 from crossbow_py.own_files import check_own
 from crossbow_py.packing.search_events import SEARCH_FILE, brought_up
 from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder, without
@@ -59,9 +60,9 @@ def open_search_folder(config: SearchConfig) -> SearchFolder:
     ours = identity(config)
     text = write_yaml(config_to_mapping(config))  # what cannot be written leaves no folder behind
     if config.resume not in (None, "auto"):
-        return _named(Path(config.resume or "").expanduser(), ours, config, text, asked="resume")
+        return _named(given_path("resume", config.resume or ""), ours, config, text, asked="resume")
     if config.output_dir:
-        return _named(Path(config.output_dir).expanduser(), ours, config, text, asked="output_dir")
+        return _named(given_path("output_dir", config.output_dir), ours, config, text, asked="output_dir")
     with _one_at_a_time(make_folder(RUNS / config.experiment) / _LOCK_FILE):
         found = _newest_to_go_on(config, ours) if config.resume == "auto" else None
         if found is not None:

@@ -13,6 +13,7 @@ from torch import nn
 from crossbow_py.config import TrainConfig, config_from_mapping
 from crossbow_py.config_files import read_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.given_path import given_path
 from crossbow_py.own_files import check_own
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.settings import to_mapping
@@ -98,7 +99,7 @@ def _check_target(model: TrainedModel, group: str, targets: Sequence[str]) -> No
 
 
 def _models_at(path: str) -> list[TrainedModel]:
-    asked = Path(path).expanduser()
+    asked = given_path("models", path)
     wrong = "does not exist" if not asked.exists() else "is no folder and no .safetensors file"
     if not asked.is_dir() and not (asked.is_file() and asked.suffix == ".safetensors"):
         raise UserError(f"models: {path} {wrong}; give the folder of a run, or a .safetensors file in one.")

@@ -24,6 +24,7 @@ from crossbow_py.engine.precision import PrecisionName, device_uuids
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError, unwritable
 from crossbow_py.evaluation import Evaluation, Metric
+from crossbow_py.given_path import given_path
 from crossbow_py.reporter import Result
 from crossbow_py.resuming import choose_alike, saved_run
 from crossbow_py.run import Run
@@ -142,19 +143,19 @@ class Trainer:
         label_smoothing: float = 0.0,
         learning_statistics: bool = False,
     ) -> None:
-        given, begun = dict(locals()), time.monotonic()
+        given, begun, folder = dict(locals()), time.monotonic(), _folder(output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
         settings = RunSettings.of(given)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
-        found, self._messages = saved_run(resume, output_dir, ranks)
+        found, self._messages = saved_run(resume, folder, ranks)
         data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names)
         parts = build_parts(
             model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
             loss=loss, metrics=metrics or {}, init_from=_initial(init_from, found), announce=self._announce,
-            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, profile, output_dir), ranks=ranks,
+            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, profile, folder), ranks=ranks,
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
-        self.run = Run(parts, data, settings, schedule, checkpoint, _path(output_dir), experiment, _named(model, names),
+        self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, _named(model, names),
                        str(found.folder) if found else None, distributed)  # fmt: skip
         _make_ready(self.run, found, begun)
 
@@ -273,14 +274,14 @@ def _make_ready(run: Run, found: SavedCheckpoint | None, begun_s: float) -> None
 
 def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str | None:
     """What a fresh run begins with; one that goes on has its own weights."""
-    return None if init_from is None or found else str(init_from)
+    return None if init_from is None or found else str(given_path("init_from", init_from))
 
 
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
+def _folder(output_dir: str | Path | None) -> Path | None:
+    return None if output_dir is None else given_path("output_dir", output_dir)
 
 
-def _timeline(trace: bool, profile: bool, output_dir: str | Path | None) -> Timeline | None:
+def _timeline(trace: bool, profile: bool, output_dir: Path | None) -> Timeline | None:
     for name, asked in (("trace", trace), ("profile", profile)):
         if asked and output_dir is None:
             raise UserError(f"{name} writes into the run's folder, got no output_dir; set one, or {name}=false.")

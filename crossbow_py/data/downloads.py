@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from crossbow_py.errors import UserError, one_line
+from crossbow_py.given_path import given_path
 
 # The remedy for every file that is there but cannot be used.
 REPLACE = "restore the published file, or remove what is there and let data.download=true fetch it anew"
@@ -39,23 +40,18 @@ class PublishedFile:
 def data_folders(root: str | None) -> tuple[Path, ...]:
     """Where to look, in order: the data root (`root`, else $CROSSBOW_DATA_DIR), then the cache in the user's home.
 
-    Raises UserError when the data root is a file.
+    Raises UserError when the data root is a file, or no path.
     """
     cache = Path.home() / ".cache" / "crossbow_py"
     chosen = root or os.environ.get("CROSSBOW_DATA_DIR")
-    first = expanded(chosen) if chosen else cache
+    name = "data.root" if root else "$CROSSBOW_DATA_DIR"
+    first = given_path(name, chosen) if chosen else cache
     if chosen and os.path.isfile(first):  # noqa: PTH113 - Path.is_file would raise where a folder must not be entered
-        name = "data.root" if root else "$CROSSBOW_DATA_DIR"
         raise UserError(
             f"{name} must be the folder that holds the data sets, got the file {first}; give a folder, such as "
             f"{first.parent}."
         )
     return (first,) if first == cache else (first, cache)
-
-
-def expanded(path: str) -> Path:
-    """With `~` replaced by the home folder, where there is such a user: Path.expanduser would raise where not."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:

@@ -18,7 +18,7 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.device_update import DeviceUpdate, OneLearner, keep_bits
 from crossbow_py.engine.dropout import MaskTape
 from crossbow_py.engine.gradient_mean import average_gradients
-from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, correct_predictions
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, correct_of_batch
 from crossbow_py.errors import UserError
 
 NUM_RESULTS = 4  # of a learner in a round
@@ -174,7 +174,7 @@ class DeviceTasks(RoundValues):
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         bank.store_gradients(learner, gradients)
         results[LOSS].copy_(loss.detach().reshape(()))
-        right = correct_predictions(output.detach(), batch.targets)
+        right = correct_of_batch(output.detach(), batch.targets, self.tasks.ignored)
         self._classifies[learner] = right is not None
         if right is not None:
             results[NUM_CORRECT].copy_(right)

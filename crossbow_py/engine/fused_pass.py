@@ -13,7 +13,7 @@ from crossbow_py.data.feed import Batch
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.label_smoothing import IGNORED, smoothed_cross_entropy
-from crossbow_py.engine.rounds import Round, RoundTasks, correct_predictions, is_classification
+from crossbow_py.engine.rounds import Round, RoundTasks, correct_of_batch, is_classification, over_batch
 
 _MOST_CLASSES = 16384  # of the loss kernel
 
@@ -88,11 +88,11 @@ class FusedPass:
         targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
         if self._loss is not None and _are_classes(outputs, targets):
             losses, num_correct, given = self._loss(outputs.detach(), targets)
-            return Learned(losses, num_correct, self._gradients(outputs, given))
+            return Learned(losses, over_batch(num_correct, targets, IGNORED, 1), self._gradients(outputs, given))
         outputs = outputs.to(bank.precision.master)
         losses = self._losses(outputs, targets)
         gradients = self._gradients(losses.sum(), None)
-        return Learned(losses.detach(), correct_predictions(outputs.detach(), targets, lead=1), gradients)
+        return Learned(losses.detach(), correct_of_batch(outputs.detach(), targets, self._tasks.ignored, 1), gradients)
 
     def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
         """In the order of the layout."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
@@ -20,7 +20,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.gradient_mean import average_gradients
-from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
+from crossbow_py.engine.label_smoothing import IGNORED, smoothed_cross_entropy
 from crossbow_py.engine.layout import TrainedRow
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
@@ -84,8 +84,8 @@ class Round:
 class RoundOutcome:
     """What a round's tasks leave behind, one entry a learner. Whole once the round's last task is over.
 
-    `num_correct` is None where the task is not classification. `gradient_norm` is that of the sum of gradients in
-    `bank.total`, where all learners step by it.
+    `num_correct` is that of `correct_of_batch`, None where the task is not classification. `gradient_norm` is that of
+    the sum of gradients in `bank.total`, where all learners step by it.
     """
 
     plan: Round
@@ -137,6 +137,11 @@ class RoundTasks:
         self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
 
     @property
+    def ignored(self) -> int | None:
+        """See `ignored_target`."""
+        return ignored_target(self.loss)
+
+    @property
     def gradient_mean(self) -> GradientMean | None:
         """Who averages gradients with whom, as many learners as there are; None where nobody does."""
         mean, bank = self.update.rule.gradient_mean, self.bank
@@ -177,7 +182,8 @@ class RoundTasks:
             self._tell_missing(gradients)
         bank.store_gradients(learner, gradients)
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
-        outcome.num_correct[learner] = count_correct(output.detach(), batch.targets)
+        correct = correct_of_batch(output.detach(), batch.targets, self.ignored)
+        outcome.num_correct[learner] = None if correct is None else float(correct.item())  # and another
 
     def _tell_missing(self, gradients: Sequence[Tensor | None]) -> None:
         """Say what counts as zero, the first time."""
@@ -357,15 +363,41 @@ def is_classification(outputs: Tensor, targets: Tensor, lead: int = 0) -> bool:
     return shaped and not targets.is_floating_point()
 
 
-def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0) -> Tensor | None:
+def ignored_target(loss: Loss) -> int | None:
+    """The class of targets that the loss leaves out of its mean; None where it has no such, or nobody knows."""
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return loss.ignore_index
+    return IGNORED if loss in (nn.functional.cross_entropy, nn.functional.nll_loss) else None
+
+
+def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0, ignored: int | None = None) -> Tensor | None:
     """Right predictions of each batch, `lead` dimensions, on the device; None where the task is not classification.
 
-    Scores whose largest is not finite predict nothing. Classes may be ruled out by a score of minus infinity.
+    Scores whose largest is not finite predict nothing. Classes may be ruled out by a score of minus infinity. Targets
+    that are `ignored` have no right prediction.
     """
     if not is_classification(outputs, targets, lead):
         return None
     largest, predicted = outputs.max(lead + 1)
-    return ((predicted == targets) & largest.isfinite()).sum(lead)
+    right = (predicted == targets) & largest.isfinite()
+    return (right if ignored is None else right & (targets != ignored)).sum(lead)
+
+
+def correct_of_batch(outputs: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor | None:
+    """As `correct_predictions`, spread over the whole batch by `over_batch`."""
+    correct = correct_predictions(outputs, targets, lead, ignored)
+    return None if correct is None else over_batch(correct, targets, ignored, lead)
+
+
+def over_batch(correct: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor:
+    """correct · B / V for batches of B samples of which V are not ignored: to be divided by B, as a loss is a mean.
+
+    On the device, and the number itself where all count.
+    """
+    if ignored is None:
+        return correct
+    counted = (targets != ignored).sum(lead)
+    return correct.double() * targets.shape[lead] / counted.clamp(min=1)
 
 
 def non_finite_outputs(outputs: Tensor, lead: int = 0) -> Tensor:
@@ -378,7 +410,7 @@ def non_finite_outputs(outputs: Tensor, lead: int = 0) -> Tensor:
     return (~outputs.reshape(*outputs.shape[: lead + 1], -1).amax(-1).isfinite()).sum(lead)
 
 
-def count_correct(output: Tensor, targets: Tensor) -> float | None:
+def count_correct(output: Tensor, targets: Tensor, ignored: int | None = None) -> float | None:
     """`correct_predictions` of one batch, on the host."""
-    correct = correct_predictions(output, targets)
+    correct = correct_predictions(output, targets, ignored=ignored)
     return None if correct is None else float(correct.item())  # host–device synchronisation on CUDA

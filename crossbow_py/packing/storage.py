@@ -17,6 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from crossbow_py.errors import CrossbowError, UserError, one_line
+from crossbow_py.given_path import given_path
 from crossbow_py.packing.journal import BEGIN, BadStorageError, JournalFile, StorageError
 
 _P = ParamSpec("_P")
@@ -90,7 +91,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
     silence_optuna()
     patience = Patience(shown_address(storage), sleep)
     if storage.startswith("journal:") or ("://" not in storage and storage.endswith((".log", ".journal"))):
-        path = Path(storage.removeprefix("journal:"))
+        path = given_path("storage", storage.removeprefix("journal:"))
         _require_file(path, _JOURNAL_BEGIN, "journal of a search")
         return patience.call(lambda: JournalStorage(JournalFile(path)))
     if storage.partition("://")[0].partition("+")[0] not in _DATABASES:

@@ -241,6 +241,7 @@ def test_models_of_data_that_is_only_assumed_are_loaded_by_what_it_has(monkeypat
     [
         ([], "models must name a trained model at least, got none"),
         (["nowhere"], "models: nowhere does not exist"),
+        (["~nobody-there/a"], "models=~nobody-there/a is in the home folder of an unknown user; write the whole path."),
         (["five", "other"], "trained on the same data"),
         (["five", "five/model_1.safetensors"], "five/model_1.safetensors is given twice; give each model once"),
     ],

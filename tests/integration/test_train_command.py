@@ -192,6 +192,22 @@ def test_multirun_puts_each_job_into_its_own_folder() -> None:
     assert {path.name: read_summary(path)["seed"] for path in Path("sweep").iterdir()} == {"seed=1": 1, "seed=2": 2}
 
 
+def test_multirun_in_the_home_folder_is_there_and_in_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    assert train("-m", "+debug=fast", "seed=1,2", "output_dir=~/sweep") == 0
+    assert sorted(path.name for path in Path("home/sweep").iterdir()) == ["seed=1", "seed=2"]
+    assert "compare them: python -m crossbow_py.report" in capsys.readouterr().out
+    assert not Path("~").exists()
+
+
+def test_weights_in_the_home_folder_are_what_a_run_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    assert train("+debug=fast", "output_dir=~/run") == 0
+    assert train("+debug=fast", "output_dir=tuned", "init_from=~/run/model.safetensors") == 0
+
+
 def test_multirun_with_a_failing_job_runs_the_others_and_returns_the_worst_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -167,6 +168,9 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["distributed={1:2}"], ["unknown key distributed.1", "timeout_s"]),
         (["model=custom", "model.target=a.b", "model.args={1:2}"], ["model.args must have names as its keys", "got 1"]),
         (["seed=" + "[" * 51 + "]" * 51], ["nested more than 50 deep"]),
+        (["schedule.milestones=['" + "]" * 51 + "'," + "[" * 51 + "]" * 51 + "]"], ["nested more than 50 deep"]),
+        (["data=mnist", "data.root=a[b]"], ["cannot read 'data.root=a[b]'; ", "in quotes: key='\"a=b\"'"]),
+        (["model=custom", 'model.args={"a b": 1}'], ["keys in a mapping have no quotes: write {a b: 1}"]),
         (["schedule.milestones=[" + "1," * 2000 + "1]"], ["more than 2,000 values"]),
         (["executor=${a.b}"], ["executor: Interpolation key 'a.b' not found;", "write the value itself"]),
         (["output_dir=2024"], ["output_dir must be text or null, got 2024; text is written in quotes"]),
@@ -181,6 +185,32 @@ def test_compose_with_a_mistake_is_one_sentence_that_names_it(overrides: list[st
     assert "\n" not in str(raised.value)
     for word in words:
         assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a[b]", "a[b", "a]b", "{a", "a}", "x,y", "a=b", "a:b", "a(b", "~[x", "@a/b", "null", "1", "[" * 60, "," * 2500,
+        "it's", 'say "a"', "a\\[b", "[\\", "#a", " [a ", "]" * 60 + "{",
+    ],
+)  # fmt: skip
+def test_text_in_quotes_is_one_value_whatever_brackets_and_commas_are_in_it(text: str) -> None:
+    words = ["model=custom", "model.target=a.b", f"model.args={{a: {quoted(text)}, b: 1}}", "data=mnist"]
+    config = compose([*words, f"data.root={quoted(text)}"])
+    assert (config.data.root, config.model.args) == (text, {"a": text, "b": 1})
+    jobs = expand_sweeps(["data=mnist", f"data.root={quoted(text)},'c,[d'"])
+    assert [compose(job).data.root for job, _ in jobs] == [text, "c,[d"]
+
+
+@pytest.mark.parametrize("path", ["~", "~/runs/a-b_1.2", "~me/x@y+z%", "~/größe"])
+def test_path_in_the_home_folder_needs_no_quotes(path: str) -> None:
+    assert compose(["data=mnist", f"data.root={path}"]).data.root == path
+
+
+def quoted(text: str) -> str:
+    """In the double quotes of Hydra's grammar, in which backslashes count only before a quote."""
+    doubled = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), text)
+    return f'"{doubled}"'
 
 
 def test_config_through_yaml_and_back_is_the_same(tmp_path: Path) -> None:

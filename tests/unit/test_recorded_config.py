@@ -13,6 +13,7 @@ from crossbow_py.averaging import LocalSGD
 from crossbow_py.config import EstimateConfig, TrainConfig, compose, config_to_mapping, group_options
 from crossbow_py.config_files import write_yaml
 from crossbow_py.errors import UserError
+from crossbow_py.overrides import expand_sweeps
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.recorded_config import composed, overrides_of, recorded
 from crossbow_py.search_config import SearchConfig
@@ -29,7 +30,7 @@ TOLD = [
 
 def run(folder: Path, *overrides: str, without: tuple[str, str] | None = None) -> Path:
     """The folder of a run that was told this; a key of a group may be left out, as earlier versions did."""
-    plain: dict[str, Any] = config_to_mapping(compose([*overrides, f"output_dir={folder}", "resume=auto"]))
+    plain: dict[str, Any] = config_to_mapping(compose([*overrides, f"output_dir='{folder}'", "resume=auto"]))
     if without is not None:
         del plain[without[0]][without[1]]
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,6 +56,16 @@ def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(
     asked = folder / "config.yaml" if names_the_file else folder
     targets = [text for text in overrides if text.startswith("model.target=")]
     assert composed([f"config={asked}", *targets], TrainConfig) == compose(overrides)
+
+
+@pytest.mark.parametrize("name", ["a[b]", "seed=1,x={y"])
+@pytest.mark.parametrize("multirun", [False, True])
+def test_folder_with_brackets_in_its_name_is_found_where_it_is_quoted(
+    tmp_path: Path, name: str, multirun: bool
+) -> None:
+    word = f"config='{run(tmp_path / name, '+experiment=digits', 'seed=3')}'"
+    words = expand_sweeps([word, "batch_size=4"])[0][0] if multirun else [word]
+    assert composed(words, TrainConfig).seed == 3
 
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"a\\${b}", "a ${x} 'b' ${y}"])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
+from crossbow_py.config import compose
 from crossbow_py.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.weights_file import save_weights
@@ -412,6 +413,31 @@ def test_resume_auto_starts_afresh_goes_on_and_needs_a_folder(tmp_path):
     assert again.state.round_index == 3
     with pytest.raises(UserError, match="resume=auto goes on in output_dir, got none; set one"):
         make_trainer(resume="auto")
+
+
+def test_paths_beneath_the_home_folder_are_written_and_read_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    make_trainer(output_dir="~/run").fit(max_rounds=3)
+    assert (tmp_path / "home" / "run" / "summary.json").is_file()
+    assert make_trainer(resume="~/run").state.round_index == 3
+    assert make_trainer(resume=Path("~/run/checkpoints")).state.round_index == 3
+    assert make_trainer(output_dir="~/run", resume="auto").state.round_index == 3
+    state = make_trainer(init_from="~/run/model.safetensors").run.parts.bank.learner_state(0)
+    written = load_file(tmp_path / "home" / "run" / "model.safetensors")
+    assert all(torch.equal(value, state[name]) for name, value in written.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.parametrize("key", ["output_dir", "resume", "init_from"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_path_of_an_unknown_user_is_refused_as_on_the_command_line(key, kind):
+    said = f"{key}=~nobody-there/x is in the home folder of an unknown user; write the whole path."
+    with pytest.raises(UserError) as given:
+        make_trainer(**{key: kind("~nobody-there/x")})
+    with pytest.raises(UserError) as typed:
+        compose([f"{key}=~nobody-there/x"])
+    assert (str(given.value), str(typed.value)) == (said, said)
 
 
 def test_resume_auto_after_a_kill_before_the_first_checkpoint_drops_what_was_recorded(tmp_path):

@@ -9,11 +9,12 @@ from typing import ClassVar
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
 from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.datasets import Data
-from crossbow_py.data.downloads import data_folders, expanded, find
+from crossbow_py.data.downloads import data_folders, find
 from crossbow_py.data.images.cache_writing import Opened, open_or_fill
 from crossbow_py.data.images.folder import ImageFiles, count, scan
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.errors import UserError
+from crossbow_py.given_path import given_path
 from crossbow_py.settings import setting
 
 # Of ImageNet's training images, as everyone uses them.
@@ -78,7 +79,7 @@ class ImageFolder(SourceSettings):
     def declared(self) -> Declared | None:
         """Crops of `size`; what is in the folder is counted; where it is not there, ImageNet's classes are assumed."""
         shape = (3, self.size, self.size)
-        found = find((str(expanded(self.folder)),), data_folders(self.root)) if self.folder else None
+        found = find((str(given_path("data.folder", self.folder)),), data_folders(self.root)) if self.folder else None
         if found is None:
             note = f"data.folder={self.folder!r} is not there: {_ASSUMED_CLASSES} classes are assumed, as in ImageNet."
             return Declared(shape, _ASSUMED_CLASSES, None, None, resident=False, note=note)
@@ -98,7 +99,7 @@ class ImageFolder(SourceSettings):
                 "data.folder=PATH."
             )
         folders = data_folders(self.root)
-        found = find((str(expanded(self.folder)),), folders)
+        found = find((str(given_path("data.folder", self.folder)),), folders)
         if found is None:
             looked = "" if Path(self.folder).is_absolute() else f" in {' or '.join(map(str, folders))}"
             raise UserError(
@@ -110,7 +111,7 @@ class ImageFolder(SourceSettings):
     def _data(self, files: ImageFiles, progress: bool) -> ImageFolderData:
         opened = Opened(None)
         if self.cache:
-            folder = expanded(self.cache_dir) if self.cache_dir else None
+            folder = given_path("data.cache_dir", self.cache_dir) if self.cache_dir else None
             opened = open_or_fill(files, self.resize, folder, timeout_s=self.worker_timeout_s, progress=progress)
         return ImageFolderData(
             files,

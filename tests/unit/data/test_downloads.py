@@ -14,6 +14,7 @@ import pytest
 
 from crossbow_py.data.cifar import Cifar10
 from crossbow_py.data.downloads import PublishedFile, data_folders, download, find
+from crossbow_py.data.images.source import ImageFolder
 from crossbow_py.data.mnist import Mnist
 from crossbow_py.errors import UserError
 
@@ -170,6 +171,17 @@ def test_data_folders_prefer_root_over_the_variable_over_the_cache(
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path / "variable"))
     assert data_folders(None) == (tmp_path / "variable", cache)
     assert data_folders("~/mine") == (tmp_path / "home" / "mine", cache)
+
+
+def test_data_folder_of_an_unknown_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "=~nobody-there/a is in the home folder of an unknown user; write the whole path"
+    with pytest.raises(UserError, match=f"^data.root{said}"):
+        data_folders("~nobody-there/a")
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", "~nobody-there/a")
+    with pytest.raises(UserError, match=f"^.CROSSBOW_DATA_DIR{said}"):
+        data_folders(None)
+    with pytest.raises(UserError, match=f"^data.folder{said}"):
+        ImageFolder(folder="~nobody-there/a", root="/").load(progress=False)
 
 
 def test_load_of_a_set_in_the_cache_is_found_behind_another_root(tmp_path: Path) -> None:

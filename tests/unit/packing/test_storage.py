@@ -38,7 +38,8 @@ def test_storage_of_an_address_keeps_a_study(tmp_path: Path, address: str) -> No
         ("sqlite:///{}", "^storage: .* is a folder; give a file.$"),
         ("journal:{}", "^storage: .* is a folder; give a file.$"),
         ("sqlite:///{}/notes.txt", "^storage: .*/notes.txt is no SQLite data base; give another path, or move the"),
-        ("journal:{}/" + 300 * "x", "^storage: .*xxx can be no file .File name too long.; give another path.$"),
+        ("journal:{}/" + 300 * "x", "^storage must have names of at most 255 bytes .*; choose a shorter one.$"),
+        ("journal:~nobody-there/a", "^storage=~nobody-there/a is in the home folder of an unknown user; write the who"),
         ("sqlite:///{}/" + 300 * "x", "^storage: .*xxx can be no file .File name too long.; give another path.$"),
         ("journal:{}/notes.txt", "^storage: .*/notes.txt is no journal of a search; give another path, or move the"),
         (
