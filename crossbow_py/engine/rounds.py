@@ -380,7 +380,7 @@ def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0, ignored
         return None
     largest, predicted = outputs.max(lead + 1)
     right = (predicted == targets) & largest.isfinite()
-    return (right if ignored is None else right & (targets != ignored)).sum(lead)
+    return (right if ignored is None or ignored < 0 else right & (targets != ignored)).sum(lead)
 
 
 def correct_of_batch(outputs: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor | None:

@@ -311,7 +311,10 @@ def test_loss_that_holds_a_parameter_in_disguise_is_refused():
     def penalised(output, _):
         return output.sum() + made[0].first.weight.square().sum()
 
-    for loss in (lambda *given: margin(*given), margin.forward, penalised):
+    def hiding(output, targets):
+        return margin(output, targets)
+
+    for loss in (hiding, margin.forward, penalised):
         with pytest.raises(UserError, match="the loss holds a parameter of its own, of shape"):
             make_trainer(model=model, loss=loss)
 
