@@ -88,8 +88,7 @@ def build_parts(
     check_settles(rule, settings.num_learners, collective.num_devices)
     with ranks.together():
         template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
-        averages = rule.has_central_model and (settings.several or ranks.num_ranks > 1)
-        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, averages, ranks)
+        choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, rule, ranks)
         template = faithful_copy(template, choices.precision, batch, settings.channels_last)
         validation_feed, test_feed = (
             _evaluation_feed(what, template, source, data, settings, choices, loss, metrics, ranks)
@@ -162,7 +161,7 @@ def _train_feed(
     settings: RunSettings,
     choices: Choices,
     loss: Loss,
-    averages: bool,
+    rule: AveragingRule,
     ranks: Ranks,
 ) -> tuple[Choices, Feed, Batch, list[str]]:
     """The feed of training batches, tried on a small one; where `auto` took bf16 and the model cannot, it is fp32."""
@@ -170,6 +169,7 @@ def _train_feed(
     # Not more than a batch: BatchNorm on single values, for one, trains with two samples and not with one.
     batch = feed.first_samples(min(2, settings.batch_size))
     needs = (loss, *count_classes(data, loss), settings.label_smoothing, settings.compile_model)
+    averages = rule.has_central_model and (settings.several or ranks.num_ranks > 1)
     try:
         if settings.precision == "auto" and choices.precision != FP32:
             _check_integers(feed, choices.precision)
