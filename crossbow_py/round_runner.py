@@ -178,6 +178,12 @@ class RoundRunner:
                 self.reporter.message(line)
         self.state.num_reseeded += int(everywhere)
 
+    def recheck(self) -> None:
+        """Say where the executor no longer gives the model's own numbers, when nothing is in flight."""
+        if not self.out_of_memory:
+            self.executor.recheck()
+            self.tell_notes()
+
     def tell_notes(self) -> None:
         """Pass on what the executor and the feeds have to say, once."""
         for note in [*self.executor.notes, *self.parts.feed_notes()]:

@@ -141,10 +141,17 @@ class TrainingLoop:
             return None
         self._drain()
         self._epochs.close(self.learning_rate)
+        if state.closed_epochs.bit_count() == 1:  # the first, second, fourth, ...: it costs a round or two
+            self._recheck()
         reason = self._target_reached()
         if not reason and every and state.closed_epochs % every == 0:
             self._write_checkpoint()
         return reason
+
+    def _recheck(self) -> None:
+        self.meter.pause()
+        self.rounds.recheck()
+        self.meter.resume()
 
     def _target_reached(self) -> str | None:
         return self.stops.after_evaluation(self.state.last_accuracy, self.state.last_loss)

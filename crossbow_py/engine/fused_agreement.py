@@ -100,6 +100,57 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
     return found
 
 
+def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
+    """Return a sentence where a graph no longer gives the numbers of its model, on a learner's weights as they are now.
+
+    A graph repeats what forward found outside the model when it was exported, such as a temperature that a callback
+    changes. Nothing is in flight, and nothing is changed. None: they agree, or nobody can tell.
+    """
+    bank, learner = tasks.bank, fused.learners.start
+    shared = not tasks.update.rule.has_central_model or bank.num_learners == 1
+    module, names = bank.module(learner), bank.layout.names[: bank.num_trained]
+    batch = tasks.feed.for_measuring().batch(0)
+    weights = list(bank.weights.shaped(learner).values())
+
+    def seed() -> None:
+        torch.manual_seed(0)
+        for own in fused.learners:
+            bank.generators[own].manual_seed(0)
+
+    def values() -> dict[str, Tensor]:
+        seed()
+        with kept_buffers(module):
+            with OwnDraws(bank.generators[learner]):
+                output = module(batch.inputs).to(bank.precision.master)
+            return gradients_of(tasks.loss_of(learner, output, batch.targets), module, names)
+
+    def control() -> dict[str, Tensor]:
+        with moved_weights(weights, bank.precision.compute):
+            bank.refresh_shadow(learner)
+            moved = values()
+        bank.refresh_shadow(learner)
+        return moved
+
+    try:
+        with kept_generators(), kept_buffers(*(bank.module(own) for own in fused.learners)):
+            seed()
+            each = [part if shared else torch.stack([part] * len(fused.learners)) for part in batch]
+            learned = fused.learn(Batch(*each), shared)
+            gradients = [None if own is None else own[0] for own in learned.gradients]
+            found = values_of(learned.losses[0], dict(zip(names, gradients, strict=True)), module)
+        with kept_generators():
+            difference = furthest(found, values(), control, bank.precision.compute)
+    except Exception:  # memory that has run out, or a forward that fails now and says so where it trains
+        return None
+    if difference is None or not learned.losses.isfinite().all():
+        return None
+    return (
+        f"The graph of the model that is trained with gives other numbers than the model itself by now ({difference}): "
+        "it repeats what forward found outside the model when the run began. If that is changed meanwhile, as by a "
+        "callback, keep it in a buffer, or set executor=threads or serial."
+    )
+
+
 @torch.no_grad()
 def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = None) -> FusedGraph:
     """Return the graph of some models in evaluation mode, once it gives the outputs of the first and last of them.

@@ -120,6 +120,9 @@ class Executor(ABC):
                 spans.resolve()
         return outcomes
 
+    def recheck(self) -> None:
+        """Note where what runs no longer gives the model's own numbers; nothing is in flight. Most run the model."""
+
     def _collect(self, leave: int) -> list[RoundOutcome]:
         outcomes = []
         while len(self._in_flight) > leave:

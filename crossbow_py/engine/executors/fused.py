@@ -19,7 +19,7 @@ from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStrea
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.freed_memory import keep_freed_memory
-from crossbow_py.engine.fused_agreement import trusted_pass
+from crossbow_py.engine.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fused_pass import PassNotes
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
@@ -95,6 +95,11 @@ class FusedExecutor(Executor):
         if self._on_device is not None:
             self._on_device.rounds.bank_changed = True
         return outcomes
+
+    def recheck(self) -> None:
+        """See Executor; on CUDA a pass outside of the captured graph would disturb it."""
+        if self._on_device is None and (found := outdated(self.tasks, self._pass)):
+            self.notes.append(found)
 
     def _issue(self, launches: tuple[Launch, ...], outcome: RoundOutcome) -> None:
         if self._on_trial and not self._before:

@@ -14,7 +14,7 @@ import torch
 
 from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.executors.threads import ThreadsExecutor
-from crossbow_py.engine.fused_agreement import trusted_pass
+from crossbow_py.engine.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Scheduler
@@ -39,6 +39,11 @@ class FusedThreadsExecutor(ThreadsExecutor):
 
     def _new_scheduler(self, num_streams: int) -> Scheduler:
         return super()._new_scheduler(len(self._groups))
+
+    def recheck(self) -> None:
+        """See Executor; all passes have one model."""
+        if found := outdated(self.tasks, self._passes[0]):
+            self.notes.append(found)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
         """See ThreadsExecutor: the tasks of a group."""
