@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from crossbow_py.engine.fusion.places import line_of_failure
-from crossbow_py.engine.fusion.regions import is_followed, put_in_line
+from crossbow_py.engine.fusion.regions import grad_modes_recorded, is_followed, put_in_line
 from crossbow_py.engine.fusion.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.precision import Precision, cast_module
@@ -52,7 +52,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     module = cast_module(copy.deepcopy(template), precision).train(training)
     try:
-        with _quiet(), kept_host_state():
+        with _quiet(), kept_host_state(), grad_modes_recorded():
             before = host_state()
             program = torch.export.export(module, (example,), strict=False)
             draws = before != host_state()
