@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from crossbow_py.engine.fusion.places import line_of_failure
-from crossbow_py.engine.fusion.regions import grad_modes_recorded, is_followed, put_in_line
+from crossbow_py.engine.fusion.regions import cast_once, grad_modes_recorded, is_followed, put_in_line
 from crossbow_py.engine.fusion.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.precision import Precision, cast_module
@@ -64,6 +64,7 @@ def _export(
     if draws:
         raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
     put_in_line(program.graph_module)
+    cast_once(program.graph)
     for node in list(program.graph.nodes):
         _write_afterwards(node)
     single_output(program)

@@ -12,12 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
+from crossbow_py.engine.fusion.registry import base_name
+
+_CASTS_OF_ITS_OWN = ("to", "_to_copy", "type_as")
 _NO_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 _MODES = "crossbow_modes"  # in a node's meta
+_BLOCK = "crossbow_block"  # in a node's meta: the outermost autocast block around it
 _GRAD = "crossbow_grad"  # in what a node's meta has of `annotate`
 
 
@@ -102,6 +107,41 @@ def put_in_line(module: GraphModule) -> None:
             graph.erase_node(node)
 
 
+def cast_once(graph: Graph) -> None:
+    """Have a parameter that several operators of an autocast block cast be cast once, in place.
+
+    So does the cache of torch.autocast, which torch.export leaves out: gradients are then summed in the lower format.
+    """
+    for parameter in [node for node in graph.nodes if node.op == "placeholder"]:
+        blocks: dict[str, list[Node]] = {}
+        for user in parameter.users:
+            if _casts(user, parameter):
+                blocks.setdefault(user.meta[_BLOCK], []).append(user)
+        for users in blocks.values():
+            if len(users) > 1:
+                _share_cast(parameter, users)
+
+
+def _casts(user: Node, parameter: Node) -> bool:
+    """Whether autocast has an operator take a lower format of a parameter, and keeps that."""
+    modes, own, value = modes_of(user), parameter.meta.get("val"), user.meta.get("val")
+    if modes is None or modes.grad is False or not isinstance(own, Tensor) or not isinstance(value, Tensor):
+        return False
+    if own.dtype is not torch.float32 or not own.requires_grad or base_name(user.target) in _CASTS_OF_ITS_OWN:  # type: ignore[arg-type]
+        return False
+    return value.dtype is dict(modes.autocast).get(own.device.type)
+
+
+def _share_cast(parameter: Node, users: list[Node]) -> None:
+    first = next(node for node in parameter.graph.nodes if node in users)
+    dtype = first.meta["val"].dtype
+    with parameter.graph.inserting_before(first):
+        shared = parameter.graph.call_function(torch.ops.aten.to.dtype, (parameter, dtype))
+    shared.meta = {**first.meta, "val": parameter.meta["val"].to(dtype), _MODES: Modes(True)}
+    for user in users:
+        user.replace_input_with(parameter, shared)
+
+
 def _kind(node: Node) -> str | None:
     name = getattr(node.target, "__name__", None)
     known = node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -132,6 +172,8 @@ def _copy(inner: Graph, block: Node, operands: tuple[object, ...]) -> list[Node]
         for node in own:
             if node.op == "call_function":
                 values[node] = copied = block.graph.node_copy(node, lambda each: values[each])
+                if _kind(block) == _AUTOCAST:
+                    copied.meta[_BLOCK] = block.name
                 copied.meta[_MODES] = _inside(block, modes_of(node) or Modes(_recorded(node)))
     return [values[node] for node in inner.output_node().args[0]]  # type: ignore[union-attr]
 

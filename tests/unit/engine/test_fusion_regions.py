@@ -189,6 +189,20 @@ class OneAfterTheOtherFixed(Layers):
             return self.head(x * fixed).float()
 
 
+class SharedLayer(Layers):
+    """A layer taken three times, of which autocast keeps one cast, and a weight that is read past autocast."""
+
+    def forward(self, x):
+        with low():
+            y = self.first(self.first(x))
+            with low():
+                y = self.first(y)
+            with low(enabled=False):
+                y = y.float() @ self.first.weight
+            y = y * self.first.weight.to(torch.bfloat16).sum() + self.first.weight.sum()
+        return self.head(y)
+
+
 class RotaryLayers(Layers):
     """As every layer of Llama makes its angles."""
 
@@ -261,7 +275,7 @@ def test_autocast_blocks_beside_and_in_others_learn_as_in_serial_rounds(network,
     assert_learners_equal(fused, serial, 1e-6)
 
 
-@pytest.mark.parametrize("network", [OfTwoFormats, OffTwice, FixedAtTheEnd, FixedInsideOff])
+@pytest.mark.parametrize("network", [OfTwoFormats, OffTwice, FixedAtTheEnd, FixedInsideOff, SharedLayer])
 def test_autocast_blocks_that_return_their_format_learn_as_in_serial_rounds(network):
     serial, fused = (after_rounds(network, executor, FP32) for executor in ("serial", "fused"))
     assert_learners_equal(fused, serial, 1e-6)
