@@ -56,6 +56,8 @@ def _export(
             before = host_state()
             program = torch.export.export(module, (example,), strict=False)
             draws = before != host_state()
+    except FusionError as error:
+        raise FusionError(f"{error}{line_of_failure(error)}") from error
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if isinstance(error, GuardOnDataDependentSymNode):

@@ -18,6 +18,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
 from crossbow_py.engine.fusion.registry import base_name
+from crossbow_py.engine.fusion.writes import FusionError
 
 _CASTS_OF_ITS_OWN = ("to", "_to_copy", "type_as")
 _NO_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
@@ -60,6 +61,9 @@ def grad_modes_recorded() -> Iterator[None]:
     """Have torch.export note with every operator whether the model wants a gradient of it.
 
     torch 2.13 splits an autocast block where that changes inside it, and then forgets that it changes.
+
+    Raises:
+        FusionError: the model computes under torch.inference_mode.
     """
     with preserve_node_meta(), _GradModes():
         yield
@@ -70,7 +74,7 @@ class _GradModes(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._grad = torch.is_grad_enabled()
+        self._grad, self._infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def __torch_function__(
         self,
@@ -79,6 +83,8 @@ class _GradModes(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if torch.is_inference_mode_enabled() and not self._infers:
+            raise FusionError("it computes under torch.inference_mode, which torch.export loses; use torch.no_grad")
         if func is torch._C._set_grad_enabled:
             self._grad = args[0]
         with annotate({_GRAD: self._grad}):

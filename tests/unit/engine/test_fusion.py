@@ -212,6 +212,13 @@ class WritesWithoutGradient(nn.Linear):
         return y
 
 
+class InferenceMode(nn.Linear):
+    def forward(self, x):
+        with torch.inference_mode():
+            fixed = super().forward(x)
+        return super().forward(x) * fixed.clone()
+
+
 class DrawsInPython(nn.Linear):
     def forward(self, x):
         return super().forward(x) * random.random()
@@ -234,6 +241,11 @@ class DrawsInNumpy(nn.Linear):
         ),
         (SelectsByAMask, r"a shape depends on values \(index\), and learners .* in test_fusion.py, line \d+: "),
         (WritesWithoutGradient, r"it writes under torch.no_grad what was computed outside of it \(aten.mul_"),
+        (
+            InferenceMode,
+            r"it computes under torch.inference_mode, which torch.export loses; use torch.no_grad in test_fusion.py, "
+            r"line \d+: ",
+        ),
         (ReturnsTwo, "it returns a tuple, and one tensor is needed"),
         (ReturnsDictionary, "it returns a dict, and one tensor is needed"),
         (WritesThroughAView, r"it writes through a view \(mul_\) in test_fusion.py, line \d+: y\[:, 0\].mul_\(2\)$"),
