@@ -57,6 +57,7 @@ from crossbow_py.settings import to_mapping
 from crossbow_py.targets import import_target
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.versions import versions
+from crossbow_py.weights_file import MODEL_FILE
 
 LOSS = nn.functional.cross_entropy
 
@@ -281,7 +282,35 @@ class SearchRun:
         else:
             return None
         found = recorded_summary(read_json(self.folder.path / SEARCH_FILE), info, records)
-        return found if found is not None and found.status == status else None
+        if found is None or found.status != status:
+            return None
+        leader = find_leader(self.rules, self.study)
+        if leader is None or found.best is None:
+            return found if leader is None and found.best is None else None
+        best = self._confirmed(found.best, leader)
+        return None if best is None else dataclasses.replace(found, best=best)
+
+    def _confirmed(self, told: BestTrial, leader: Leader) -> BestTrial | None:
+        """The best trial by the study, with what search.json, which may be anybody's, says was measured of it.
+
+        None where that is of another trial, or no number.
+        """
+        if leader.trial != told.trial or leader.value != told.value:
+            return None
+        if not all(isinstance(each, float | None) for each in (told.test_accuracy, told.test_loss)):
+            return None
+        own, model = self._run_of(leader), self.folder.path / BEST_FOLDER / MODEL_FILE
+        return BestTrial(
+            trial=leader.trial,
+            value=leader.value,
+            epochs=leader.epochs,
+            params=leader.params,
+            seed=own.settings.seed,
+            test_accuracy=told.test_accuracy,
+            test_loss=told.test_loss,
+            model_path=str(model) if model.exists() else None,
+            command=own.command,
+        )
 
     def _told_again(self, summary: SearchSummary) -> SearchSummary:
         self._say("Nothing is left to search; what follows is what came of it.")

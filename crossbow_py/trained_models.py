@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,17 +138,23 @@ def _check_own(run: Path) -> None:
 
 
 def _state(summary: Mapping[str, Any]) -> str:
-    status = summary.get("status")
-    return f"status {status}" if status else "not finished"
+    status = summary.get("status")  # a word; the file may be anybody's
+    is_word = isinstance(status, str) and re.fullmatch(r"[a-z_]{1,40}", status)
+    return f"status {status}" if is_word else "not finished"
 
 
 def _to_go_on(search: Path, report: Mapping[str, Any]) -> str:
-    """What gives the best model of a search that has none; the files of one that is over are with another worker."""
-    best = report.get("best")
-    command = best.get("command") if isinstance(best, dict) else None
-    if command:
-        return f"the files of its best trial are not there: train it, {command}"
-    return f"go on with the command that began it, python -m crossbow_py.search, and resume={search}"
+    """What gives the best model of a search that has none; the files of one that is over are with another worker.
+
+    Not the command in search.json, which may be anybody's: the search itself tells it by what its storage has.
+    """
+    best, resumed = report.get("best"), shlex.quote(f"resume={search}")
+    if isinstance(best, dict) and best.get("command"):
+        return (
+            "the files of its best trial are not there: give the folder of the worker that trained it, or start the "
+            f"command of the search with {resumed}, which says how it is trained"
+        )
+    return f"go on with the command that began it, python -m crossbow_py.search, and {resumed}"
 
 
 def _remedy(folder: Path) -> str:
@@ -158,7 +165,7 @@ def _remedy(folder: Path) -> str:
     if not usable:
         return "give the folder that a run has written"
     newest = max(usable, key=lambda run: (run / CONFIG_FILE).stat().st_mtime_ns)
-    return f"give the folder of one, as models=[{newest}], the newest beneath it"
+    return f"give the folder of one, as models=[{shlex.quote(str(newest))}], the newest beneath it"
 
 
 def _files_in(run: Path) -> list[Path]:

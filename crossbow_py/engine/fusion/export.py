@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from crossbow_py.engine.fusion.regions import is_followed, put_in_line
+from crossbow_py.engine.fusion.regions import cast_once, grad_modes_recorded, is_followed, put_in_line
 from crossbow_py.engine.fusion.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
 from crossbow_py.engine.places import line_of_failure
@@ -52,10 +52,12 @@ def _export(
 ) -> torch.export.ExportedProgram:
     module = cast_module(copy.deepcopy(template), precision).train(training)
     try:
-        with _quiet(), kept_host_state():
+        with _quiet(), kept_host_state(), grad_modes_recorded():
             before = host_state()
             program = torch.export.export(module, (example,), strict=False)
             draws = before != host_state()
+    except FusionError as error:
+        raise FusionError(f"{error}{line_of_failure(error)}") from error
     except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if isinstance(error, GuardOnDataDependentSymNode):
@@ -64,6 +66,7 @@ def _export(
     if draws:
         raise FusionError("it draws random numbers from Python's or numpy's generator, and a graph would repeat them")
     put_in_line(program.graph_module)
+    cast_once(program.graph)
     for node in list(program.graph.nodes):
         _write_afterwards(node)
     single_output(program)

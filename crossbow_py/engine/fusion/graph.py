@@ -269,7 +269,7 @@ class FusedGraph:
     def _first(self, step: Step, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a step for the first time, and find out whether its rule serves it."""
         # Rules take other operators than the model's, which autocast may give other formats.
-        casts = step.modes is not None and bool(step.modes.autocast)
+        casts = step.modes is not None and step.modes.casts
         step.settled, step.rule = True, loop if casts else _choose(step.call, args, kwargs, self._fuses)
         try:
             result = step.rule(step.call, args, kwargs)

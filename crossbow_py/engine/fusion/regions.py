@@ -6,33 +6,43 @@ in line, and every node remembers the modes it runs in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.overrides import TorchFunctionMode
 
+from crossbow_py.engine.fusion.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError
 
+_CASTS_OF_ITS_OWN = ("to", "_to_copy", "type_as")
 _NO_GRAD, _AUTOCAST = "wrap_with_set_grad_enabled", "wrap_with_autocast"
 _MODES = "crossbow_modes"  # in a node's meta
+_BLOCK = "crossbow_block"  # in a node's meta: the outermost autocast block around it
+_GRAD = "crossbow_grad"  # in what a node's meta has of `annotate`
 
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes that a block of a forward sets; None where it leaves one as it is.
+    """The modes that the blocks around an operator set.
 
     Attributes:
-        grad: whether autograd follows the block.
-        autocast: whether operators choose their number format; then `device_type` and `dtype` say how.
+        grad: whether autograd follows it; None where they leave that as it is.
+        autocast: the format that autocast casts to, by type of device; None where the innermost block switches it off.
     """
 
     grad: bool | None = None
-    autocast: bool | None = None
-    device_type: str = "cpu"
-    dtype: torch.dtype | None = None
+    autocast: tuple[tuple[str, torch.dtype | None], ...] = ()
+
+    @property
+    def casts(self) -> bool:
+        """Whether operators choose their number format."""
+        return any(dtype is not None for _, dtype in self.autocast)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -40,9 +50,45 @@ class Modes:
         with ExitStack() as stack:
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad and torch.is_grad_enabled()))
-            if self.autocast:
-                stack.enter_context(torch.autocast(self.device_type, self.dtype, cache_enabled=False))
+            for device_type, dtype in self.autocast:
+                if dtype is not None:
+                    stack.enter_context(torch.autocast(device_type, dtype, cache_enabled=False))
             yield
+
+
+@contextmanager
+def grad_modes_recorded() -> Iterator[None]:
+    """Have torch.export note with every operator whether the model wants a gradient of it.
+
+    torch 2.13 splits an autocast block where that changes inside it, and then forgets that it changes.
+
+    Raises:
+        FusionError: the model computes under torch.inference_mode.
+    """
+    with preserve_node_meta(), _GradModes():
+        yield
+
+
+class _GradModes(TorchFunctionMode):
+    """Follows what a model switches itself; in torch.autograd.Function grad mode is off, and gradients flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._grad, self._infers = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if torch.is_inference_mode_enabled() and not self._infers:
+            raise FusionError("it computes under torch.inference_mode, which torch.export loses; use torch.no_grad")
+        if func is torch._C._set_grad_enabled:
+            self._grad = args[0]
+        with annotate({_GRAD: self._grad}):
+            return func(*args, **(kwargs or {}))
 
 
 def modes_of(node: Node) -> Modes | None:
@@ -58,46 +104,54 @@ def is_followed(node: Node) -> bool:
 
 
 def put_in_line(module: GraphModule) -> None:
-    """Replace the blocks of a graph by their nodes, in place.
-
-    Raises:
-        FusionError: torch.export lost a mode of the block.
-    """
+    """Replace the blocks of a graph by their nodes, in place."""
     graph = module.graph
-    blocks = [node for node in graph.nodes if _kind(node) is not None]
-    _check_splits(blocks)
-    for node in blocks:
+    for node in [node for node in graph.nodes if _kind(node) is not None]:
         _put_in_line(node, module)
     for node in list(graph.nodes):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
 
 
+def cast_once(graph: Graph) -> None:
+    """Have a parameter that several operators of an autocast block cast be cast once, in place.
+
+    So does the cache of torch.autocast, which torch.export leaves out: gradients are then summed in the lower format.
+    """
+    for parameter in [node for node in graph.nodes if node.op == "placeholder"]:
+        blocks: dict[str, list[Node]] = {}
+        for user in parameter.users:
+            if _casts(user, parameter):
+                blocks.setdefault(user.meta[_BLOCK], []).append(user)
+        for users in blocks.values():
+            if len(users) > 1:
+                _share_cast(parameter, users)
+
+
+def _casts(user: Node, parameter: Node) -> bool:
+    """Whether autocast has an operator take a lower format of a parameter, and keeps that."""
+    modes, own, value = modes_of(user), parameter.meta.get("val"), user.meta.get("val")
+    if modes is None or modes.grad is False or not isinstance(own, Tensor) or not isinstance(value, Tensor):
+        return False
+    if own.dtype is not torch.float32 or not own.requires_grad or base_name(user.target) in _CASTS_OF_ITS_OWN:  # type: ignore[arg-type]
+        return False
+    return value.dtype is dict(modes.autocast).get(own.device.type)
+
+
+def _share_cast(parameter: Node, users: list[Node]) -> None:
+    first = next(node for node in parameter.graph.nodes if node in users)
+    dtype = first.meta["val"].dtype
+    with parameter.graph.inserting_before(first):
+        shared = parameter.graph.call_function(torch.ops.aten.to.dtype, (parameter, dtype))
+    shared.meta = {**first.meta, "val": parameter.meta["val"].to(dtype), _MODES: Modes(True)}
+    for user in users:
+        user.replace_input_with(parameter, shared)
+
+
 def _kind(node: Node) -> str | None:
     name = getattr(node.target, "__name__", None)
     known = node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
     return name if known and name in (_NO_GRAD, _AUTOCAST) else None
-
-
-def _check_splits(blocks: list[Node]) -> None:
-    """torch 2.13 splits an autocast block where grad mode changes inside it, and then forgets that it changes."""
-    for first, second in pairwise(blocks):
-        if _kind(first) == _kind(second) == _AUTOCAST and first.args[:4] == second.args[:4] and _meet(first, second):
-            raise FusionError(
-                "it switches gradients on or off inside torch.autocast, which torch.export loses; put torch.autocast "
-                "inside torch.no_grad",
-                second,
-            )
-
-
-def _meet(first: Node, second: Node) -> bool:
-    """Whether nothing is computed between two blocks."""
-    node = first.next
-    while node is not second:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") != "getitem":
-            return False
-        node = node.next
-    return True
 
 
 def _put_in_line(block: Node, module: GraphModule) -> None:
@@ -124,16 +178,22 @@ def _copy(inner: Graph, block: Node, operands: tuple[object, ...]) -> list[Node]
         for node in own:
             if node.op == "call_function":
                 values[node] = copied = block.graph.node_copy(node, lambda each: values[each])
-                copied.meta[_MODES] = _inside(block, modes_of(node))
+                if _kind(block) == _AUTOCAST:
+                    copied.meta[_BLOCK] = block.name
+                copied.meta[_MODES] = _inside(block, modes_of(node) or Modes(_recorded(node)))
     return [values[node] for node in inner.output_node().args[0]]  # type: ignore[union-attr]
 
 
-def _inside(block: Node, own: Modes | None) -> Modes:
+def _recorded(node: Node) -> bool | None:
+    grad: bool | None = node.meta.get("custom", {}).get(_GRAD)
+    return grad
+
+
+def _inside(block: Node, own: Modes) -> Modes:
     """The modes of a node in a block: those of the innermost blocks around it."""
-    own = own or Modes()
     if _kind(block) == _NO_GRAD:
         return replace(own, grad=bool(block.args[0])) if own.grad is None else own
-    if own.autocast is not None:
-        return own
     device_type, dtype, enabled = block.args[:3]
-    return replace(own, autocast=bool(enabled), device_type=str(device_type), dtype=dtype)  # type: ignore[arg-type]
+    if device_type in dict(own.autocast):
+        return own
+    return replace(own, autocast=(*own.autocast, (str(device_type), dtype if enabled else None)))  # type: ignore[arg-type]

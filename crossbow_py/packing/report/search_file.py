@@ -122,7 +122,9 @@ def recorded_summary(
     best, notes = plain.get("best"), plain.get("notes", [])
     if not known <= plain.keys() or not (best is None or (isinstance(best, dict) and best.keys() == set(_BEST_KEYS))):
         return None
-    if None in (plain[name] for name in known) or (best is not None and best["command"] is None):
+    if not _is_well_formed({name: plain[name] for name in known}, notes):
+        return None
+    if best is not None and best["command"] is None:
         return None  # one that was stopped from outside has a leader alone
     return SearchSummary(
         info=info,
@@ -131,6 +133,13 @@ def recorded_summary(
         notes=tuple(notes),
         **{name: plain[name] for name in known},
     )
+
+
+def _is_well_formed(known: Mapping[str, Any], notes: Any) -> bool:
+    """Whether a status, versions and numbers are such, and notes are texts; the file may be anybody's."""
+    texts = isinstance(known["status"], str) and isinstance(known["versions"], dict) and isinstance(notes, list)
+    numbers = (value for name, value in known.items() if name not in ("status", "versions"))
+    return texts and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
 
 
 def trial_plain(trial: TrialRecord) -> dict[str, Any]:

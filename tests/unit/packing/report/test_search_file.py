@@ -119,6 +119,10 @@ def test_file_that_is_of_no_ended_search_or_not_whole_is_not_read(searched: Any)
         running_plain(info, trials, 1.0),
         ended_plain(searched.summary(best=None, status="terminated")),  # with a leader that was not measured
         {**ended, "images_per_s": None},
+        {**ended, "wall_time_s": "long"},
+        {**ended, "samples": True},
+        {**ended, "notes": 5},
+        {**ended, "versions": "of yesterday"},
         {**ended, "best": {"trial": 1}},
         {**ended, "best": 1},
     ):
