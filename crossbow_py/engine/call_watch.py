@@ -46,8 +46,8 @@ class CallWatch:
             if frame.f_code in _HOOKS:
                 self.hooks.append(place_of_call(frame))
         elif event == "c_call":
-            name = called.__name__
-            if name in _NODE_HOOKS and isinstance(called.__self__, Node):
+            name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
+            if name in _NODE_HOOKS and isinstance(owner, Node):
                 self.hooks.append(place_of_call(frame))
-            elif name in _SETTERS and called.__self__ is torch.default_generator:
+            elif name in _SETTERS and owner is torch.default_generator:
                 self.reseeds.append(place_of_call(frame))
