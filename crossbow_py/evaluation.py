@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Feed
+from crossbow_py.data.labels import counted
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.memory import free_memory, is_out_of_memory, raising_if_lost
 from crossbow_py.engine.precision import Precision, cast_module
@@ -87,22 +88,22 @@ def evaluation_batch_size(values_a_sample: int) -> int:
     return max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MOST_VALUES // values_a_sample))
 
 
-def summed_up(
+def evaluation_from_sums(
     num_samples: float, sums: Sequence[float], metrics: Iterable[str], examples: Examples | None = None
 ) -> Evaluation:
     """The evaluation of so many samples. Raises BadDataError where the loss leaves out every target.
 
     `sums` are of targets that count, outputs that are not finite, right predictions (NaN: no classes), loss, metrics.
     """
-    counted, num_non_finite, correct, loss, *others = sums
-    if not counted:
+    num_counted, num_non_finite, correct, loss, *others = sums
+    if not num_counted:
         raise BadDataError(
             f"the loss leaves out every target of {round(num_samples):,} samples that are to be evaluated, so there is "
             "nothing to measure; give targets that are classes, or leave these data out."
         )
     return Evaluation(
-        loss=loss / counted,
-        accuracy=None if math.isnan(correct) else correct / counted,
+        loss=loss / num_counted,
+        accuracy=None if math.isnan(correct) else correct / num_counted,
         num_samples=round(num_samples),
         metrics={name: total / num_samples for name, total in zip(metrics, others, strict=True)},
         num_non_finite=round(num_non_finite),
@@ -110,11 +111,11 @@ def summed_up(
     )
 
 
-def count_targets(targets: Tensor, ignored: int | None) -> float:
+def count_targets(targets: Tensor, ignored: int | None) -> Tensor:
     """How much the mean loss of a batch weighs: its targets that count, or its samples where a loss leaves none out."""
     if ignored is None or targets.is_floating_point():
-        return float(len(targets))
-    return float((targets != ignored).sum())  # host–device synchronisation on CUDA
+        return torch.tensor(float(len(targets)))
+    return counted(targets, ignored).sum()
 
 
 class Evaluator:
@@ -163,7 +164,7 @@ class Evaluator:
         with ranks.together():
             count, own, found = self._sums(state, feed, ranks, examples and ranks.is_first)
         count, *sums = ranks.sum([count, *own])
-        return summed_up(count, sums, self.metrics, found)
+        return evaluation_from_sums(count, sums, self.metrics, found)
 
     @torch.no_grad()
     def counts_correct(self, feed: Feed) -> bool:
@@ -178,7 +179,7 @@ class Evaluator:
     ) -> tuple[float, list[float], Examples | None]:
         """How many samples the rank measured, their sums, and what there is to show, if it collects that.
 
-        Sums are those of `summed_up`.
+        Sums are those of `evaluation_from_sums`.
         """
         module = self._runnable(state)
         count, sums = 0, [0.0] * (4 + len(self.metrics))
@@ -189,10 +190,10 @@ class Evaluator:
             output = module(batch.inputs).to(self.precision.master)
             if collects and _are_classified_images(*batch, output):
                 collector.take(*batch, output)
-            size, counted = len(batch.targets), count_targets(batch.targets, self.ignored)
+            size, weight = len(batch.targets), float(count_targets(batch.targets, self.ignored))
             correct = count_correct(output, batch.targets, self.ignored)
-            own = [counted, float(non_finite_outputs(output)), math.nan if correct is None else correct]
-            own += [float(self.loss(output, batch.targets)) * counted if counted else 0.0]
+            own = [weight, float(non_finite_outputs(output)), math.nan if correct is None else correct]
+            own += [float(self.loss(output, batch.targets)) * weight if weight else 0.0]
             own += [float(metric(output, batch.targets)) * size for metric in self.metrics.values()]
             sums = [total + value for total, value in zip(sums, own, strict=True)]
             count += size
@@ -271,7 +272,7 @@ class _Collector:
         if not self._parts:
             return None
         inputs, targets, outputs = map(torch.cat, zip(*self._parts, strict=True))
-        kept = torch.ones_like(targets, dtype=torch.bool) if ignored is None else targets != ignored
+        kept = torch.ones_like(targets, dtype=torch.bool) if ignored is None else counted(targets, ignored)
         return Examples(inputs[kept], targets[kept], outputs[kept]) if kept.any() else None
 
 

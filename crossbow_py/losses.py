@@ -68,7 +68,7 @@ def untrained(loss: Loss) -> str | None:
 
 
 def hidden_parameter(value: Tensor, outputs: Tensor) -> Tensor | None:
-    """Return what a loss depends on besides outputs, a leaf: a parameter that it holds; None where there is nothing."""
+    """Return a parameter that the loss holds, on which its value depends besides the outputs, a leaf; None: none."""
     waiting, seen = [value.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -15,7 +15,7 @@ from crossbow_py.engine.fusion.graph import FusedGraph, FusionError
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import correct_predictions, non_finite_outputs
-from crossbow_py.evaluation import Evaluation, Evaluator, count_targets, summed_up
+from crossbow_py.evaluation import Evaluation, Evaluator, count_targets, evaluation_from_sums
 
 
 def evaluate_bank(
@@ -90,22 +90,22 @@ def _evaluate_together(bank: ReplicaBank, evaluator: Evaluator, feed: Feed) -> l
         outputs = graphs[shape].run(batch.inputs, shared=True).to(bank.precision.master)
         sums += _measured(evaluator, outputs, batch.targets)
         count += len(batch.targets)
-    # A host–device synchronisation; others are those of `count_targets` and of metrics.
-    return [summed_up(count, own, evaluator.metrics) for own in sums.tolist()]
+    # The only host–device synchronisation, unless a metric has one.
+    return [evaluation_from_sums(count, own, evaluator.metrics) for own in sums.tolist()]
 
 
 def _measured(evaluator: Evaluator, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Sums over the batch of each learner's outputs `[K, B, ...]`, in the order of `summed_up`, `[K, 4 + metrics]`."""
+    """Sums `[K, 4 + metrics]` of each learner's outputs `[K, B, ...]`, in the order of `evaluation_from_sums`."""
     ignored, size = evaluator.ignored, len(targets)
-    counted = _scalar(count_targets(targets, ignored), outputs.device)
+    weight = _scalar(count_targets(targets, ignored), outputs.device)
     functions = [evaluator.loss, *evaluator.metrics.values()]
     means = [[_scalar(function(output, targets), outputs.device) for function in functions] for output in outputs]
     sums = torch.stack([torch.stack(each) for each in means])
-    loss = torch.where(counted > 0, sums[:, 0] * counted, 0.0)  # the mean of none is NaN
+    loss = torch.where(weight > 0, sums[:, 0] * weight, 0.0)  # the mean of none is NaN
     correct = correct_predictions(outputs, targets.expand(len(outputs), *targets.shape), 1, ignored)
     if correct is None:
         correct = torch.full((len(outputs),), torch.nan)
-    columns = [counted.expand(len(outputs)), non_finite_outputs(outputs, lead=1).to(sums), correct.to(sums), loss]
+    columns = [weight.expand(len(outputs)), non_finite_outputs(outputs, lead=1).to(sums), correct.to(sums), loss]
     return torch.column_stack([*columns, sums[:, 1:] * size])
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.engine.agreement import changed_state, fingerprint, projection, python_state
+from crossbow_py.engine.agreement import changed_state, fingerprint, furthest, projection, python_state
+from crossbow_py.engine.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
 from crossbow_py.engine.call_watch import CallWatch
 from crossbow_py.engine.dropout import OwnDraws, replace_dropout
-from crossbow_py.engine.moorings import FROZEN, ON_A_COPY, WRITES, moorings, strayed
-from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.engine.rounds import Loss, no_gradient
+from crossbow_py.engine.precision import Precision, cast_module, full_precision_parameters
+from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Metric
 from crossbow_py.host_randomness import host_state, kept_host_state
@@ -26,12 +26,17 @@ _KEEPS_STATE = (
     "The model's forward changes its attribute {}, which every learner has for itself, and which evaluations, saved "
     "models and resumed runs begin anew: keep in a buffer what they need."
 )
+_DOES_NOT_REPEAT = (
+    "A second pass of the model over the same batch gives another output: its forward keeps something between passes, "
+    "which evaluations, saved models and resumed runs begin anew. Keep in a buffer what they need."
+)
 _WRITES_PARAMETER = (
     "The model's forward writes its parameter {}: every learner does so for itself, and the average model, which is "
     "evaluated and saved, follows only as far as it is pulled along."
 )
-_LOSES_DIGITS = "The model's buffer {} is kept in float32, also in what is saved: counters lose digits beyond 2**24."
-_ALIKE = 1e-4  # relative: two passes of the same operators over the same values
+_LOSES_DIGITS = (
+    "The model's buffer {} is float64, and float32 in learners and in what is saved: whole numbers are exact to 2**24."
+)
 _DRAWS_ON_HOST = (
     "The model draws random numbers from Python's or NumPy's generator: runs will not repeat or resume bit for bit."
 )
@@ -70,99 +75,105 @@ def probe(
     generator = torch.Generator(batch.inputs.device)
     replace_dropout(model, generator)
     own = batch.inputs.device.type == "cpu" and not compile_model  # learners draw as `RoundTasks` says
-    with kept_host_state():
-        trial = _Trial(model, batch.inputs, generator, own)
-        output = trial.first()
-        _check_output(output, batch.targets, num_classes, exact)
-        if wrong := misfit(loss, output, batch.targets):
-            raise UserError(wrong)
-        _check_labels(loss, output, batch, feed, "training")
-        of_loss = _check_loss(output, batch.targets, precision, loss)
-        if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
-            raise UserError(
-                f"label_smoothing={label_smoothing} is for outputs [batch, classes] with a class for each sample, got "
-                f"{list(output.shape)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth "
-                "inside a loss of your own."
-            )
-        without = _check_backward(model, output, generator)
-        said = [*trial.check(precision, averages), *without, *_wide_buffers(template, precision)]
-    return [*said, *of_loss, *remarks(loss, output, batch.targets)]
+    trial = _Trial(model, batch.inputs, generator, own)
+    output = trial.first()
+    _check_output(output, batch.targets, num_classes, exact)
+    if wrong := misfit(loss, output, batch.targets):
+        raise UserError(wrong)
+    _check_labels(loss, output, batch, feed, "training")
+    of_loss = _check_loss(output, batch.targets, precision, loss)
+    if label_smoothing and (output.ndim != 2 or batch.targets.ndim != 1):
+        raise UserError(
+            f"label_smoothing={label_smoothing} is for outputs [batch, classes] with a class for each sample, got "
+            f"{list(output.shape)} and targets {list(batch.targets.shape)}; set label_smoothing=0, and smooth inside a "
+            "loss of your own."
+        )
+    _check_backward(model, output, generator)
+    said = [*trial.check(template, precision, averages), *_wide_buffers(template, precision), *of_loss]
+    return [*said, *remarks(loss, output, batch.targets)]
 
 
 class _Trial:
-    """Passes of a model over one batch, and what they do besides computing it."""
+    """Two passes of a model over one batch, and what they do besides computing it.
+
+    Both begin with the same numbers in all generators but the model's own.
+    """
 
     def __init__(self, model: nn.Module, inputs: Tensor, generator: torch.Generator, own: bool) -> None:
         self._model, self._inputs, self._generator, self._own = model, inputs, generator, own
-        self._bound = moorings(model)
-        self._parameters = {name: own.detach().clone() for name, own in model.named_parameters()}
+        self._bound, self._seed = bindings_of(model), generator.get_state()
         self._buffers = {name: own.clone() for name, own in model.named_buffers()}
-        self._state, self._seed = python_state(model), generator.get_state()
-        self._watch = CallWatch()
-        self._draws_own = self._draws_torch = self._draws_host = False
+        self._watch = CallWatch(under_mode=own)
+        self._draws_torch = self._draws_host = False
 
     def first(self) -> Tensor:
         """Return the outputs of a first pass. Raises UserError where it fails."""
         device = self._inputs.device
         torchs, host = _generator_state(device), host_state()
         try:
-            with torch.random.fork_rng(), self._draws() as draws, self._watch:
+            with torch.random.fork_rng(), kept_host_state(), self._draws(), self._watch:
                 output: Tensor = self._model(self._inputs)
                 self._draws_torch = not torch.equal(torchs, _generator_state(device))
+                self._draws_host = host != host_state()
         except Exception as error:
             raise _unfit("training", self._inputs, error) from error
-        self._draws_own = draws is not None and draws.has_drawn
-        self._draws_host = host != host_state()
-        self._output = output
+        self._has_drawn = not torch.equal(self._seed, self._generator.get_state())
+        if isinstance(output, Tensor):
+            self._output = output.detach().clone()  # a loss may write it
         return output
 
     def _draws(self) -> AbstractContextManager[OwnDraws | None]:
         return OwnDraws(self._generator) if self._own else nullcontext()
 
-    def check(self, precision: Precision, averages: bool) -> list[str]:
-        """Return what is to be said of the first pass. Raises UserError for what no learner can do."""
-        if self._watch.reseeds and self._draws_own:
+    def check(self, template: nn.Module, precision: Precision, averages: bool) -> list[str]:
+        """Return what is to be said of the first pass, and of a second. Raises UserError for what no learner can do.
+
+        `template` has the weights as they were.
+        """
+        if self._watch.reseeds and self._has_drawn:
             raise UserError(
                 f"the model's forward sets torch's generator at {self._watch.reseeds[0]} and draws, and learners draw "
                 "from numbers of their own; draw from a generator that forward makes: "
                 "torch.rand(..., generator=torch.Generator().manual_seed(7))."
             )
-        if found := strayed(self._model, self._bound):
+        if found := find_rebound(self._model, self._bound):
             raise UserError(found)
-        named = self._model.named_parameters()
-        said = [note for name, own in named for note in self._moved(name, own, precision, averages)]
+        before = dict(template.named_parameters())
+        full = full_precision_parameters(template) if precision.has_shadow else before
+        said = []
+        for name, parameter in self._model.named_parameters():
+            if not torch.equal(before[name].to(parameter.dtype).nan_to_num(), parameter.detach().nan_to_num()):
+                if name not in full:
+                    raise UserError(WRITES_A_COPY.format(name))
+                if averages and not parameter.requires_grad:
+                    raise UserError(WRITES_FROZEN.format(name))
+                said += [_WRITES_PARAMETER.format(name)] if averages else []
         if self._draws_torch or self._draws_host:
             said.append(_DRAWS_OUTSIDE if self._draws_torch else _DRAWS_ON_HOST)
-        changed = changed_state(self._state, python_state(self._model))
-        if changed is None and not self._draws_torch and not self._draws_host and not self._repeats():
-            changed = "that holds a tensor"
-        return [*said, *([_KEEPS_STATE.format(changed)] if changed else [])]
-
-    def _moved(self, name: str, parameter: nn.Parameter, precision: Precision, averages: bool) -> list[str]:
-        """Return what is to be said of a parameter that forward wrote. Raises UserError where that would be lost."""
-        if torch.equal(self._parameters[name].nan_to_num(), parameter.detach().nan_to_num()):
-            return []
-        if precision.has_shadow:
-            raise UserError(WRITES.format(name, ON_A_COPY))
-        if averages and not parameter.requires_grad:
-            raise UserError(WRITES.format(name, FROZEN))
-        return [_WRITES_PARAMETER.format(name)] if averages else []
+        return [*said, *self._kept(before, precision)]
 
     @torch.no_grad()
-    def _repeats(self) -> bool:
-        """Whether a second pass gives what the first gave, but for what it draws and keeps in buffers."""
-        for name, buffer in self._model.named_buffers():
-            buffer.copy_(self._buffers[name])
-        for name, parameter in self._model.named_parameters():
-            parameter.copy_(self._parameters[name])
-        self._generator.set_state(self._seed)
+    def _kept(self, before: Mapping[str, Tensor], precision: Precision) -> list[str]:
+        """Return what is to be said of what a second pass finds, other than in buffers, of the first."""
+        state = python_state(self._model)  # what a first pass makes once, such as a mask, is there by now
         try:
-            with torch.enable_grad(), torch.random.fork_rng(), self._draws():
-                again = self._model(self._inputs)
-        except Exception:
-            return False
-        first = self._output
-        return again.shape == first.shape and torch.allclose(again, first, _ALIKE, _ALIKE, equal_nan=True)
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(self._buffers[name])
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(before[name])
+            self._generator.set_state(self._seed)
+            with torch.enable_grad(), torch.random.fork_rng(), kept_host_state(), self._draws():
+                again = {"the output": self._model(self._inputs).detach()}
+        except Exception:  # buffers that cannot be written, say, which others tell of
+            return []
+        if (changed := changed_state(state, python_state(self._model))) is not None:
+            return [_KEEPS_STATE.format(changed)]
+        first = {"the output": self._output}
+        if again["the output"].shape == self._output.shape and (
+            self._draws_torch or furthest(again, first, lambda: first, precision.compute, alike=True) is None
+        ):
+            return []
+        return [_DOES_NOT_REPEAT]
 
 
 def _wide_buffers(template: nn.Module, precision: Precision) -> list[str]:
@@ -172,26 +183,19 @@ def _wide_buffers(template: nn.Module, precision: Precision) -> list[str]:
     return [_LOSES_DIGITS.format(name) for name, dtype in floats.items() if torch.finfo(dtype).eps < digits][:1]
 
 
-def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> list[str]:
-    """Return what is to be said of parameters without a gradient.
-
-    Raises UserError for a model that draws a learner's numbers in its backward pass: they are not those of its forward
-    pass.
-    """
-    named = [(name, own) for name, own in model.named_parameters() if own.requires_grad]
-    before = generator.get_state()
+def _check_backward(model: nn.Module, output: Tensor, generator: torch.Generator) -> None:
+    """Refuse a model that draws a learner's numbers in its backward pass: they are not those of its forward pass."""
+    parameters, before = [own for own in model.parameters() if own.requires_grad], generator.get_state()
     with torch.random.fork_rng(), OwnDraws(generator) if generator.device.type == "cpu" else nullcontext():
         try:
-            found = torch.autograd.grad(projection(output), [own for _, own in named], allow_unused=True)
+            torch.autograd.grad(projection(output), parameters, allow_unused=True)
         except Exception:  # which `faithful_copy` tells of
-            return []
+            return
     if not torch.equal(before, generator.get_state()):
         raise UserError(
             "the model draws random numbers in what torch.utils.checkpoint computes again, where it would draw others; "
             "take dropout and the like out of what is checkpointed, or checkpoint nothing."
         )
-    without = [name for (name, _), gradient in zip(named, found, strict=True) if gradient is None]
-    return [no_gradient(without)] if without else []
 
 
 @torch.no_grad()
@@ -284,13 +288,12 @@ def _check_labels(loss: Loss, output: Tensor, batch: Batch, feed: Feed | None, w
 
 def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Loss) -> list[str]:
     """Return what is to be said of what the loss does. Raises UserError for one that trains nothing, or too little."""
-    leaf = output.detach().to(precision.master).requires_grad_()
-    tried = copied_loss(loss)
-    before, host, state = torch.random.get_rng_state(), host_state(), _state_of(tried)
+    leaf, tried = output.detach().to(precision.master).requires_grad_(), copied_loss(loss)
+    torchs, host, state = _generator_state(output.device), host_state(), _state_of(tried)
     try:
-        with torch.random.fork_rng():
-            value: Any = tried(leaf, targets.clone())
-            draws = not torch.equal(before, torch.random.get_rng_state()) or host != host_state()
+        with torch.random.fork_rng(), kept_host_state():
+            value: Any = tried(leaf.clone(), targets.clone())  # which it may write
+            draws = not torch.equal(torchs, _generator_state(output.device)) or host != host_state()
     except Exception as error:
         raise UserError(
             f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)} "
@@ -312,8 +315,10 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
     return said
 
 
-def _state_of(loss: Loss) -> dict[str, str]:
-    """What a loss keeps between calls, as text."""
-    if not isinstance(loss, nn.Module):
-        return {key: fingerprint(value) for key, value in getattr(loss, "__dict__", {}).items()}
-    return {**python_state(loss), **{name: fingerprint(own.cpu().numpy()) for name, own in loss.named_buffers()}}
+def _state_of(loss: Any) -> dict[str, str]:
+    """What a loss keeps between calls, as text: of a module, of an object, or of whom a bound method belongs to."""
+    owner = getattr(loss, "__self__", loss)
+    kept = dict(owner.named_buffers()) if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+    tensors = {key: own for key, own in kept.items() if isinstance(own, Tensor)}
+    others = python_state(owner) if isinstance(owner, nn.Module) else {k: fingerprint(own) for k, own in kept.items()}
+    return {**others, **{key: str(own.detach().tolist()) for key, own in tensors.items()}}

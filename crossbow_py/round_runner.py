@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from crossbow_py.averaging.rule import OuterStep
 from crossbow_py.engine.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.rounds import Round, RoundOutcome
+from crossbow_py.engine.rounds import Round, RoundOutcome, taken
 from crossbow_py.engine.tasks import AveragingTask
-from crossbow_py.errors import LearnerError, UserError
+from crossbow_py.errors import LearnerError
 from crossbow_py.reporter import Reporter
 from crossbow_py.run import Run
 
@@ -94,8 +94,6 @@ class RoundRunner:
                 self.state.absorb(outcome)
             return True
         except LearnerError as error:
-            if isinstance(error.__cause__, UserError):
-                raise error.__cause__ from None
             tuned = self._run.tuning is not None and self.parts.bank.num_learners > 1
             if not tuned or not is_out_of_memory(error.__cause__):
                 raise
@@ -186,11 +184,11 @@ class RoundRunner:
 
     def tell_notes(self) -> None:
         """Pass on what the executor and the feeds have to say, once."""
-        for note in [*self.executor.notes, *self.parts.feed_notes()]:
+        notes = [*taken(self.executor.notes), *self.parts.feed_notes()]
+        for note in notes:
             if note not in self._told:  # every change of the number of learners makes a new executor
                 self.reporter.message(note)
             self._told.add(note)
-        self.executor.notes.clear()
 
     def close(self) -> None:
         """See Executor."""

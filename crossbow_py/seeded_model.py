@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -30,6 +31,7 @@ from crossbow_py.errors import UserError, one_line
 from crossbow_py.host_randomness import kept_host_state
 from crossbow_py.weights_file import load_weights
 
+_MOST_WORK = 100_000  # of finding out whether two tensors share a value
 MakeModel = Callable[[], nn.Module]
 
 _APART = 0.02  # how far weights lie from those that the model was made with, relatively, when copies are compared
@@ -53,6 +55,14 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
             f"model must be a function that returns an nn.Module, got {type(module).__name__} from it; "
             "have it return the model."
         )
+    _check_tensors(module)
+    if init_from is not None:
+        load_weights(module, init_from)
+    return module.train()  # some freeze a part of themselves there
+
+
+def _check_tensors(module: nn.Module) -> None:
+    """Raise UserError for parameters and buffers that no bank can hold, and where there is nothing to train."""
     for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(value):
             raise UserError(
@@ -65,6 +75,12 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
                 f"the model's {name} is complex, and learners' weights are real; keep torch.view_as_real of it as the "
                 "parameter, and take torch.view_as_complex in forward."
             )
+    for name, buffer in module.named_buffers():
+        if buffer.layout != torch.strided:
+            raise UserError(
+                f"the model's buffer {name} is sparse, and learners' buffers are dense; register buffer.to_dense(), or "
+                "keep what never changes as an attribute."
+            )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
     if shared := _overlap(module):
@@ -72,27 +88,46 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
             f"the model's {shared[0]} and {shared[1]} share memory, and a learner's weights lie elsewhere, each by "
             "itself; give both names one nn.Parameter, or compute one from the other in forward."
         )
-    if init_from is not None:
-        load_weights(module, init_from)
-    return module.train()  # some freeze a part of themselves there
 
 
 def _overlap(module: nn.Module) -> tuple[str, str] | None:
-    """Two names of parameters, or of a parameter and a buffer, of which one lies in memory of the other; None: none."""
-    parameters, places = {id(own) for own in module.parameters()}, []
+    """Two names of parameters, or of a parameter and a buffer, that have values in common; None: no two have."""
+    parameters = {id(own) for own in module.parameters()}
+    places = []
     for name, own in itertools.chain(module.named_parameters(), module.named_buffers()):
-        if own.layout == torch.strided and own.numel():
-            extent = 1 + sum((size - 1) * abs(step) for size, step in zip(own.shape, own.stride(), strict=True))
-            first = own.data_ptr()
-            places.append((str(own.device), first, first + extent * own.element_size(), name, id(own) in parameters))
-    furthest: dict[tuple[str, bool], tuple[int, str]] = {}  # of what came before: its end and its name
-    for device, first, end, name, is_parameter in sorted(places):
-        for before in (True, False) if is_parameter else (True,):
-            reached, other = furthest.get((device, before), (0, ""))
-            if first < reached:
-                return other, name
-        furthest[device, is_parameter] = max(furthest.get((device, is_parameter), (0, "")), (end, name))
+        if own.numel():
+            extent = 1 + sum((size - 1) * step for size, step in zip(own.shape, own.stride(), strict=True))
+            places.append((own.data_ptr(), own.data_ptr() + extent * own.element_size(), name, own))
+    places.sort(key=lambda place: place[:3])
+    reach: list[tuple[int, str, Tensor]] = []  # what begins before: where it ends
+    for first, end, name, own in places:
+        reach = [place for place in reach if place[0] > first]
+        for _, other, before in reach:
+            if (id(own) in parameters or id(before) in parameters) and _share(own, before):
+                return min(other, name), max(other, name)
+        reach.append((end, name, own))
     return None
+
+
+class _Memory:
+    """The memory of a tensor on any device, for NumPy to reason about; never read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "version": 3, "typestr": f"|V{size}", "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+        }  # fmt: skip
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors whose extents meet have a value in common: columns of one matrix have not."""
+    if one.device != other.device:
+        return False
+    try:
+        return np.shares_memory(np.asarray(_Memory(one)), np.asarray(_Memory(other)), max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
 
 
 def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, channels_last: bool) -> nn.Module:

@@ -305,7 +305,7 @@ class TrainingLoop:
         """
         self.rounds.drain()
         with self.ranks.together():
-            self.parts.bank.check_moorings(self.parts.rule.has_central_model and not self.parts.bank.is_single)
+            self.parts.bank.check_bindings(self.parts.rule.has_central_model and not self.parts.bank.is_single)
         num_sick, without = self.ranks.sum([len(self.state.sick_learners), self.rounds.out_of_memory])
         self._agreed = dataclasses.replace(self._agreed, num_sick=int(num_sick))
         return self._look_after(int(num_sick), bool(without))

@@ -89,6 +89,10 @@ class Feed(ABC):
         Raises UserError, in which `what` names the data.
         """
 
+    def may_have_target(self, target: int) -> bool:
+        """Whether a sample may have such an integer target; True where nobody has looked."""
+        return True
+
     def for_measuring(self) -> Feed:
         """A feed of batches like this one's that are always there: to measure with how fast learners are."""
         return self

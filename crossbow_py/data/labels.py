@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+
+def counted(targets: Tensor, ignored: int) -> Tensor:
+    """Return which targets are not `ignored`, a mask. Of bytes torch would take 156 for -100."""
+    return (targets.long() if targets.dtype == torch.uint8 else targets) != ignored
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class Classes:
         """(sample, label) of the first integer target [N, ...] that is none of them; None where there is none."""
         if targets.is_floating_point() or targets.is_complex():
             return None
-        outside = ((targets < 0) | (targets >= self.num_classes)) & (targets != self.ignored)
+        outside = ((targets < 0) | (targets >= self.num_classes)) & counted(targets, self.ignored)
         if not outside.any():
             return None
         sample = int(outside.flatten(1).any(1).int().argmax() if outside.ndim > 1 else outside.int().argmax())

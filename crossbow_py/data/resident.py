@@ -14,7 +14,7 @@ from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder, ResidentInputs
-from crossbow_py.data.labels import Classes
+from crossbow_py.data.labels import Classes, counted
 from crossbow_py.data.sampler import epoch_order, segments
 from crossbow_py.errors import UserError
 
@@ -57,6 +57,7 @@ class ResidentFeed(PickedFeed):
         self._order_seed = seed if order_seed is None else order_seed
         self._variants: dict[int, Variant] = {}
         self._plain: Variant | None = None  # of streams without one
+        self._has_target: dict[int, bool] = {}
         # The picks [R, N] of a stream's epoch in stream order, on the device.
         self._tables: EpochCache[_Epoch, Tensor] = EpochCache(self._epoch_picks)
 
@@ -144,6 +145,13 @@ class ResidentFeed(PickedFeed):
         if found := classes.first_outside(self._targets):
             sample, label = found
             raise UserError(classes.refusal(f"sample {sample} of the {what} data", label))
+
+    def may_have_target(self, target: int) -> bool:
+        """See `Feed.may_have_target`. A host–device synchronisation, once."""
+        if target not in self._has_target:
+            is_whole = not (self._targets.is_floating_point() or self._targets.is_complex())
+            self._has_target[target] = is_whole and not bool(counted(self._targets, target).all())
+        return self._has_target[target]
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         """See `Feed.evaluation_batches`."""

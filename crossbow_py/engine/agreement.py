@@ -14,7 +14,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 import math
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -248,25 +250,30 @@ def changed_state(before: Mapping[str, str], after: Mapping[str, str]) -> str | 
 
 
 def fingerprint(value: Any, depth: int = _DEEPEST) -> str:
-    """Return a text that is another when the value is; empty for tensors, modules and functions."""
-    found = ""
-    if isinstance(value, int | float | str | bytes | None):
-        found = repr(value)
-    elif isinstance(value, np.ndarray):
-        found = str(hash(value.tobytes()))
-    elif isinstance(value, random.Random):
-        found = str(hash(value.getstate()))
-    elif isinstance(value, np.random.Generator | torch.Generator):
-        own = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state().tolist()
-        found = str(hash(repr(own)))
-    elif isinstance(value, Tensor | nn.Module | type) or depth == 0 or callable(value):
-        pass
-    elif isinstance(value, Mapping):
-        found = repr([(repr(key), fingerprint(each, depth - 1)) for key, each in value.items()])
-    elif isinstance(value, list | tuple | set | deque):
-        found = repr([fingerprint(each, depth - 1) for each in value])
-    elif hasattr(value, "__dict__"):
-        found = fingerprint(vars(value), depth - 1)
-    elif isinstance(value, itertools.count):
-        found = repr(value)
-    return found
+    """Return a text that changes with the value; empty for tensors, modules, functions, and what lies too deep."""
+    if isinstance(value, Tensor | nn.Module | type | logging.Logger) or depth == 0:
+        return ""
+    if isinstance(value, Mapping):
+        return repr([(repr(key), fingerprint(each, depth - 1)) for key, each in value.items()])
+    if isinstance(value, list | tuple | set | deque):
+        return repr([fingerprint(each, depth - 1) for each in value])
+    for kinds, text in _FINGERPRINTS:
+        if isinstance(value, kinds):
+            return text(value)
+    if callable(value) or not hasattr(value, "__dict__"):
+        return ""
+    return fingerprint(vars(value), depth - 1)
+
+
+def _hashed(value: object) -> str:
+    return str(hash(value))
+
+
+_FINGERPRINTS: list[tuple[Any, Callable[[Any], str]]] = [
+    (int | float | str | bytes | np.generic | itertools.count | None, repr),
+    (np.ndarray, lambda value: _hashed(value.tobytes())),
+    (random.Random, lambda value: _hashed(value.getstate())),
+    (np.random.Generator, lambda value: repr(value.bit_generator.state)),
+    (np.random.RandomState, lambda value: _hashed(pickle.dumps(value.get_state()))),
+    (torch.Generator, lambda value: _hashed(value.get_state().cpu().numpy().tobytes())),
+]

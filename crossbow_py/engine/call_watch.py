@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,27 +21,41 @@ _SETTERS = {"manual_seed", "seed", "set_state"}
 
 
 class CallWatch:
-    """Notes what the block calls, in this thread. Python's profiler, if one runs, pauses meanwhile.
+    """Notes what the block calls, in this thread. Python's profiler pauses meanwhile; beside others nothing is noted.
+
+    Args:
+        under_mode: whether the block runs under a dispatch mode.
 
     Attributes:
         hooks: file and line, in the user's code, of each hook on a gradient or on a node of the graph.
         reseeds: likewise of each call that sets torch's generator of the CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, under_mode: bool = True) -> None:
+        self._under_mode = under_mode
         self.hooks: list[str] = []
         self.reseeds: list[str] = []
 
     def __enter__(self) -> CallWatch:
-        importlib.import_module("torch._dynamo")  # a dispatch mode imports it, which takes longer while it is watched
-        self._before = sys.getprofile()
-        sys.setprofile(self._see)
+        if self._under_mode:  # which imports this, and that takes longer while it is watched
+            importlib.import_module("torch._dynamo")
+        before: Any = sys.getprofile()
+        self._put_back: Callable[[], None] | None = None
+        if before is None or callable(before):
+            self._put_back = partial(sys.setprofile, before)
+        elif hasattr(before, "enable"):  # cProfile, which sys.setprofile cannot put back
+            before.disable()
+            self._put_back = before.enable
+        if self._put_back is not None:
+            sys.setprofile(self._see)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        sys.setprofile(self._before)
+        if self._put_back is not None:
+            sys.setprofile(None)
+            self._put_back()
 
     def _see(self, frame: FrameType, event: str, called: Any) -> None:
         if event == "call":

@@ -20,15 +20,11 @@ def mean_buffers(stacked: Mapping[str, Tensor], add: Add | None) -> dict[str, Te
     paired = {name: mean for name, mean in means_of.items() if name.endswith("running_var") and mean in stacked}
     if add is not None:
         return _over_devices(stacked, paired, add)
-    means = {name: _mean(rows) for name, rows in stacked.items()}
+    # In float64 equal values have themselves as the mean, be they the largest that there are.
+    means = {name: rows.mean(0, dtype=torch.float64).to(rows) for name, rows in stacked.items()}
     for name, mean in paired.items():
         means[name] = means[name] + stacked[mean].var(0, correction=0)
     return means
-
-
-def _mean(rows: Tensor) -> Tensor:
-    """The mean of `[K, *shape]`; what all rows agree on is kept as it is, be it the largest number that there is."""
-    return torch.where((rows == rows[0]).all(0), rows[0], rows.double().mean(0).to(rows))
 
 
 def _over_devices(stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add) -> dict[str, Tensor]:

@@ -172,6 +172,8 @@ class DeviceTasks(RoundValues):
             output = self.tasks.model(learner)(batch.inputs).to(bank.precision.master)
         loss = self.tasks.loss_of(learner, output, batch.targets)
         gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
+        if any(gradient is None for gradient in gradients):
+            self.tasks.tell_missing_gradients(gradients)
         bank.store_gradients(learner, gradients)
         results[LOSS].copy_(loss.detach().reshape(()))
         right = correct_of_batch(output.detach(), batch.targets, self.tasks.ignored)

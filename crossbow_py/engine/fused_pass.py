@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.feed import Batch
+from crossbow_py.data.labels import counted
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernel_checks import serves
 from crossbow_py.engine.label_smoothing import IGNORED, smoothed_cross_entropy
-from crossbow_py.engine.rounds import Round, RoundTasks, correct_of_batch, is_classification, over_batch
+from crossbow_py.engine.rounds import Round, RoundTasks, correct_of_batch, is_classification, scaled_to_batch
 
 _MOST_CLASSES = 16384  # of the loss kernel
 
@@ -88,7 +89,8 @@ class FusedPass:
         targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
         if self._loss is not None and _are_classes(outputs, targets):
             losses, num_correct, given = self._loss(outputs.detach(), targets)
-            return Learned(losses, over_batch(num_correct, targets, IGNORED, 1), self._gradients(outputs, given))
+            num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, 1)
+            return Learned(losses, num_correct, self._gradients(outputs, given))
         outputs = outputs.to(bank.precision.master)
         losses = self._losses(outputs, targets)
         gradients = self._gradients(losses.sum(), None)
@@ -101,6 +103,8 @@ class FusedPass:
         leaves = [graph.anchor, *(trained[name] for name in asked)] if graph.written else list(trained.values())
         found = torch.autograd.grad(of, leaves, given, allow_unused=True)
         if not graph.written:
+            if any(gradient is None for gradient in found):
+                self._tasks.tell_missing_gradients(found)
             return list(found)
         by_name = dict(zip(asked, found[1:], strict=True))
         rows = zip(trained, self._tasks.bank.stacked_gradients(self.learners), strict=True)
@@ -113,7 +117,7 @@ class FusedPass:
             return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop])
         if self._tasks.loss is nn.functional.cross_entropy and outputs.ndim == 3 and targets.ndim == 2:
             each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
-            return each.view(targets.shape).sum(1) / (targets != IGNORED).sum(1)
+            return each.view(targets.shape).sum(1) / counted(targets, IGNORED).sum(1)
         pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
         return torch.stack([self._tasks.loss(output, target).reshape(()) for output, target in pairs])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.data.labels import counted
+
 IGNORED = -100  # targets that cross_entropy leaves out of its mean
 
 
@@ -18,7 +20,7 @@ def smoothed_cross_entropy(outputs: Tensor, targets: Tensor, smoothing: Tensor) 
     """
     log_p = outputs.log_softmax(-1)
     each = nn.functional.nll_loss(log_p.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
-    counted = targets != IGNORED
-    uniform = log_p.mean(-1).neg() * counted
+    counts = counted(targets, IGNORED)
+    uniform = log_p.mean(-1).neg() * counts
     share = smoothing.to(outputs.dtype).unsqueeze(-1)
-    return torch.lerp(each, uniform, share.expand_as(each)).sum(-1) / counted.sum(-1)
+    return torch.lerp(each, uniform, share.expand_as(each)).sum(-1) / counts.sum(-1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
-from crossbow_py.engine.binding import bind
+from crossbow_py.engine.binding import bind, bindings_of, find_rebound, find_written
 from crossbow_py.engine.central import Add, checksum, level, mean_buffers
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.gradient_mean import align_groups, lost
@@ -28,7 +28,6 @@ from crossbow_py.engine.layout import (
     copy_present,
     parameter_layout,
 )
-from crossbow_py.engine.moorings import moorings, strayed, written
 from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.saved_bank import num_saved
 from crossbow_py.errors import UserError
@@ -147,7 +146,7 @@ class ReplicaBank:
         self.counter_names = [name for name, _ in self.template.named_buffers() if name.endswith(_COUNTER)]
         self.counters = torch.zeros(capacity, len(self.counter_names), dtype=torch.int64, device=self.device)
         self._modules = [self._bind(learner) for learner in range(capacity)]
-        self._bound = [moorings(module) for module in self._modules]
+        self._bound = [bindings_of(module) for module in self._modules]
         # What autograd differentiates, in layout order: `torch.autograd.grad` needs the very Parameter objects.
         named = [dict(module.named_parameters()) for module in self._modules]
         self._trained = [[own[name] for name in self.layout.names[: self.num_trained]] for own in named]
@@ -178,11 +177,11 @@ class ReplicaBank:
         bind(module, master, shadow, {**self.buffers.shaped(learner), **counters})
         return module.train(self._training)
 
-    def check_moorings(self, averages: bool) -> None:
-        """Raise UserError where a learner's module left its row, or was written where that is lost: see `written`."""
+    def check_bindings(self, averages: bool) -> None:
+        """Raise UserError where a module has left its row, or was written where that is lost; see `find_written`."""
         for learner in range(self.num_learners):
             module, bound = self._modules[learner], self._bound[learner]
-            found = strayed(module, bound) or written(module, bound, self.precision.has_shadow, averages)
+            found = find_rebound(module, bound) or find_written(module, bound, self.precision.has_shadow, averages)
             if found is not None:
                 raise UserError(found)
 

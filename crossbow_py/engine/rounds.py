@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
 from crossbow_py.data.feed import Feed
+from crossbow_py.data.labels import counted
 from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.gradient_mean import average_gradients
@@ -28,9 +29,10 @@ from crossbow_py.engine.update import Step, TorchUpdate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _DRAWS_LATE = (
-    "The model has begun to draw random numbers, after rounds without any: those of that first round came from torch's "
-    "own generator, and will not repeat."
+    "The model has begun to draw random numbers, after rounds without any: those of its first round with some came "
+    "from torch's own generator, and will not repeat."
 )
+_MOST_FALSE_ALARMS = 3
 
 
 class Draws(NamedTuple):
@@ -40,13 +42,12 @@ class Draws(NamedTuple):
     round_index: int
 
 
-def no_gradient(names: Sequence[str]) -> str:
-    """Return what is to be said of parameters to which no gradient comes."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"No gradient reaches the model's {min(names)}{more}: it counts as zero, so momentum and weight decay go on to "
-        "move what torch's optimizers leave alone; freeze (requires_grad=False) what is never used."
-    )
+def taken(notes: list[str]) -> list[str]:
+    """Return what a list holds and take it out, one by one: another thread may add to it meanwhile."""
+    found = []
+    while notes:
+        found.append(notes.pop(0))
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,15 +132,14 @@ class RoundTasks:
         self._compiled = CompiledModels() if compile_model else None
         self._summed_rows: list[TrainedRow] = []
         self._without_draws: set[int] = set()  # learners whose models draw in dropout modules alone
-        self._told_missing = False
-        self.remarks: list[str] = []  # sentences for the user, from any thread; some come once for each learner
+        self._drawing: set[int] = set()  # those that are looked at again, as torch's generator has moved meanwhile
+        self._false_alarms = 0
+        self._has_told_missing_gradients = False
+        self.notes: list[str] = []  # sentences for the user, from any thread; some come once for each learner
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
-
-    @property
-    def ignored(self) -> int | None:
-        """See `ignored_target`."""
-        return ignored_target(self.loss)
+        left_out = ignored_target(loss)  # see there; None also where the data have no such target
+        self.ignored = left_out if left_out is not None and feed.may_have_target(left_out) else None
 
     @property
     def gradient_mean(self) -> GradientMean | None:
@@ -176,21 +176,27 @@ class RoundTasks:
         try:
             gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         except RuntimeError:
-            bank.check_moorings(averages=False)  # which says more, where forward has frozen a parameter
+            bank.check_bindings(averages=False)  # which says more, where forward has frozen a parameter
             raise
         if any(gradient is None for gradient in gradients):
-            self._tell_missing(gradients)
+            self.tell_missing_gradients(gradients)
         bank.store_gradients(learner, gradients)
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
         correct = correct_of_batch(output.detach(), batch.targets, self.ignored)
         outcome.num_correct[learner] = None if correct is None else float(correct.item())  # and another
 
-    def _tell_missing(self, gradients: Sequence[Tensor | None]) -> None:
-        """Say what counts as zero, the first time."""
-        if not self._told_missing:
-            self._told_missing = True
-            names = [name for name, own in zip(self.bank.layout.names, gradients, strict=False) if own is None]
-            self.remarks.append(no_gradient(names))
+    def tell_missing_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Say what counts as zero, the first time; in the order of the layout."""
+        if self._has_told_missing_gradients:
+            return
+        self._has_told_missing_gradients = True
+        names = [name for name, own in zip(self.bank.layout.names, gradients, strict=False) if own is None]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        self.notes.append(
+            f"No gradient came to the model's {min(names)}{more} in a round. It counts as zero: momentum and weight "
+            "decay go on to move such parameters, which torch's optimizers leave alone; freeze (requires_grad=False) "
+            "what is never used."
+        )
 
     def _may_draw(self, learner: int) -> bool:
         """Whether the learner's model may draw outside dropout modules: its first pass shows it.
@@ -201,17 +207,23 @@ class RoundTasks:
 
     def _outputs(self, learner: int, inputs: Tensor) -> Tensor:
         """The learner's outputs. All random numbers are its own."""
-        if learner in self._without_draws:
+        if learner in self._without_draws and self._false_alarms < _MOST_FALSE_ALARMS:
             before = torch.random.get_rng_state()
             outputs = self.model(learner)(inputs)
             if not torch.equal(before, torch.random.get_rng_state()):
                 self._without_draws.discard(learner)
-                self.remarks.append(_DRAWS_LATE)
+                self._drawing.add(learner)
             return outputs
         if not self._may_draw(learner):
             return self.model(learner)(inputs)
         with OwnDraws(self.bank.generators[learner]) as draws:
             outputs = self.model(learner)(inputs)
+        if learner in self._drawing:
+            self._drawing.discard(learner)
+            if draws.has_drawn:
+                self.notes.append(_DRAWS_LATE)
+            else:  # another thread has drawn: a loss, or what calls this package
+                self._false_alarms += 1
         if not draws.has_drawn:
             self._without_draws.add(learner)
         return outputs
@@ -380,24 +392,23 @@ def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0, ignored
         return None
     largest, predicted = outputs.max(lead + 1)
     right = (predicted == targets) & largest.isfinite()
-    return (right if ignored is None or ignored < 0 else right & (targets != ignored)).sum(lead)
+    return (right if ignored is None or ignored < 0 else right & counted(targets, ignored)).sum(lead)
 
 
 def correct_of_batch(outputs: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor | None:
-    """As `correct_predictions`, spread over the whole batch by `over_batch`."""
+    """As `correct_predictions`, by `scaled_to_batch`."""
     correct = correct_predictions(outputs, targets, lead, ignored)
-    return None if correct is None else over_batch(correct, targets, ignored, lead)
+    return None if correct is None else scaled_to_batch(correct, targets, ignored, lead)
 
 
-def over_batch(correct: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor:
+def scaled_to_batch(correct: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor:
     """correct · B / V for batches of B samples of which V are not ignored: to be divided by B, as a loss is a mean.
 
     On the device, and the number itself where all count.
     """
     if ignored is None:
         return correct
-    counted = (targets != ignored).sum(lead)
-    return correct.double() * targets.shape[lead] / counted.clamp(min=1)
+    return correct.double() * targets.shape[lead] / counted(targets, ignored).sum(lead).clamp(min=1)
 
 
 def non_finite_outputs(outputs: Tensor, lead: int = 0) -> Tensor:

@@ -19,7 +19,7 @@ from crossbow_py.engine.dropout import set_dropout_rate
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.optimizers import side_by_side
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.rounds import Draws, Loss, Round, RoundOutcome, RoundTasks
+from crossbow_py.engine.rounds import Draws, Loss, Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update_choice import choose_update
 from crossbow_py.evaluation import Evaluation, Evaluator
 from crossbow_py.executor_choice import new_bank
@@ -273,9 +273,8 @@ class Pack:
     def drain(self) -> None:
         """Wait for what is in flight; members may be measured and change seats then."""
         self._absorb(self._executor.drain())
-        self._bank.check_moorings(averages=False)
-        self.notes += [*self._executor.notes, *self.feed.take_notes()]
-        self._executor.notes.clear()
+        self._bank.check_bindings(averages=False)
+        self.notes += [*taken(self._executor.notes), *self.feed.take_notes()]
 
     # --- what becomes of them -----------------------------------------------------------------------------------------
 

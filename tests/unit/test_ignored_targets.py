@@ -137,3 +137,17 @@ def test_prediction_counts_samples_that_are_of_a_class_and_says_so() -> None:
     )  # fmt: skip
     assert (found.accuracies, found.accuracy) == ([0.5], 0.5)
     assert "2 of 4 samples have the target -100, which is no class: accuracy is that of the others." in as_text(found)
+
+
+def test_class_that_bytes_cannot_tell_from_an_ignored_one_counts():
+    inputs = torch.eye(200)[150:170]
+    targets = torch.arange(150, 170, dtype=torch.uint8)  # 156 is -100 among bytes
+    for executor in ("serial", "fused"):
+        recorder = Recorder()
+        trainer = make_trainer(
+            model=lambda: torch.nn.Linear(200, 200), train_data=(inputs, targets), test_data=(inputs, targets),
+            executor=executor, num_classes=200, batch_size=1, callbacks=[recorder],
+        )  # fmt: skip
+        result = trainer.fit(max_epochs=1)
+        assert 0 <= result.test_accuracy <= 1
+        assert all(record.train_accuracy <= 1 for record in recorder.of("epoch"))

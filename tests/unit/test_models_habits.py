@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import cProfile
+import functools
+import logging
 import random
+import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from crossbow_py import SGD, SMA, Independent
 from crossbow_py.errors import UserError
@@ -130,8 +136,13 @@ class ReplacesLater(Later):
 
 
 class DrawsLater(Later):
+    seed = 0
+
     def forward(self, x):
-        return _F.dropout(super().forward(x), 0.5, self.training and self.count() > 4)
+        passes = self.count()
+        if passes == 6:
+            torch.manual_seed(self.seed)  # what torch's own generator stands at is of no importance any more
+        return _F.dropout(super().forward(x), 0.5, self.training and passes > 4)
 
 
 class HalfUsed(Net):
@@ -192,6 +203,85 @@ class WideCounter(Net):
         self.register_buffer("count", torch.tensor(0.0, dtype=torch.float64))
 
 
+class MakesAMask(Net):
+    """What a first pass makes once is no state."""
+
+    mask = None
+
+    @functools.cached_property
+    def scale(self):
+        return 2.0
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(3)
+        return super().forward(x) * self.mask * self.scale
+
+
+class Logs(Net):
+    def __init__(self):
+        super().__init__()
+        self.logger = logging.getLogger("tests.habits")
+
+    def forward(self, x):
+        self.logger.debug("forward")
+        return super().forward(x)
+
+
+class Columns(nn.Module):
+    """Two parameters in one piece of memory that have no value in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (nn.Parameter(half) for half in torch.randn(4, 6).chunk(2, dim=1))
+
+    def forward(self, x):
+        return x @ self.left + (x @ self.right).tanh()
+
+
+class SeedsDropout(Net):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return self.drop(super().forward(x))
+
+
+class SparseBuffer(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", torch.eye(4).to_sparse())
+
+    def forward(self, x):
+        return super().forward(torch.sparse.mm(self.edges, x.t()).t())
+
+
+class ClipsNorm(nn.Sequential):
+    """BatchNorm's parameters are no copies in bf16."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self[1].weight.clamp_(max=0.5)
+        return super().forward(x)
+
+
+class WritesLater(MomentumEncoder, Later):
+    """Its frozen weights follow from the fourth pass on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, x):
+        return super().forward(x) if self.count() > 3 else Net.forward(self, x)
+
+
 class Strides(nn.Module):
     def __init__(self):
         super().__init__()
@@ -211,7 +301,9 @@ class Strides(nn.Module):
         (SetsState, {}, r"sets torch's generator at test_models_habits.py:\d+ and draws"),
         (SetsSeed, {}, r"sets torch's generator at test_models_habits.py:\d+ and draws"),
         (SharesMemory, {}, "first.weight and third.weight share memory"),
-        (ViewsWeight, {}, "first.weight share memory|first.weight and part share memory|part and first.weight share"),
+        (ViewsWeight, {}, "the model's first.weight and part share memory"),
+        (SeedsDropout, {}, r"sets torch's generator at test_models_habits.py:\d+ and draws"),
+        (SparseBuffer, {}, "buffer edges is sparse, and learners' buffers are dense; register buffer.to_dense"),
         (Strides, {"train_data": images(40)}, "learners, copies of the model, would not train as it does"),
     ],
 )
@@ -227,6 +319,7 @@ def test_model_that_learners_cannot_follow_is_refused_before_training(model, opt
         (Thaws, "changes requires_grad of its parameter first.weight"),
         (Freezes, "changes requires_grad of its parameter first.weight"),
         (ReplacesLater, "replaces its buffer seen"),
+        (WritesLater, "writes its parameter key.weight, which is frozen"),
     ],
 )
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -242,12 +335,18 @@ def test_model_that_strays_from_its_row_later_ends_the_run(model, message, execu
         (PythonDraws, "draws random numbers from Python's or NumPy's generator"),
         (NumpyDraws, "draws random numbers from Python's or NumPy's generator"),
         (OwnGenerator, "changes its attribute own"),
-        (TensorKept, "changes its attribute that holds a tensor"),
+        (TensorKept, "A second pass of the model over the same batch gives another output"),
         (CountsInClass, "changes its attribute CountsInClass.calls"),
-        (HalfUsed, "No gradient reaches the model's unused.bias and 1 more: it counts as zero"),
+        (HalfUsed, "No gradient came to the model's unused.bias and 1 more in a round. It counts as zero"),
         (Clips, "forward writes its parameter second.weight: every learner does so for itself"),
-        (WideCounter, "buffer count is kept in float32"),
+        (WideCounter, "buffer count is float64, and float32 in learners"),
         (Net, None),
+        (MakesAMask, None),
+        (Logs, None),
+        (lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)), None),
+        (lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 3))), None),
+        (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 3))), None),
+        (Columns, None),
     ],
 )
 def test_what_a_model_does_besides_is_said_once_before_training(model, message):
@@ -262,6 +361,45 @@ def test_clipped_weights_of_a_single_learner_are_as_in_plain_pytorch():
     assert result.model.second.weight.abs().max() <= 0.1
 
 
+def test_weights_written_later_in_bf16_end_the_run():
+    class ClipsLater(Later):
+        def forward(self, x):
+            if self.count() > 3:
+                with torch.no_grad():
+                    self.second.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    with pytest.raises(UserError, match="second.weight, which in bf16 is a copy"):
+        make_trainer(model=ClipsLater, precision="bf16").fit(max_epochs=1)
+
+
+def test_batchnorms_weights_are_clipped_in_bf16():
+    result = make_trainer(
+        model=ClipsNorm, num_learners=1, precision="bf16", optimizer=SGD(learning_rate=0.0)
+    ).fit(max_epochs=1)  # fmt: skip
+    assert result.model[1].weight.max() == 0.5
+
+
+def test_models_are_tried_beside_a_profiler_which_goes_on_after():
+    profile = cProfile.Profile()
+    profile.enable()
+    before = sys.getprofile()
+    try:
+        with pytest.raises(UserError, match="sets torch's generator"):
+            make_trainer(model=SetsSeed)
+        assert sys.getprofile() is before
+    finally:
+        profile.disable()
+
+
+def test_loss_may_write_into_outputs():
+    def written(output, targets):
+        output /= 2
+        return _F.cross_entropy(output, targets)
+
+    make_trainer(loss=written).fit(max_rounds=1)
+
+
 def test_momentum_encoders_of_independent_learners_train_on():
     trainer = make_trainer(model=MomentumEncoder, averaging=Independent())
     before = trainer.run.parts.bank.learner_state(0)["key.weight"].clone()
@@ -270,15 +408,14 @@ def test_momentum_encoders_of_independent_learners_train_on():
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
-def test_model_that_begins_to_draw_is_said_once_and_then_draws_its_learners_numbers(executor):
+def test_model_that_begins_to_draw_is_said_once_and_then_draws_its_learners_numbers(executor, monkeypatch):
     ended = []
     for seed in (1, 2):
         recorder = Recorder()
+        monkeypatch.setattr(DrawsLater, "seed", seed)
         trainer = make_trainer(model=DrawsLater, executor=executor, num_learners=1, callbacks=[recorder])
         torch.manual_seed(0)
-        trainer.fit(max_rounds=5)  # the fifth is the first that draws
-        torch.manual_seed(seed)
-        result = trainer.fit(max_rounds=3)
+        result = trainer.fit(max_rounds=9)  # the fifth is the first that draws
         assert sum("has begun to draw random numbers" in line for line in recorder.of("message")) == 1
         ended.append(result.model)
     assert equal_states(*ended)
@@ -287,7 +424,8 @@ def test_model_that_begins_to_draw_is_said_once_and_then_draws_its_learners_numb
 def test_gradient_that_stops_later_is_said_in_the_round():
     recorder = Recorder()
     make_trainer(model=DropsLayer, callbacks=[recorder]).fit(max_rounds=8)
-    assert sum("No gradient reaches the model's first.bias and 1 more" in line for line in recorder.of("message")) == 1
+    said = [line for line in recorder.of("message") if "No gradient came to the model's first.bias and 1 more" in line]
+    assert len(said) == 1
 
 
 class Margin(nn.Module):
@@ -335,12 +473,23 @@ class Remembering(Margin):
         return _F.cross_entropy(output, targets) / self.calls
 
 
+class Keeps:
+    def __init__(self):
+        self.kept = torch.zeros((), dtype=torch.bfloat16)
+
+    def loss(self, output, targets):
+        self.kept = self.kept + 1
+        return _F.cross_entropy(output, targets)
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
         (lambda: _drawing, "The loss draws random numbers"),
         (Counting, "The loss changes its count, which all learners share"),
         (Remembering, "The loss changes its calls, which all learners share"),
+        (lambda: Keeps().loss, "The loss changes its kept, which all learners share"),
+        (lambda: partial(_drawing), "The loss draws random numbers"),
     ],
 )
 def test_loss_that_does_more_than_compute_is_said(loss, message):

@@ -34,7 +34,7 @@ class Executor(ABC):
         self.scheduler = self._new_scheduler(tasks.bank.num_learners)
         self._in_flight: deque[RoundOutcome] = deque()
         self.running: dict[str, Task] = {}  # what host threads are at, by stream
-        self.notes = tasks.remarks  # sentences for the user, those of task bodies too; read after every round
+        self.notes = tasks.notes  # sentences for the user, also of task bodies; `taken` after every round
         self._timeline: Timeline | None = None
         self._spans: TaskSpans | None = None
         self._spans_between: TaskSpans | None = None
