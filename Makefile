@@ -1,6 +1,6 @@
 # `make train` and `make test` do everything on a machine that has only Python >= 3.11 and make.
 .DEFAULT_GOAL := help
-.PHONY: help setup train tensorboard test test-all gpu gpu-engine gpu-packs unit lint types imports docs clean
+.PHONY: help setup train tensorboard test test-slow test-all gpu gpu-engine gpu-packs unit lint types imports docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,9 @@ tensorboard: setup  ## the curves of all runs, on http://localhost:6006
 
 test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
+
+test-slow: setup  ## the slow tests, but for those that take minutes or want a machine to themselves
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist load -m 'slow and not long'
 
 $(ZOO_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[zoo]'

@@ -135,6 +135,7 @@ class Training:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(len(usable_core_ids()) < 2 or not LIBGOMP_SPINS, reason="threads wait as libgomp does by default")
 def test_run_beside_busy_programs_notices_says_so_and_is_faster_for_it() -> None:
     threads = str(len(usable_core_ids()))
@@ -150,6 +151,7 @@ def test_run_beside_busy_programs_notices_says_so_and_is_faster_for_it() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("executor", ["serial", "fused"])
 @pytest.mark.skipif(len(usable_core_ids()) < 2 or not LIBGOMP_SPINS, reason="threads wait as libgomp does by default")
 def test_threads_sleep_beside_busy_programs_and_spin_again_when_those_have_ended(executor: str) -> None:

@@ -132,7 +132,7 @@ def outcome(case: Case, whole: Path, work: Path, seed: int) -> str:
     "most",
     [
         pytest.param(10, id="quick"),
-        pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(3600)], id="all"),
+        pytest.param(None, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)], id="all"),
     ],
 )
 def test_harmed_file_of_a_run_or_a_search_is_refused_in_a_line_or_does_not_matter(

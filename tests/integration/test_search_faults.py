@@ -140,6 +140,7 @@ def test_signal_ends_a_search_in_order_and_the_next_goes_on(
     assert outcome(folder) == undisturbed
 
 
+@pytest.mark.long
 def test_storage_that_stays_locked_ends_the_search_with_one_line_and_what_was_finished(tmp_path: Path) -> None:
     folder, database = tmp_path / "search", tmp_path / "shared.db"
     storage, longer = f"storage=sqlite:///{database}", ("min_epochs=9", "max_epochs=81")  # or it is over too soon

@@ -25,6 +25,7 @@ def kept_number_of_threads():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*TIMM, *TRANSFORMERS])

@@ -22,7 +22,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 def numbers(quick: int, deep: int) -> pytest.MarkDecorator:
     """Which examples: a few always, all where slow tests run."""
-    slow = pytest.param(range(deep), marks=[pytest.mark.slow, pytest.mark.timeout(3000)], id="all")
+    slow = pytest.param(range(deep), marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3000)], id="all")
     return pytest.mark.parametrize("examples", [pytest.param(range(0, deep, deep // quick), id="some"), slow])
 
 
