@@ -6,6 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,8 @@ class TensorBoardScalars(Listener):
             self._system.close()
             self._system = None
         if self._writer is not None:
-            self._writer.close()
+            with suppress(OSError):  # of its thread, which a full disk has ended, once more
+                self._writer.close()
             self._writer = None
 
     def _compare(self, summary: Any) -> None:

@@ -204,3 +204,17 @@ def test_close_twice_or_before_the_start_leaves_no_thread(tmp_path: Path, events
     scalars.close()
     scalars.close()
     assert threading.active_count() == before
+
+
+def test_close_after_the_disk_was_full_does_not_raise(tmp_path: Path, events: Any, monkeypatch: Any) -> None:
+    scalars = TensorBoardScalars(tmp_path, None)
+    scalars.on_start(events.run_info())
+    close = scalars._writer.close
+
+    def full() -> None:  # as TensorBoard's thread once more raises what has ended it
+        close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(scalars._writer, "close", full)
+    scalars.close()
+    scalars.close()
