@@ -81,6 +81,8 @@ def test_threads_take_no_time_while_they_wait_asleep_and_do_again_afterwards() -
     # In a process of its own: threads of other tests may be more than there are cores.
     done = subprocess.run([sys.executable, "-c", IDLE_SECONDS], capture_output=True, text=True, check=True)
     before, asleep, after = json.loads(done.stdout)
+    if min(before, after) < 0.02:  # of 0.15 s in which it might
+        pytest.skip("other programs hold the cores, so that nothing spins here")
     assert asleep < 0.25 * before and asleep < 0.25 * after, done.stdout
 
 

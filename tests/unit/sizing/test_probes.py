@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.collective import Collective
-from crossbow_py.data.feed import Batch
+from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
@@ -51,14 +51,18 @@ class LiveBytes(TorchDispatchMode):
         return returned
 
 
-class FixedFeed:
-    """Gives a new batch of one shape, as a feed does."""
+class FixedFeed(Feed):
+    """Gives a new batch of one shape."""
 
     def __init__(self, sample: Sample, batch_size: int) -> None:
-        self.sample, self.batch_size = sample, batch_size
+        super().__init__(num_samples=batch_size, batch_size=batch_size)
+        self.sample = sample
 
     def batch(self, start: int) -> Batch:
         return Batch(*(tensor.zero_() for tensor in self.sample.batch(self.batch_size, channels_last=True)))
+
+    def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
+        raise NotImplementedError
 
 
 def convolutions() -> nn.Module:
