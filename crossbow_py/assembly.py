@@ -177,12 +177,12 @@ def _train_feed(
     except UserError as error:
         if settings.precision != "auto" or choices.precision == FP32:
             raise
-        reason = str(error)
+        reason, _, _ = str(error).partition("; ")  # what to do about it is done
     choices = dataclasses.replace(choices, precision=FP32)
     feed = new_feed(data.train, settings.batch_size, data.augmentation, data, settings, choices, ranks=ranks)
     batch = feed.first_samples(min(2, settings.batch_size))
     warnings = probe(template, FP32, batch, *needs, feed=feed, averages=averages)
-    return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}", *warnings]
+    return choices, feed, batch, [f"precision is fp32, because in bf16 {reason}.", *warnings]
 
 
 def _check_integers(feed: Feed, precision: Precision) -> None:

@@ -154,9 +154,9 @@ class Calibration:
             by_reason.setdefault(reason, []).append(name)
         return (
             *(
-                f"Executor {names[0]} is left out: {reason}."
+                f"Executor {names[0]} is left out for this model: {reason}."
                 if len(names) == 1
-                else f"Executors {' and '.join(names)} are left out: {reason}."
+                else f"Executors {' and '.join(names)} are left out for this model: {reason}."
                 for reason, names in by_reason.items()
             ),
             *self.busy_notes,

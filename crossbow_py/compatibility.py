@@ -64,8 +64,9 @@ def _check_groups(optimizer: Any, schedule: Any, averaging: Any, loss: Any) -> N
         raise UserError(f"loss must be an object, got the class {loss.__name__}; give loss={loss.__name__}().")
     if parameter := untrained(loss):
         raise UserError(
-            f"the loss has a parameter of its own, {parameter}, which nothing would train, as learners train the model "
-            "alone; put it into the model, or set its requires_grad to False."
+            f"the loss holds a parameter, {parameter}, which nothing would train, as learners train the model alone; "
+            "put it into the model, set its requires_grad to False, or, for a penalty on weights, take "
+            "optimizer.weight_decay."
         )
 
 

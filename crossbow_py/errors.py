@@ -61,11 +61,14 @@ class NonFiniteError(CrossbowError):
         good = f"the last good checkpoint is {last_checkpoint}" if last_checkpoint else "there is no checkpoint yet"
         lost = ", and with it every learner" if everyone else ""
         resume = "Resume it with on_nonfinite=reseed, or start" if last_checkpoint and not everyone else "Start"
-        super().__init__(
-            f"learner {learner} went non-finite in round {round_index}{lost}; {good}. {resume} anew with a lower "
-            "optimizer.learning_rate or with optimizer.clip_norm; if that does not help, look for NaN in the data, and "
-            "for batches of which the loss leaves every target out."
+        data = "NaN in the data, and for batches of which the loss leaves every target out"
+        remedy = (
+            f"Look for {data}; no step had been taken yet."
+            if round_index == 0
+            else f"{resume} anew with a lower optimizer.learning_rate or with optimizer.clip_norm; if that does not "
+            f"help, look for {data}."
         )
+        super().__init__(f"learner {learner} went non-finite in round {round_index}{lost}; {good}. {remedy}")
 
 
 class SearchError(CrossbowError):

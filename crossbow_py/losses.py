@@ -88,6 +88,12 @@ def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, tar
     One sentence with the remedy; None where nothing is known against them.
     """
     given = f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)}"
+    if loss in (_F.nll_loss, _F.cross_entropy) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        squeezed = targets.ndim > 1 and targets.shape[1] == 1 and (*targets.shape[:1], *targets.shape[2:])
+        if has_integers(targets) and squeezed == (len(output), *output.shape[2:]) and output.shape[1:2] != (1,):
+            return f"{given}: classes have no dimension of channels; give targets.squeeze(1)."
+        if isinstance(loss, nn.NLLLoss) and has_integers(targets) and targets.dtype not in _CLASS_DTYPES:
+            return f"{given}: classes are int64, got {_kind(targets)}; give targets.long()."
     if loss is _F.cross_entropy:
         return _no_classes(given, output, targets)
     if getattr(loss, "reduction", "mean") == "sum":
@@ -154,8 +160,12 @@ def _are_probabilities(output: Tensor) -> bool:
     return bool(((output.sum(1) - 1).abs() < _TOLERANCE).all())
 
 
+def _kind(targets: Tensor) -> str:
+    return str(targets.dtype).removeprefix("torch.")
+
+
 def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
-    kind = str(targets.dtype).removeprefix("torch.")
+    kind = _kind(targets)
     if targets.dtype in _CLASS_DTYPES:
         if output.ndim > 2 and targets.shape == output.shape[:-1] != (len(output), *output.shape[2:]):
             return f"{given}: it takes the scores of classes from the second place; return output.movedim(-1, 1)."

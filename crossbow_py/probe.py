@@ -136,6 +136,12 @@ class _Trial:
                 "from numbers of their own; draw from a generator that forward makes: "
                 "torch.rand(..., generator=torch.Generator().manual_seed(7))."
             )
+        for name, buffer in self._model.named_buffers():
+            if name in self._buffers and self._buffers[name].shape != buffer.shape:
+                raise UserError(
+                    f"the model's buffer {name} has another shape after a first pass; run the model once where it is "
+                    "made, before it is returned: model(torch.zeros(2, ...))."
+                )
         if found := find_rebound(self._model, self._bound):
             raise UserError(found)
         before = dict(template.named_parameters())
@@ -243,7 +249,8 @@ def _runnable(template: nn.Module, precision: Precision) -> nn.Module:
     except Exception as error:
         raise UserError(
             f"the model cannot be copied ({one_line(error)}), and every learner needs a copy; initialise lazy modules "
-            "in the function that makes it, and keep open files and locks out of it."
+            "in the function that makes it, keep open files and locks out of it, and take "
+            "torch.nn.utils.parametrizations in place of the old weight_norm and of prune."
         ) from error
 
 
@@ -261,7 +268,9 @@ def _generator_state(device: torch.device) -> Tensor:
 
 def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: bool) -> None:
     if not isinstance(output, Tensor):
-        raise UserError(f"the model must return one tensor, got {type(output).__name__}; wrap it so that it does.")
+        remedy = "join several with torch.cat, and split them in the loss, or return the one that matters"
+        remedy = "let forward return its output" if output is None else remedy
+        raise UserError(f"the model must return one tensor, got {type(output).__name__}; {remedy}.")
     if output.is_complex():
         raise UserError("the model returns complex numbers, of which losses take the real part; return real ones.")
     if num_classes is None:
@@ -271,7 +280,7 @@ def _check_output(output: Any, targets: Tensor, num_classes: int | None, exact: 
     if width < num_classes or (exact and width > num_classes):
         raise UserError(
             f"the model's output has shape [batch, {', '.join(map(str, output.shape[1:]))}] and the data has "
-            f"{num_classes} classes; its last layer must return "
+            f"{num_classes} classes, 0 to {num_classes - 1}; its last layer must return "
             f"[{', '.join(map(str, ['batch', num_classes, *targets.shape[1:]]))}]."
         )
 
@@ -306,8 +315,9 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
         raise UserError("the loss does not depend on the parameters; detach nothing on the way to it.")
     if (hidden := hidden_parameter(value, leaf)) is not None:
         raise UserError(
-            f"the loss holds a parameter of its own, of shape {list(hidden.shape)}, which nothing would train, as "
-            "learners train the model alone; put it into the model, or set its requires_grad to False."
+            f"the loss depends on a parameter of shape {list(hidden.shape)} that it holds, and not the learner, a copy "
+            "of the model; put what is to be trained into the model, and a penalty on its weights into "
+            "optimizer.weight_decay."
         )
     said = ["The loss draws random numbers: runs will not repeat or resume bit for bit."] if draws else []
     if (changed := changed_state(state, _state_of(tried))) is not None:

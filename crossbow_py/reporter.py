@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from crossbow_py.assembly import DataSets
@@ -86,7 +87,8 @@ class Reporter:
         failed: list[tuple[Listener, OSError]] = []
         for listener in self._listeners:
             try:
-                call(listener)
+                with torch.enable_grad():  # so that a mode which it leaves behind is gone
+                    call(listener)
             except OSError as error:
                 failed.append((listener, error))
         for listener, _ in failed:

@@ -58,12 +58,22 @@ def seeded_model(make_model: MakeModel, seed: int, init_from: str | None) -> nn.
     _check_tensors(module)
     if init_from is not None:
         load_weights(module, init_from)
-    return module.train()  # some freeze a part of themselves there
+    try:
+        return module.train()  # some freeze a part of themselves there
+    except Exception as error:
+        raise UserError(
+            f"the model cannot be set to train ({one_line(error)}); return the nn.Module itself, not what was exported."
+        ) from error
 
 
 def _check_tensors(module: nn.Module) -> None:
     """Raise UserError for parameters and buffers that no bank can hold, and where there is nothing to train."""
     for name, value in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if value.is_meta:
+            raise UserError(
+                f"the model's {name} is on the device meta, and has no values; make the model elsewhere, or call "
+                "to_empty(device='cpu') and initialise it."
+            )
         if is_lazy(value):
             raise UserError(
                 f"the model's {name} has no shape yet, as a lazy module gets one from its first batch; run the model "
@@ -194,18 +204,25 @@ def _difference(
     move(list(learner.parameters()), _APART)
     inputs = batch.inputs.to(precision.compute) if batch.inputs.is_floating_point() else batch.inputs
 
-    def values(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    drawn: list[bool] = []
+
+    def values(model: nn.Module) -> dict[str, Tensor]:
+        # Strides that forward counts on show where the original has others. Draws fill memory in its own order.
+        own = inputs.contiguous() if model is original and not any(drawn) else inputs
         with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)
-            return gradients_of(projection(model(inputs)), model, trained)
+            before = torch.random.get_rng_state()
+            found = gradients_of(projection(model(own)), model, trained)
+            drawn.append(not torch.equal(before, torch.random.get_rng_state()))
+            return found
 
     def control() -> dict[str, Tensor]:
         with moved_weights(list(original.parameters()), precision.compute):
-            return values(original, inputs.contiguous())
+            return values(original)
 
     with _borrowed(original, bank.precision):
         _load(original, dict(learner.named_parameters()))
-        return furthest(values(learner, inputs), values(original, inputs.contiguous()), control, precision.compute)
+        return furthest(values(learner), values(original), control, precision.compute)
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers:
         if key not in known:
             if other := _owners(path, key, peers):
                 raise UserError(f"unknown key {_join(path, key)}, which {other} has; choose that, or leave it out.")
-            raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known)}")
+            raise UserError(f"unknown key {_join(path, key)}{suggestion(key, known, path)}")
     return cls(**values)
 
 
@@ -162,8 +162,8 @@ def apart_from_defaults(settings: Any) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def suggestion(word: object, known: typing.Iterable[str]) -> str:
-    """`; did you mean 'x'?` or, when nothing is near, the list of what is known. Ends the sentence.
+def suggestion(word: object, known: typing.Iterable[str], path: str = "") -> str:
+    """`; did you mean 'x'?` or, when nothing is near, the list of what is known, beneath `path`. Ends the sentence.
 
     Near is what is spelled alike, or the one name whose initials the word is: lr for learning_rate. A key in a file
     may be no text.
@@ -174,7 +174,7 @@ def suggestion(word: object, known: typing.Iterable[str]) -> str:
         abbreviated = [name for name in names if _is_short_for(word, name)]
         near = abbreviated if len(abbreviated) == 1 else []
     if near:
-        return f"; did you mean {near[0]!r}?"
+        return f"; did you mean {_join(path, near[0])!r}?"
     return f"; known: {', '.join(names)}." if names else "; there is none here, leave it out."
 
 

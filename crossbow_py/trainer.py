@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +22,7 @@ from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.optimizers import SGD, Optimizer
-from crossbow_py.engine.precision import PrecisionName, device_uuids
+from crossbow_py.engine.precision import PrecisionName, device_uuids, ordinary_modes
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.errors import UserError, unwritable
 from crossbow_py.evaluation import Evaluation, Metric
@@ -41,6 +43,15 @@ from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
 from crossbow_py.training_loop import TrainingLoop
 from crossbow_py.tuning import learner_tuning
+
+_BUILDING = threading.RLock()
+
+
+@contextmanager
+def _by_turns() -> Iterator[None]:
+    """Have one thread at a time build a trainer, which seeds the process's generators and puts them back."""
+    with _BUILDING, ordinary_modes():
+        yield
 
 
 class Trainer:
@@ -98,6 +109,7 @@ class Trainer:
         UserError: settings, data and model do not fit each other.
     """
 
+    @_by_turns()
     def __init__(
         self,
         *,
@@ -164,6 +176,7 @@ class Trainer:
         """Where training stands."""
         return self.run.state
 
+    @ordinary_modes()
     def fit(
         self,
         *,
@@ -207,6 +220,7 @@ class Trainer:
             status, reason = loop.run(signals)
             return loop.finish(status, reason)
 
+    @ordinary_modes()
     def evaluate(self) -> Evaluation:
         """Measure the current model (independent learners: their mean) on the test data. Raises UserError without."""
         try:

@@ -34,6 +34,7 @@ class Classes:
         """One sentence on `what` that has such a label."""
         return (
             f"{what} has the class {label}, and the model tells {self.num_classes} classes apart, which are 0 to "
-            f"{self.num_classes - 1} ({self.ignored} is left out of the loss); correct that target, or give the model "
-            "more outputs."
+            f"{self.num_classes - 1} ({self.ignored} is left out of the loss); correct that target, give the model "
+            f"more outputs, or, where {label} marks what is not to be learned, give the loss "
+            f"nn.CrossEntropyLoss(ignore_index={label})."
         )

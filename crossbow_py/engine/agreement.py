@@ -42,6 +42,7 @@ _NOISE = 0.1  # of a value that the control moves by as much
 _RESIDUE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 _OF_TORCH = frozenset(vars(nn.Module()))
 _DEEPEST = 5  # containers and objects in each other
+_LEAST = 1e-2  # of that residue: the last digit of the whole gradient
 _DEVIATES = 4093  # a prime: what repeats is nowhere in step with a layer
 _SMALL = 1e-12  # below, squares of float32 values vanish
 
@@ -80,7 +81,9 @@ def furthest(
         moved = control()
         by = {name: _distance(moved[name], expected[name]) for name in far}
         # What a rounding changes by much of itself is nothing but rounding: the rest of a sum that is zero.
-        allowed = {name: max(chaos * by[name], residue if by[name] >= _NOISE * norms[name] else 0.0) for name in far}
+        least = residue * _LEAST if compute in (torch.float64, torch.float32) else 0.0
+        residues = {name: residue if by[name] >= _NOISE * norms[name] else least for name in far}
+        allowed = {name: max(chaos * by[name], residues[name]) for name in far}
         far = [name for name in far if not distances[name] <= allowed[name]]
     relative = {name: distances[name] / max(norms[name], torch.finfo(torch.float64).tiny) for name in far}
     worst = max(relative, key=lambda name: relative[name], default=None)

@@ -23,15 +23,15 @@ _REPLACES_PARAMETER = (
 )
 _TOGGLES = (
     "the model's forward changes requires_grad of its parameter {}, and what is trained is settled when a run begins; "
-    "set it where the model is made, and train on in a second run with init_from=."
+    "set it where the model is made, or, to freeze or thaw later, train on in a second run with init_from=."
 )
 WRITES_A_COPY = (
     "the model's forward writes its parameter {}, which in bf16 is a copy of the learner's weights; set "
     "precision=fp32, or make it a buffer."
 )
 WRITES_FROZEN = (
-    "the model's forward writes its parameter {}, which is frozen, so that the average model would not follow; make it "
-    "a buffer (register_buffer), and write into that with copy_()."
+    "the model's forward writes its frozen parameter {}, and the average model would not follow; make it a buffer "
+    "(register_buffer), or train with num_learners=1 or averaging=independent."
 )
 
 

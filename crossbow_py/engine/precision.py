@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +13,22 @@ from torch import nn
 from crossbow_py.errors import UserError
 
 PrecisionName = Literal["auto", "fp32", "bf16"]
+
+
+@contextmanager
+def ordinary_modes() -> Iterator[None]:
+    """Have the block compute with gradients and in the formats it says, whatever modes the caller has entered.
+
+    Under the caller's autocast serial learners would compute with copies of their first weights, which autocast keeps
+    until its outermost block ends.
+    """
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @dataclass(frozen=True)

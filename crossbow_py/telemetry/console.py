@@ -159,9 +159,16 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
 def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
     """What a closed epoch came to."""
     parts = [f"epoch {record.epoch}/{planned_epochs}", f"train loss {_loss(record.train_loss)}"]
-    for data, accuracy in (("validation", record.validation_accuracy), ("test", record.test_accuracy)):
+    measured = [
+        ("validation", record.validation_accuracy, record.validation_loss),
+        ("test", record.test_accuracy, record.test_loss),
+    ]
+    for data, accuracy, loss in measured:
         if accuracy is not None:
             parts.append(f"{data} accuracy {accuracy:.4f}")
+        elif loss is not None:
+            parts.append(f"{data} loss {_loss(loss)}")
+    parts += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
     known = [accuracy for accuracy in record.learner_accuracy or () if accuracy is not None]
     if known:
         parts.append("learners " + " ".join(f"{accuracy:.4f}" for accuracy in known))
@@ -187,6 +194,9 @@ def final_lines(summary: Summary) -> list[str]:
     if summary.test_accuracy is not None:
         best = f" (best {summary.best_test_accuracy:.4f})" if summary.best_test_accuracy is not None else ""
         lines.append(f"  test accuracy  {summary.test_accuracy:.4f}{best}")
+    elif summary.test_loss is not None:
+        lines.append(f"  test loss      {summary.test_loss:.4f}")
+    lines += [f"  {name:<14} {value:.4g}" for name, value in summary.metrics.items()]
     known = [accuracy for accuracy in summary.learner_test_accuracy or () if accuracy is not None]
     if known:
         lines.append(f"                 the mean of the learners' {' '.join(f'{accuracy:.4f}' for accuracy in known)}")

@@ -95,7 +95,7 @@ def test_model_that_is_no_function_of_a_trainable_module_is_refused(model, messa
     [
         (nn.Linear(5, 3), cross_entropy, r"inputs of shape \[4\] and dtype torch.float32 \(RuntimeError"),
         (nn.GRU(4, 3), cross_entropy, "the model must return one tensor, got tuple"),
-        (nn.Linear(4, 2), cross_entropy, r"output has shape \[batch, 2\] and the data has 3 classes; its last layer"),
+        (nn.Linear(4, 2), cross_entropy, r"shape \[batch, 2\] and the data has 3 classes, 0 to 2; its last layer"),
         (nn.Unflatten(1, (2, 2)), cross_entropy, r"output has shape \[batch, 2, 2\] and the data has 3 classes"),
         (nn.Linear(4, 3), nn.functional.mse_loss, r"the loss cannot take .* output \[2, 3\] with targets \[2\]"),
         (nn.Linear(4, 3), lambda output, _: output.mean(1), r"the loss must return one number.* got \[2\]"),
@@ -113,7 +113,7 @@ def test_probe_refuses_what_cannot_train_in_one_sentence(model, loss, message):
 def test_probe_of_a_class_for_each_place_wants_scores_in_the_second_dimension():
     batch = Batch(torch.ones(2, 4, 5), torch.tensor([[0, 1, 2, 0, 1], [2, 0, 1, 2, 0]]))
     assert probe(nn.Conv1d(4, 3, 1), FP32, batch, nn.functional.cross_entropy, num_classes=3) == []
-    with pytest.raises(UserError, match=r"output has shape \[batch, 4, 5\] .* 3 classes; .* return \[batch, 3, 5\]"):
+    with pytest.raises(UserError, match=r"shape \[batch, 4, 5\] .* 3 classes, 0 to 2; .* return \[batch, 3, 5\]"):
         probe(nn.Conv1d(4, 4, 1), FP32, batch, nn.functional.cross_entropy, num_classes=3)
 
 

@@ -79,7 +79,7 @@ def test_candidate_that_cannot_run_is_left_out_and_named(clock):
     sides = [Candidate("fused", k, fails) for k in (2, 4)] + [candidate("serial", 2, FakeExecutor(clock, 0.1))]
     found = calibrate(sides, 1, CPU)
     assert found.executor == "serial"
-    assert found.notes == ("Executor fused is left out: torch.export cannot capture it.",)
+    assert found.notes == ("Executor fused is left out for this model: torch.export cannot capture it.",)
 
 
 def test_calibration_leaves_out_what_would_take_too_long(clock):
@@ -87,7 +87,7 @@ def test_calibration_leaves_out_what_would_take_too_long(clock):
     found = calibrate(sides, 1, CPU)
     # Serial took 4 of 8 seconds for 1 image/s; twice a round of 4 images would take 8 more.
     assert (found.executor, list(found.images_per_s), clock.now) == ("serial", [("serial", 2)], 4.0)
-    assert found.notes == ("Executor fused is left out: measuring it with 4 learners takes too long.",)
+    assert found.notes == ("Executor fused is left out for this model: measuring it with 4 learners takes too long.",)
 
 
 def test_what_is_known_is_compared_and_not_measured_again(clock):
@@ -193,7 +193,7 @@ def test_an_error_without_words_is_named_by_its_kind(clock):
         raise MemoryError
 
     found = calibrate([candidate("serial", 1, FakeExecutor(clock, 0.01)), Candidate("fused", 4, fails)], 1, CPU)
-    assert found.notes == ("Executor fused is left out: MemoryError.",)
+    assert found.notes == ("Executor fused is left out for this model: MemoryError.",)
 
 
 @pytest.mark.parametrize(

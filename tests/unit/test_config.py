@@ -130,7 +130,7 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
         (["experiment=lenet"], ["write +experiment=lenet"]),
         (["+experiment=[digits,lenet]"], ["unknown experiment"]),
         (["nun_learners=3"], ["unknown key nun_learners", "'num_learners'"]),
-        (["optimizer.learnin_rate=1"], ["unknown key optimizer.learnin_rate", "'learning_rate'"]),
+        (["optimizer.learnin_rate=1"], ["unknown key optimizer.learnin_rate", "'optimizer.learning_rate'"]),
         (["learning_rate=0.1"], ["unknown key learning_rate", "'optimizer.learning_rate'"]),
         (["lr=0.1"], ["unknown key lr", "'optimizer.learning_rate'"]),
         (["epochs=3"], ["unknown key epochs", "'max_epochs'"]),

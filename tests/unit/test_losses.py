@@ -75,7 +75,7 @@ def test_losses_of_the_users_are_taken_as_they_are():
         ({"loss": nn.MSELoss()}, r"output \[2, 3\] with targets \[2\]: it compares value by value"),
         ({"train_data": (blobs(40)[0], torch.randn(40, 1)), "model": lambda: nn.Linear(4, 1)}, "are no classes"),
         ({"loss": nn.MSELoss}, r"loss must be an object, got the class MSELoss; give loss=MSELoss\(\)"),
-        ({"loss": nn.Linear(3, 3)}, "the loss has a parameter of its own, weight, which nothing would train"),
+        ({"loss": nn.Linear(3, 3)}, "the loss holds a parameter, weight, which nothing would train"),
         (
             {
                 "train_data": (blobs(40)[0], torch.randn(40, 1)),

@@ -8,6 +8,7 @@ import functools
 import logging
 import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -294,7 +295,7 @@ class Strides(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (MomentumEncoder, {}, "writes its parameter key.weight, which is frozen, so that the average model would not"),
+        (MomentumEncoder, {}, "writes its frozen parameter key.weight, and the average model would not"),
         (MomentumEncoder, {"num_learners": 1, "precision": "bf16"}, "key.weight, which in bf16 is a copy of .*=fp32"),
         (ReplacesKey, {"num_learners": 1}, "gives its parameter key.weight other memory"),
         (Clips, {"precision": "bf16"}, "writes its parameter second.weight, which in bf16 is a copy"),
@@ -319,7 +320,7 @@ def test_model_that_learners_cannot_follow_is_refused_before_training(model, opt
         (Thaws, "changes requires_grad of its parameter first.weight"),
         (Freezes, "changes requires_grad of its parameter first.weight"),
         (ReplacesLater, "replaces its buffer seen"),
-        (WritesLater, "writes its parameter key.weight, which is frozen"),
+        (WritesLater, "writes its frozen parameter key.weight"),
     ],
 )
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -453,7 +454,7 @@ def test_loss_that_holds_a_parameter_in_disguise_is_refused():
         return margin(output, targets)
 
     for loss in (hiding, margin.forward, penalised):
-        with pytest.raises(UserError, match="the loss holds a parameter of its own, of shape"):
+        with pytest.raises(UserError, match="the loss depends on a parameter of shape"):
             make_trainer(model=model, loss=loss)
 
 
@@ -529,3 +530,82 @@ def test_layer_that_train_freezes_is_frozen_from_the_start():
     weights = trainer.run.parts.bank.learner_state(0)["first.weight"].clone()
     result = trainer.fit(max_epochs=1)
     assert torch.equal(result.model.first.weight, weights)
+
+
+class DropsMaps(nn.Module):
+    """Draws on channels-last maps, where the same numbers come to lie elsewhere."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.conv, self.head, self.noise = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(512, 3), noise
+
+    def forward(self, x):
+        return self.head(self.noise(self.conv(x).relu()).flatten(1))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [lambda y: _F.dropout(y, 0.1), lambda y: y + torch.randn_like(y), lambda y: _F.alpha_dropout(y, 0.1, True)],
+    ids=["dropout", "noise", "alpha dropout"],
+)
+@pytest.mark.parametrize("executor", ["serial", "fused"])
+def test_maps_that_are_drawn_on_outside_of_modules_are_no_reason_to_refuse(executor, noise):
+    make_trainer(model=lambda: DropsMaps(noise), train_data=images(40), executor=executor).fit(max_rounds=2)
+
+
+@pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad, torch.inference_mode],
+    ids=["autocast", "no_grad", "inference_mode"],
+)  # fmt: skip
+def test_modes_that_the_caller_has_entered_change_nothing(mode, executor):
+    def trained():
+        return make_trainer(model=Net, executor=executor, optimizer=SGD(learning_rate=0.2)).fit(max_rounds=12).model
+
+    plain = trained()
+    with mode():
+        within = trained()
+        assert torch.is_grad_enabled() is isinstance(mode(), torch.autocast)
+    assert equal_states(plain, within)
+
+
+def test_callback_that_leaves_gradients_off_ends_no_run():
+    class Careless(Recorder):
+        def on_epoch(self, record):
+            torch.set_grad_enabled(False)
+
+    assert make_trainer(model=Net, callbacks=[Careless()]).fit(max_epochs=2).summary.epochs == 2
+
+
+def test_trainers_that_threads_build_at_once_begin_with_their_seeds_weights():
+    def weights(seed):
+        return make_trainer(model=Net, seed=seed).run.parts.bank.z.shaped()["first.weight"].clone()
+
+    alone = [weights(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(weights, range(4)))
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_buffer_that_a_first_pass_resizes_is_refused_with_the_remedy():
+    class Observes(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x):
+            if len(self.scale) == 1:
+                self.scale.resize_(4).fill_(1)
+            return super().forward(x * self.scale)
+
+    with pytest.raises(UserError, match="buffer scale has another shape after a first pass; run the model once"):
+        make_trainer(model=Observes)
+
+
+def test_model_without_values_is_refused():
+    def unmade():
+        with torch.device("meta"):
+            return Net()
+
+    with pytest.raises(UserError, match="first.weight is on the device meta, and has no values"):
+        make_trainer(model=unmade)

@@ -91,8 +91,8 @@ def test_from_mapping_and_to_mapping_undo_each_other():
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("degreese", r"unknown key oven.degreese; did you mean 'degrees'\?"),
-        (" trays", r"unknown key oven.' trays'; did you mean 'trays'\?"),
+        ("degreese", r"unknown key oven.degreese; did you mean 'oven.degrees'\?"),
+        (" trays", r"unknown key oven.' trays'; did you mean 'oven.trays'\?"),
         (7, r"unknown key oven.7; known: degrees, extra, fan"),
         ("zzz", r"unknown key oven.zzz; known: degrees, extra, fan, label, mode, rate, share, steps, trays"),
     ],

@@ -340,7 +340,7 @@ def test_independent_learners_begin_apart_and_the_first_as_a_single_model_does()
 
 
 def test_class_the_model_has_no_output_for_is_refused_without_being_told_the_number_of_classes():
-    with pytest.raises(UserError, match="the data has 5 classes; its last layer must return"):
+    with pytest.raises(UserError, match="the data has 5 classes, 0 to 4; its last layer must return"):
         make_trainer(train_data=(blobs(40)[0], torch.arange(40) % 5))
 
 

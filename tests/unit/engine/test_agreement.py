@@ -260,7 +260,7 @@ def test_auto_goes_on_to_executors_that_give_the_models_gradients(monkeypatch):
     monkeypatch.setattr(RememberedChoices, "recall", lambda choices, key: None)
     parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run.parts
     assert parts.choices.executor in ("serial", "threads")
-    why = "Executors fused and fused_threads are left out: it has a backward pass of its own, Sign"
+    why = "Executors fused and fused_threads are left out for this model: it has a backward pass of its own, Sign"
     assert any(note.startswith(why) for note in parts.warnings), parts.warnings
 
 
