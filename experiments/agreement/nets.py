@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Independent, Trainer
 from crossbow_py.engine.dropout import OwnDraws, counter_seed
 from crossbow_py.errors import UserError
+from experiments.common.torchvision import import_torchvision
 
 EXECUTORS = ("auto", "fused", "serial")
 LEARNERS, ROUNDS, BATCH, RATE = 2, 10, 8, 0.05
@@ -98,6 +99,7 @@ class Llama(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        import_torchvision()
         from transformers import LlamaConfig, LlamaForSequenceClassification  # noqa: PLC0415  an extra
 
         configuration = LlamaConfig(

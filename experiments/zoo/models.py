@@ -5,14 +5,14 @@ Nothing is downloaded: models are made of their configurations, for small images
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from experiments.common.torchvision import import_torchvision
 
 PACKAGES = ("timm", "transformers")
 NUM_CLASSES = 5
@@ -76,26 +76,6 @@ TRANSFORMERS = (
     "Llama", "Mistral", "Qwen2", "GPT-2", "BERT", "RoBERTa", "ELECTRA", "ALBERT", "DistilBERT", "T5 encoder", "ViT",
     "CLIP",
 )  # fmt: skip
-
-
-@cache
-def _torchvision() -> Any:
-    """What both packages import. PyPI's is a CUDA build: beside a CPU build of torch it lacks its compiled operators.
-
-    No model here calls them, but torchvision wants to find these two when it is imported.
-    """
-    try:
-        return importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-    _OPERATORS.append(torch.library.Library("torchvision", "FRAGMENT"))  # type: ignore[no-untyped-call]
-    for name in ("nms", "qnms"):
-        _OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return importlib.import_module("torchvision")
-
-
-_OPERATORS: list[Any] = []  # which go with the library that declared them
 
 
 def _timm_model(name: str, options: Mapping[str, Any]) -> nn.Module:
@@ -175,7 +155,7 @@ class _Clip(nn.Module):
 
 def entry_of(name: str) -> Entry:
     """A model of `TIMM` or `TRANSFORMERS`; imports its package."""
-    _torchvision()
+    import_torchvision()
     if name in TIMM:
         return Entry(partial(_timm_model, name, TIMM[name]), (3, _IMAGE, _IMAGE))
     return _transformers_models()[name]

@@ -30,7 +30,8 @@ def kept_number_of_threads():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*TIMM, *TRANSFORMERS])
 def test_model_of_the_zoo_trains_alike_on_every_executor(name):
-    if importlib.util.find_spec("timm" if name in TIMM else "transformers") is None:  # not imported: see `_torchvision`
+    # Not imported here: see `import_torchvision`.
+    if importlib.util.find_spec("timm" if name in TIMM else "transformers") is None:
         pytest.skip("the extra zoo is not installed")
     found = compared(entry_of(name))
     assert {executor: row["outcome"] for executor, row in found.items()} == dict.fromkeys(found, "ok")
