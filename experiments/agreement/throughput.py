@@ -39,12 +39,10 @@ class Side:
     """A process that trains; use it as a context manager."""
 
     def __init__(self, tree: Path, model: str, executor: str) -> None:
-        # Without -P the folder of the script comes first, and with it what else lies there. With libgomp's own number of
-        # spins said, a run does not take the other side's windows for busy cores.
-        environment = {**os.environ, "PYTHONPATH": str(tree), "GOMP_SPINCOUNT": "300000"}
+        # Without -P the folder of the script comes first, and with it what else lies there.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(_SIDE), model, executor], env=environment, cwd=tree, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-P", str(_SIDE), model, executor], env={**os.environ, "PYTHONPATH": str(tree)}, cwd=tree,
+            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
