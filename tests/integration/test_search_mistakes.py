@@ -53,7 +53,7 @@ def files() -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["space.optimizer.momentun=[0.5]"], ["optimizer.momentun", "did you mean 'momentum'"]),
+        (["space.optimizer.momentun=[0.5]"], ["optimizer.momentun", "did you mean 'optimizer.momentum'"]),
         (["space.momentum=[0.5]"], ["space has no key 'momentum'", "optimizer"]),
         (["space.optimizer.momentum={low:0.9,high:0.5}"], ["space: optimizer.momentum", "0.9"]),
         (["space={}", "space.batch_size=[]"], ["space: batch_size", "choices"]),

@@ -49,7 +49,7 @@ def test_auto_precision_of_ids_that_bf16_rounds_is_fp32_and_says_so(streamed):
     assert chosen == "fp32"
     (line,) = said
     assert line.startswith("precision is fp32, because in bf16 the inputs have whole numbers that bfloat16 rounds: 3")
-    assert line.endswith("or give them as a tensor of integers")
+    assert line.endswith(" becomes 300.")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

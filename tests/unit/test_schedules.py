@@ -123,7 +123,7 @@ def test_milestones_that_do_not_rise_are_refused(milestones: tuple[float, ...]) 
         ("cosine", {"final_factor": 1.5}, r"schedule\.final_factor must be at most 1"),
         ("inverse", {"gamma": -1}, r"schedule\.gamma must be at least 0"),
         ("constant", {"warmup_epochs": -1}, r"schedule\.warmup_epochs must be at least 0"),
-        ("constant", {"warmup": 1}, r"unknown key schedule\.warmup; did you mean 'warmup_epochs'"),
+        ("constant", {"warmup": 1}, r"unknown key schedule\.warmup; did you mean 'schedule\.warmup_epochs'"),
     ],
 )
 def test_values_outside_their_limits_are_refused(name: str, values: dict[str, object], message: str) -> None:

@@ -161,7 +161,7 @@ def test_trial_of_a_searched_group_has_the_options_own_values_and_what_is_search
     [
         ("optimiser.momentum", [0.1], ["space has no key 'optimiser.momentum'", "did you mean 'optimizer'"]),
         ("learning_rate", [0.1], ["space has no key 'learning_rate'", "optimizer"]),
-        ("optimizer.momentun", [0.1], ["optimizer.momentun", "did you mean 'momentum'"]),
+        ("optimizer.momentun", [0.1], ["optimizer.momentun", "did you mean 'optimizer.momentum'"]),
         ("model", ["lenett"], ["unknown model 'lenett'", "did you mean 'lenet'"]),
         ("optimizer.name", ["sgd"], ["optimizer.name", "search optimizer"]),
         ("max_epochs", [1, 2], ["max_epochs is the same for all trials", "batch_size"]),
@@ -176,7 +176,7 @@ def test_trial_of_a_searched_group_has_the_options_own_values_and_what_is_search
             {"min": 0, "max": 1},
             ["nothing beneath 'optimizer.learning_rate'", "optimizer.learning_rate: {low: ..., high: ...}"],
         ),
-        ("optimizer.lr", [0.1], ["unknown key optimizer.lr; did you mean 'learning_rate'?"]),
+        ("optimizer.lr", [0.1], ["unknown key optimizer.lr; did you mean 'optimizer.learning_rate'?"]),
         ("batch_size", {"low": 0, "high": 8}, ["batch_size must be at least 1, got 0"]),
         ("batch_size", {"low": 1.5, "high": 8}, ["batch_size must be a whole number"]),
         ("optimizer.learning_rate", {"low": -1, "high": 1, "log": False}, ["optimizer.learning_rate must be", "-1"]),
@@ -211,7 +211,7 @@ def test_space_that_does_not_fit_a_run_is_refused(digits: SearchConfig, key: str
         ),
         (
             {"optimizer": ["sgd", "adamw"], "optimizer.momentun": [0.5, 0.9]},
-            "unknown key optimizer.momentun; did you mean 'momentum'?",
+            "unknown key optimizer.momentun; did you mean 'optimizer.momentum'?",
         ),
         ({"model": ["mlp", "lenett"], "model.hidden": [[16]]}, "space: unknown model 'lenett'; did you mean 'lenet'?"),
     ],
