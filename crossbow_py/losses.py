@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py.data.datasets import has_integers
 from crossbow_py.data.labels import Classes
+from crossbow_py.engine.agreement import graph_nodes
 from crossbow_py.engine.label_smoothing import IGNORED
 from crossbow_py.engine.rounds import Loss, ignored_target
 
@@ -69,17 +70,8 @@ def untrained(loss: Loss) -> str | None:
 
 def hidden_parameter(value: Tensor, outputs: Tensor) -> Tensor | None:
     """Return a parameter that the loss holds, on which its value depends besides the outputs, a leaf; None: none."""
-    waiting, seen = [value.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [function for function, _ in node.next_functions]
-        leaf: Tensor | None = getattr(node, "variable", None)
-        if leaf is not None and leaf is not outputs:
-            return leaf
-    return None
+    leaves = (getattr(node, "variable", None) for node in graph_nodes(value))
+    return next((leaf for leaf in leaves if leaf is not None and leaf is not outputs), None)
 
 
 def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, targets: Tensor) -> str | None:
@@ -90,7 +82,7 @@ def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, tar
     given = f"the loss cannot take the model's output {list(output.shape)} with targets {list(targets.shape)}"
     if loss in (_F.nll_loss, _F.cross_entropy) or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         squeezed = targets.ndim > 1 and targets.shape[1] == 1 and (*targets.shape[:1], *targets.shape[2:])
-        if has_integers(targets) and squeezed == (len(output), *output.shape[2:]) and output.shape[1:2] != (1,):
+        if has_integers(targets) and squeezed == (*output.shape[:1], *output.shape[2:]) and output.shape[1:2] != (1,):
             return f"{given}: classes have no dimension of channels; give targets.squeeze(1)."
         if isinstance(loss, nn.NLLLoss) and has_integers(targets) and targets.dtype not in _CLASS_DTYPES:
             return f"{given}: classes are int64, got {_kind(targets)}; give targets.long()."

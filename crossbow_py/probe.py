@@ -315,8 +315,8 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
         raise UserError("the loss does not depend on the parameters; detach nothing on the way to it.")
     if (hidden := hidden_parameter(value, leaf)) is not None:
         raise UserError(
-            f"the loss depends on a parameter of shape {list(hidden.shape)} that it holds, and not the learner, a copy "
-            "of the model; put what is to be trained into the model, and a penalty on its weights into "
+            f"the loss depends on a parameter of shape {list(hidden.shape)} that it holds itself, which no learner "
+            "trains; put what is to be trained into the model, and a penalty on its weights into "
             "optimizer.weight_decay."
         )
     said = ["The loss draws random numbers: runs will not repeat or resume bit for bit."] if draws else []

@@ -193,17 +193,22 @@ def move(tensors: Sequence[Tensor], share: float) -> None:
         tensor.mul_(repeated[: tensor.numel()].view(tensor.shape))
 
 
-def custom_backwards(value: Tensor) -> list[str]:
-    """Return the custom autograd functions, but for torch's own, behind a value, with where each is defined."""
-    found: dict[str, None] = {}
+def graph_nodes(value: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph behind a value, each once."""
     seen: set[Any] = set()
     waiting = [value.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [function for function, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [function for function, _ in node.next_functions]
+            yield node
+
+
+def custom_backwards(value: Tensor) -> list[str]:
+    """Return the custom autograd functions, but for torch's own, behind a value, with where each is defined."""
+    found: dict[str, None] = {}
+    for node in graph_nodes(value):
         own = getattr(type(node), "_forward_cls", None)
         if own is not None and not own.__module__.startswith("torch."):
             found[f"{own.__qualname__}{_defined(own)}"] = None

@@ -158,3 +158,19 @@ SCORES = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, 1.0]])
 def test_remarks_tell_of_outputs_that_are_not_what_the_loss_takes(loss, output, targets, said):
     found = remarks(loss, output, targets)
     assert (said is None and found == []) or (len(found) == 1 and said in found[0])
+
+
+@pytest.mark.parametrize(
+    ("output", "targets", "found"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64), "give targets.squeeze(1)"),
+        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 1, 4, 4, dtype=torch.int64), "give targets.squeeze(1)"),
+        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), None),
+        (torch.zeros(()), torch.zeros(2, dtype=torch.int64), None),
+    ],
+    ids=["labels", "masks", "masks without channels", "a single number"],
+)
+def test_classes_with_a_dimension_of_channels_are_told_to_be_squeezed(output, targets, found):
+    for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss(ignore_index=255)):
+        said = misfit(loss, output, targets)
+        assert said is None if found is None else found in said
