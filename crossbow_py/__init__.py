@@ -17,17 +17,17 @@ from crossbow_py.averaging import (
     SynchronousSGD,
 )
 from crossbow_py.checkpoint import CheckpointSettings
+from crossbow_py.core.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
+from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
 from crossbow_py.packing.ensemble import Ensemble
 from crossbow_py.reporter import Result
 from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.trainer import Trainer
-from crossbow_py.version import __version__
 
 if TYPE_CHECKING:
     from crossbow_py.trained_models import load_models

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import differences
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.versions import versions
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.errors import UserError
-from crossbow_py.versions import versions
 
 # Paths may differ from host to host, and what only the first rank reads is its own.
 _MAY_DIFFER = frozenset({"output_dir", "resume", "data.root", "data.folder", "data.cache_dir", "init_from"})

@@ -10,6 +10,7 @@ from torch import nn
 
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.stability import check_settles, most_settling
+from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
@@ -24,7 +25,6 @@ from crossbow_py.engine.precision import FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update_choice import choose_update
-from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule, Stage
+from crossbow_py.core.errors import CrossbowError, UserError, text_of
+from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host_randomness import kept_host_state
+from crossbow_py.core.user_cache import Remembered
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Round
-from crossbow_py.errors import CrossbowError, UserError, text_of
-from crossbow_py.foreign_load import LoadSnapshot, foreign_share
-from crossbow_py.host_randomness import kept_host_state
-from crossbow_py.user_cache import Remembered
 
 _BUDGET_S = 8.0
 _WINDOW_S = 0.25

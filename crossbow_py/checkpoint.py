@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from crossbow_py.errors import CheckpointError, one_line
-from crossbow_py.own_files import own_file
-from crossbow_py.settings import check, setting, written
+from crossbow_py.core.errors import CheckpointError, one_line
+from crossbow_py.core.own_files import own_file
+from crossbow_py.core.settings import check, setting, written
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
 FORMAT_VERSION = 2

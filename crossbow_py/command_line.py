@@ -18,9 +18,7 @@ from pathlib import Path
 from crossbow_py.completion import FLAG as COMPLETION
 from crossbow_py.completion import asked_shell, completion_script
 from crossbow_py.config import C, CommandConfig
-from crossbow_py.engine.denormals import flushed_denormals
-from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.errors import (
+from crossbow_py.core.errors import (
     CentralModelError,
     CrossbowError,
     DataError,
@@ -31,15 +29,17 @@ from crossbow_py.errors import (
     UserError,
     one_line,
 )
-from crossbow_py.given_path import given_path
+from crossbow_py.core.given_path import given_path
+from crossbow_py.core.settings import suggestion
+from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
+from crossbow_py.core.standard_streams import print_line, standard_streams
+from crossbow_py.engine.denormals import flushed_denormals
+from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.overrides import expand_sweeps
 from crossbow_py.recorded_config import composed
 from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.run_report.sweep import sweep_lines
-from crossbow_py.settings import suggestion
-from crossbow_py.signals import EXIT_INTERRUPTED, StopSignal
-from crossbow_py.standard_streams import print_line, standard_streams
 
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)

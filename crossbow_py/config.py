@@ -30,18 +30,18 @@ from crossbow_py.config_files import (
     own_config_dir,
     read_yaml,
 )
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.given_path import given_path
+from crossbow_py.core.settings import check_no_group_left_out, from_mapping, setting, shown, suggestion, to_mapping
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.optimizers import OPTIMIZERS
-from crossbow_py.errors import UserError
-from crossbow_py.given_path import given_path
 from crossbow_py.models import MODELS
 from crossbow_py.overrides import PARSING_ERRORS, parse, quoted
 from crossbow_py.packing.space import laid_over
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES
-from crossbow_py.settings import check_no_group_left_out, from_mapping, setting, shown, suggestion, to_mapping
 from crossbow_py.sizing.units import parse_bytes
 from crossbow_py.stopping import StopConditions
 

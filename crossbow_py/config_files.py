@@ -11,8 +11,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
-from crossbow_py.errors import UserError
-from crossbow_py.own_files import read_text
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.own_files import read_text
 
 OWN_FOLDER = "conf"  # in the current folder: options that the user adds
 MOST_NESTED = 50  # lists and mappings in each other, of a file or a word

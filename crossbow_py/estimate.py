@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from crossbow_py.command_line import run, say
 from crossbow_py.config import EstimateConfig
+from crossbow_py.core.given_path import given_path
 from crossbow_py.estimation import estimate
 from crossbow_py.estimation_report import as_text, write
-from crossbow_py.given_path import given_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from crossbow_py.config import EstimateConfig
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.host import Host, read_host
 from crossbow_py.data.base import Declared
 from crossbow_py.data.datasets import Data, as_pair, num_samples
 from crossbow_py.data.images.source import ImageFolder
@@ -20,8 +22,6 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.precision import BF16, Precision, choose_device, choose_precision
-from crossbow_py.errors import UserError
-from crossbow_py.host import Host, read_host
 from crossbow_py.measuring import reserved_bytes, with_learners, within
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.sizing.bound import free_bytes

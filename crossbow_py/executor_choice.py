@@ -11,6 +11,8 @@ from torch import nn
 from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibrate, fingerprint, still_round
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
@@ -21,10 +23,8 @@ from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
-from crossbow_py.errors import UserError
 from crossbow_py.losses import copied_loss
 from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.version import __version__
 
 
 def settle_executor(

@@ -16,9 +16,9 @@ from crossbow_py.config import (
     read_option,
 )
 from crossbow_py.config_files import config_dir, read_yaml
+from crossbow_py.core.settings import allowed, written
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.search_config import MEANINGLESS, SearchConfig
-from crossbow_py.settings import allowed, written
 
 _TRAIN = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]

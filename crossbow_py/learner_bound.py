@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from crossbow_py.averaging import AveragingRule
+from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import UserError, one_line
 from crossbow_py.run_settings import Choices, RunSettings
 from crossbow_py.sizing.bound import free_bytes, learners_that_fit
 from crossbow_py.sizing.job import Job

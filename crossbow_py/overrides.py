@@ -13,8 +13,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from crossbow_py.config_files import MOST_NESTED
-from crossbow_py.errors import UserError
-from crossbow_py.settings import shown
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import shown
 
 # Numbers of thousands of digits and brackets nested a thousand deep end in the last two.
 PARSING_ERRORS = (HydraException, ValueError, RecursionError)

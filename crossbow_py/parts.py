@@ -11,6 +11,7 @@ from torch import Tensor
 
 from crossbow_py.averaging import AveragingRule, OuterStep, Stage
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.core.errors import CrossbowError, is_of_data
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.average_ema import AverageEMA
@@ -21,7 +22,6 @@ from crossbow_py.engine.outer_step import bring_up_to_date, mean_of_learners, ta
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
-from crossbow_py.errors import CrossbowError, is_of_data
 from crossbow_py.evaluation import Evaluation, Evaluator, State, mean_evaluation
 from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.timeline import Timeline

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from crossbow_py.command_line import run, say
-from crossbow_py.given_path import given_path
+from crossbow_py.core.given_path import given_path
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.prediction import predict
 from crossbow_py.prediction_report import as_text, write

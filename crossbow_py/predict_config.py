@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.given_path import given_path
+from crossbow_py.core.settings import check, setting
 from crossbow_py.engine.precision import PrecisionName
-from crossbow_py.errors import UserError
-from crossbow_py.given_path import given_path
 from crossbow_py.packing.predictors import PredictorName
-from crossbow_py.settings import check, setting
 
 
 @dataclass(frozen=True, kw_only=True)

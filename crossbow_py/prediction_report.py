@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from crossbow_py.core.errors import unwritable
+from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.text_table import columns
+from crossbow_py.core.versions import versions
 from crossbow_py.engine.label_smoothing import IGNORED
-from crossbow_py.errors import unwritable
 from crossbow_py.evaluation import non_finite_remark
-from crossbow_py.file_writing import replacing
 from crossbow_py.prediction import Prediction
 from crossbow_py.telemetry.records import write_atomically
-from crossbow_py.text_table import columns
-from crossbow_py.versions import versions
 
 JSON_FILE, PROBABILITIES_FILE = "predict.json", "predictions.npz"
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.host_randomness import host_state, kept_host_state
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.agreement import changed_state, fingerprint, furthest, projection, python_state
 from crossbow_py.engine.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
@@ -17,9 +19,7 @@ from crossbow_py.engine.call_watch import CallWatch
 from crossbow_py.engine.dropout import OwnDraws, replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module, full_precision_parameters
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import UserError, one_line
 from crossbow_py.evaluation import Metric
-from crossbow_py.host_randomness import host_state, kept_host_state
 from crossbow_py.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 
 _KEEPS_STATE = (

@@ -22,8 +22,8 @@ from crossbow_py.config import (
     group_options,
 )
 from crossbow_py.config_files import read_yaml
-from crossbow_py.errors import UserError
-from crossbow_py.given_path import given_path
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.given_path import given_path
 from crossbow_py.overrides import read_text
 from crossbow_py.telemetry.records import CONFIG_FILE
 

@@ -14,6 +14,8 @@ from crossbow_py import checkpoint
 from crossbow_py.assembly import DataSets
 from crossbow_py.busy_cores import BusyCores
 from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, filled, formerly, taking_from
+from crossbow_py.core.errors import CentralModelError, CheckpointError, UserError
+from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
@@ -21,13 +23,11 @@ from crossbow_py.engine.gradient_mean import align_groups
 from crossbow_py.engine.measures import squared_distances
 from crossbow_py.engine.outer_step import mean_of_learners
 from crossbow_py.engine.saved_bank import CENTRAL, mean_weights, num_saved
-from crossbow_py.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.parts import Parts
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Schedule
-from crossbow_py.settings import to_mapping
 from crossbow_py.supply import WorkerSupply
 from crossbow_py.tuning import LearnerTuning
 from crossbow_py.weights_file import MODEL_FILE, save_weights

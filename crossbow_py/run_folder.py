@@ -21,12 +21,12 @@ from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.checkpoint import checkpoints, differences, filled, formerly, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.config_files import read_yaml, write_yaml
+from crossbow_py.core.errors import RankError, UserError, unwritable
+from crossbow_py.core.file_locks import is_locked, locked
+from crossbow_py.core.given_path import given_path
+from crossbow_py.core.own_files import check_own
 from crossbow_py.distributed.launch import LAUNCH_FILE, Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.errors import RankError, UserError, unwritable
-from crossbow_py.file_locks import is_locked, locked
-from crossbow_py.given_path import given_path
-from crossbow_py.own_files import check_own
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.profile import PROFILE_FILE, TABLE_FILE
 from crossbow_py.telemetry.records import (

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from crossbow_py.core.settings import known_fields
 from crossbow_py.engine.rounds import RoundOutcome
-from crossbow_py.settings import known_fields
 
 
 class OpenEpoch(NamedTuple):

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.errors import UserError
-from crossbow_py.settings import check, setting
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check, setting
 
 _ROUNDED = 1e-3  # runs are whole numbers of samples
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from crossbow_py.command_line import run
-from crossbow_py.errors import SearchError, UserError
+from crossbow_py.core.errors import SearchError, UserError
+from crossbow_py.core.signals import StopSignal
 from crossbow_py.packing.search_events import SearchSummary
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import kept_unless_refused, open_search_folder
-from crossbow_py.signals import StopSignal
 
 
 def main(argv: Sequence[str] | None = None) -> int:

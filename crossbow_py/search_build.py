@@ -18,6 +18,10 @@ from torch import nn
 from crossbow_py.assembly import DataSets, count_classes, new_feed
 from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.config_files import write_yaml
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import to_mapping
+from crossbow_py.core.targets import import_target
+from crossbow_py.core.versions import versions
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.labels import Classes
@@ -26,7 +30,6 @@ from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.label_smoothing import IGNORED
 from crossbow_py.engine.precision import FP32
-from crossbow_py.errors import UserError
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
 from crossbow_py.packing.journal import BadStorageError
@@ -53,10 +56,7 @@ from crossbow_py.recorded_config import train_command
 from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
-from crossbow_py.settings import to_mapping
-from crossbow_py.targets import import_target
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
-from crossbow_py.versions import versions
 from crossbow_py.weights_file import MODEL_FILE
 
 LOSS = nn.functional.cross_entropy

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.core.host_randomness import kept_host_state
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.agreement import (
     Difference,
@@ -27,8 +29,6 @@ from crossbow_py.engine.dropout import without_dropout
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.precision import Precision, cast_module
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.errors import UserError, one_line
-from crossbow_py.host_randomness import kept_host_state
 from crossbow_py.weights_file import load_weights
 
 _MOST_WORK = 100_000  # of finding out whether two tensors share a value

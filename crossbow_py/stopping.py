@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from crossbow_py.errors import UserError
-from crossbow_py.settings import check, setting
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check, setting
 
 
 @dataclass(frozen=True)

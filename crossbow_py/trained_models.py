@@ -13,11 +13,11 @@ from torch import nn
 
 from crossbow_py.config import TrainConfig, config_from_mapping
 from crossbow_py.config_files import read_yaml
-from crossbow_py.errors import UserError
-from crossbow_py.given_path import given_path
-from crossbow_py.own_files import check_own
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.given_path import given_path
+from crossbow_py.core.own_files import check_own
+from crossbow_py.core.settings import to_mapping
 from crossbow_py.packing.search_events import SEARCH_FILE
-from crossbow_py.settings import to_mapping
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE, read_json, read_summary
 from crossbow_py.weights_file import MODEL_FILE, load_weights
 

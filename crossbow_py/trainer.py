@@ -16,6 +16,9 @@ from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.busy_cores import busy_cores
 from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
 from crossbow_py.compatibility import check_compatible
+from crossbow_py.core.errors import UserError, unwritable
+from crossbow_py.core.given_path import given_path
+from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
@@ -24,9 +27,7 @@ from crossbow_py.engine.denormals import flushed_denormals
 from crossbow_py.engine.optimizers import SGD, Optimizer
 from crossbow_py.engine.precision import PrecisionName, device_uuids, ordinary_modes
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.errors import UserError, unwritable
 from crossbow_py.evaluation import Evaluation, Metric
-from crossbow_py.given_path import given_path
 from crossbow_py.reporter import Result
 from crossbow_py.resuming import choose_alike, saved_run
 from crossbow_py.run import Run
@@ -34,7 +35,6 @@ from crossbow_py.run_settings import RunSettings
 from crossbow_py.run_state import RunState
 from crossbow_py.schedules import Constant, Schedule
 from crossbow_py.seeded_model import MakeModel
-from crossbow_py.signals import StopSignal
 from crossbow_py.stopping import StopConditions
 from crossbow_py.supply import worker_supply
 from crossbow_py.telemetry.events import Listener

@@ -12,7 +12,7 @@ from typing import Any
 
 import griffe
 
-from crossbow_py.settings import allowed
+from crossbow_py.core.settings import allowed
 
 
 class Settings(griffe.Extension):

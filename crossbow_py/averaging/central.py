@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from crossbow_py.averaging.rule import AveragingRule, LearnerMomentum, RoundAveraging, Stage
-from crossbow_py.settings import check, setting
+from crossbow_py.core.settings import check, setting
 
 RateScaling = Literal["none", "sqrt", "linear"]
 _POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}

@@ -9,7 +9,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from crossbow_py.errors import RankLostError
+from crossbow_py.core.errors import RankLostError
 
 
 class Waits(Protocol):

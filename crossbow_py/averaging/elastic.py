@@ -17,7 +17,7 @@ from typing import ClassVar
 from crossbow_py.averaging.central import GROUPS_AND_NODES, PeriodicRule
 from crossbow_py.averaging.rule import LinearRound, Stage
 from crossbow_py.averaging.sma import BEYOND_Z
-from crossbow_py.settings import setting
+from crossbow_py.core.settings import setting
 
 _BETA = 0.9
 

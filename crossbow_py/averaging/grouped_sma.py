@@ -20,8 +20,8 @@ from typing import ClassVar
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, Stage
 from crossbow_py.averaging.sma import BEYOND_Z, SMA
-from crossbow_py.errors import UserError
-from crossbow_py.settings import setting
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from crossbow_py.averaging.rule import AveragingRule, Stage
-from crossbow_py.settings import check
+from crossbow_py.core.settings import check
 
 
 @dataclass(frozen=True)

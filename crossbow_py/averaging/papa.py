@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from crossbow_py.averaging.central import GROUPS_AND_NODES, PeriodicRule
 from crossbow_py.averaging.rule import OuterStep, Stage
-from crossbow_py.settings import setting
+from crossbow_py.core.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from crossbow_py.averaging.central import OuterRule
 from crossbow_py.averaging.rule import OuterStep, Stage
-from crossbow_py.settings import setting
+from crossbow_py.core.settings import setting
 
 _LEAST_FACTOR = 1e-6  # of the largest learning rate
 

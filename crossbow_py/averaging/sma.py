@@ -28,8 +28,8 @@ from typing import ClassVar
 
 from crossbow_py.averaging.central import GROUPS_AND_NODES, RATE_SCALING, PeriodicRule, RateScaling
 from crossbow_py.averaging.rule import LinearRound, Stage
-from crossbow_py.errors import UserError
-from crossbow_py.settings import setting
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting
 
 _STEPS = 16
 BEYOND_Z = "replicas would be pulled further than to the average model"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Literal
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound, Stage
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 
 def settles(rule: AveragingRule, num_learners: int, num_devices: int = 1) -> bool:

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from crossbow_py.averaging.central import CentralRule
 from crossbow_py.averaging.rule import GradientMean
-from crossbow_py.settings import setting
+from crossbow_py.core.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check, setting
 from crossbow_py.data.erasing import draw_rectangles
 from crossbow_py.data.randomness import uniform
-from crossbow_py.errors import UserError
-from crossbow_py.settings import check, setting
 
 Ids = npt.NDArray[np.int64]
 Flip = bool | Literal["alternating"]

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check, setting
 from crossbow_py.data.augmentation import ERASING_HELP, FLIP_HELP, Augmentation, Flip
 from crossbow_py.data.datasets import Data, input_shape, split_validation
-from crossbow_py.errors import UserError
-from crossbow_py.settings import check, setting
 
 # The one-line meaning of a field whose default differs between sources.
 CROP_HELP = "pixels of zero padding around a training image before a random crop of its size; 0 for no crop"

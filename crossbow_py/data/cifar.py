@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
 from crossbow_py.data.base import CROP_HELP, DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
@@ -30,8 +32,6 @@ from crossbow_py.data.downloads import (
     unpacked,
 )
 from crossbow_py.data.pickles import read_pickle
-from crossbow_py.errors import UserError
-from crossbow_py.settings import setting
 
 _SHAPE = (3, 32, 32)
 

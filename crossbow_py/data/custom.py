@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.utils.data import Subset
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting
+from crossbow_py.core.targets import call_target
 from crossbow_py.data.base import SourceSettings
 from crossbow_py.data.datasets import Data, as_pair, check_data, has_integers
-from crossbow_py.errors import UserError
-from crossbow_py.settings import setting
-from crossbow_py.targets import call_target
 
 _MOST_CLASSES = 2**24  # whoever has more has given numbers that are no classes
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.streamed import StreamedData
-from crossbow_py.errors import UserError, one_line, raised_at
 
 
 class MapStyleDataset(Protocol):

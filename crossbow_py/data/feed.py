@@ -13,9 +13,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.inputs import MemoryOrder, Rounded
 from crossbow_py.data.labels import Classes
-from crossbow_py.errors import UserError
 
 
 class Batch(NamedTuple):

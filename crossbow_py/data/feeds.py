@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, check_shapes
 from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data
 from crossbow_py.data.feed import Feed
@@ -26,7 +27,6 @@ from crossbow_py.data.preparation import Preparation
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.streamed import StreamedData
 from crossbow_py.data.streaming import StreamingFeed
-from crossbow_py.errors import UserError
 
 
 def make_feed(

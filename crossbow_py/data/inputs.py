@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
-from crossbow_py.errors import UserError
 
 # Each learner's batch in one piece, or the channels of all learners side by side.
 MemoryOrder = Literal["stacked", "channels"]

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
+from crossbow_py.core.errors import BadDataError, DataError, UserError, one_line
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.inputs import Rounded, rounded_integer
 from crossbow_py.data.labels import Classes
 from crossbow_py.data.streamed import Fetched, Key, StreamedData
@@ -34,8 +36,6 @@ from crossbow_py.data.worker_processes import (
     shared_notes,
     start_method,
 )
-from crossbow_py.errors import BadDataError, DataError, UserError, one_line
-from crossbow_py.host_randomness import kept_generators
 
 # Batches a worker may have finished or in hand; a worker's share of host memory is that many.
 BATCHES_A_WORKER = 2

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.erasing import Eraser
-from crossbow_py.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.downloads import REPLACE
-from crossbow_py.errors import UserError
 
 
 class _RefusedError(Exception):

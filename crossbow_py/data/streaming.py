@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
@@ -29,7 +30,6 @@ from crossbow_py.data.preparation import Preparation
 from crossbow_py.data.producer import Ahead, Producer, Shelf
 from crossbow_py.data.sampler import cut_up, epoch_order, segments
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
-from crossbow_py.errors import BadDataError, BadSampleError, DataError
 
 _EVALUATION_CHUNK = 16  # samples a worker makes at a time, so that a small test set keeps all of them busy
 

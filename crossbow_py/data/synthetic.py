@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.host import read_host
+from crossbow_py.core.settings import setting
 from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.randomness import raw_words
-from crossbow_py.errors import UserError
-from crossbow_py.host import read_host
-from crossbow_py.settings import setting
 
 # The mean of two independent uniform bytes: 0.5, and (1/√12)/√2 = 0.204.
 _MEAN, _STD = 0.5, 0.2041

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.own_files import read_text
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.file_writing import replacing
-from crossbow_py.own_files import read_text
 
 LAUNCH_FILE = ".launch"
 _RUN_ID = "TORCHELASTIC_RUN_ID"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from crossbow_py.signals import StopSignal
+from crossbow_py.core.signals import StopSignal
 
 MEET_EVERY_S = 0.05
 _SIGNALS = (None, *StopSignal.REASONS)  # the gravest last

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.core.errors import CrossbowError, RankError
 from crossbow_py.distributed.watch import Watch
-from crossbow_py.errors import CrossbowError, RankError
 
 
 class Ranks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from crossbow_py.settings import check, setting
+from crossbow_py.core.settings import check, setting
 
 
 @dataclass(frozen=True)

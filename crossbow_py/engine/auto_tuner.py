@@ -24,7 +24,7 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from crossbow_py.settings import check, known_fields, setting
+from crossbow_py.core.settings import check, known_fields, setting
 
 Action = Literal["grow", "shrink", "stay"]
 Phase = Literal["growing", "shrinking", "checking", "settled"]

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.engine.agreement import furthest, gradients_of, kept_buffers, moved_weights, projection
 from crossbow_py.engine.dropout import CounterDropout
-from crossbow_py.errors import UserError, one_line
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")  # where their errors are defined
 

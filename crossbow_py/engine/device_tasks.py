@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.device_update import DeviceUpdate, OneLearner, keep_bits
 from crossbow_py.engine.dropout import MaskTape
 from crossbow_py.engine.gradient_mean import average_gradients
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, correct_of_batch
-from crossbow_py.errors import UserError
 
 NUM_RESULTS = 4  # of a learner in a round
 LOSS, NUM_CORRECT, FINITE, STEPPED = range(NUM_RESULTS)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.layout import Rows, TrainedRow
 from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer, PerLearner, for_learner
 from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.errors import UserError
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 

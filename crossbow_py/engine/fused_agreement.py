@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import Independent
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.core.errors import CrossbowError, one_line
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.agreement import (
     Difference,
@@ -49,8 +51,6 @@ from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
-from crossbow_py.errors import CrossbowError, one_line
-from crossbow_py.host_randomness import kept_generators
 
 _LEARNERS = range(2)
 _MOST_SAMPLES = 64  # that are loaded for it; batches beyond that repeat them

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, PickedFeed
 from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.engine.device_tasks import LOSS, NUM_CORRECT, RoundValues, average_gated
@@ -17,7 +18,6 @@ from crossbow_py.engine.fused_agreement import trusted_pass
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update, move_z
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
-from crossbow_py.errors import UserError
 
 
 class FusedDeviceTasks(RoundValues):

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.triton_launch import KernelError, compiles, unavailable
 from crossbow_py.kernels.geometry import Geometry
-from crossbow_py.kernels.launch import KernelError, compiles, unavailable
 
 Family = Literal["layers", "loss", "batches"]
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.core.triton_launch import KernelError, compiles, unavailable
 from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer, as_first, for_learner
 from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.update import Step, TorchUpdate
-from crossbow_py.kernels.launch import KernelError, compiles, unavailable
 
 if TYPE_CHECKING:
     from crossbow_py.kernels.update import RowsToUpdate

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from crossbow_py.errors import DeviceLostError
+from crossbow_py.core.errors import DeviceLostError
 
 # torch has an exception for its own CUDA allocator alone; the CPU allocator, pinned memory, CUDA graphs and the
 # libraries raise a plain RuntimeError, which differs from others in its words.

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from crossbow_py.errors import UserError
-from crossbow_py.settings import check, setting
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check, setting
 
 PerLearner = float | tuple[float, ...]
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 PrecisionName = Literal["auto", "fp32", "bf16"]
 

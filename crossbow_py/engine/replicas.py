@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.binding import bind, bindings_of, find_rebound, find_written
 from crossbow_py.engine.central import Add, checksum, level, mean_buffers
 from crossbow_py.engine.dropout import replace_dropout
@@ -30,7 +31,6 @@ from crossbow_py.engine.layout import (
 )
 from crossbow_py.engine.precision import Precision
 from crossbow_py.engine.saved_bank import num_saved
-from crossbow_py.errors import UserError
 
 _COUNTER = "num_batches_tracked"
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.kernels.launch import launch
+from crossbow_py.core.triton_launch import launch
 from crossbow_py.kernels.statistics import Workspace, hand_in, load_partials, merge, pool, publish_moments
 
 # Values of a tile: where programs sum over rows, and where they do not. Half as many in float64, for the registers.

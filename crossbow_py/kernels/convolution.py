@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from crossbow_py.core.triton_launch import interprets, launch
 from crossbow_py.kernels.geometry import Blocking, Geometry, blocking, split_blocking
-from crossbow_py.kernels.launch import interprets, launch
 from crossbow_py.kernels.statistics import Workspace, finish_statistics
 
 _LANES = 2048  # over columns: tiles whose statistics are read at once

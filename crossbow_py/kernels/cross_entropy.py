@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.kernels.launch import KernelError, launch
+from crossbow_py.core.triton_launch import KernelError, launch
 
 IGNORE_INDEX = -100  # torch's own default
 MAXIMUM_CLASSES = 16384  # a sample's outputs lie in the registers of one program

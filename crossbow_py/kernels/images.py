@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.kernels.launch import KernelError, launch
+from crossbow_py.core.triton_launch import KernelError, launch
 
 _BLOCK = 1024  # values of an image that a program writes, at most
 _TARGET_BLOCK = 128

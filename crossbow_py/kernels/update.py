@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from crossbow_py.kernels.launch import launch
+from crossbow_py.core.triton_launch import launch
 
 TILE = tl.constexpr(1024)  # values of a parameter that a program updates
 _WIDTH = tl.constexpr(4)  # of the tile table

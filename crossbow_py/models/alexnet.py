@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from crossbow_py.core.settings import check, setting
 from crossbow_py.models.base import ModelSettings, image_shape
-from crossbow_py.settings import check, setting
 
 # The smallest image with a position left after the last pooling: 63 → 15 → 7 → 3 → 1.
 MINIMUM_PIXELS = 63

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 
 class ModelSettings(ABC):

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check, setting
+from crossbow_py.core.targets import call_target
 from crossbow_py.models.base import ModelSettings
-from crossbow_py.settings import check, setting
-from crossbow_py.targets import call_target
 
 
 @dataclass(frozen=True)

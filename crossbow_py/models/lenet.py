@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from crossbow_py.core.settings import check, setting
 from crossbow_py.models.base import ModelSettings, image_shape
-from crossbow_py.settings import check, setting
 
 KERNEL = 5
 CHANNELS = (20, 50)

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from crossbow_py.core.settings import check, setting
 from crossbow_py.models.base import ModelSettings
-from crossbow_py.settings import check, setting
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional
 
+from crossbow_py.core.settings import check
 from crossbow_py.models.base import ModelSettings, image_shape
-from crossbow_py.settings import check
 
 # Two halvings leave 2x2 positions, so that BatchNorm has something to average even for a batch of one.
 MINIMUM_PIXELS = 8

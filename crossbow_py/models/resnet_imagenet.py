@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from crossbow_py.core.settings import check, setting
 from crossbow_py.models.base import ModelSettings, image_shape
-from crossbow_py.settings import check, setting
 
 # Five halvings leave one position, so a batch of training images this small needs two of them for BatchNorm.
 MINIMUM_PIXELS = 32

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from crossbow_py.core.settings import check, setting
 from crossbow_py.models.base import ModelSettings, image_shape
-from crossbow_py.settings import check, setting
 
 # Five poolings halve the image five times.
 MINIMUM_PIXELS = 32

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias, get_args
 
-from crossbow_py.errors import UserError
-from crossbow_py.settings import suggestion
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import suggestion
 
 Method = Literal["hyperband", "successive_halving", "none"]
 

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from crossbow_py.errors import SearchError, UserError
-from crossbow_py.file_locks import locked
+from crossbow_py.core.errors import SearchError, UserError
+from crossbow_py.core.file_locks import locked
 
 _POLL_S = 0.002
 BEGIN = b'{"op_code":'  # of every record

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.settings import check
+from crossbow_py.core.settings import check
 
 _LATE = 0.1  # of a lease: how much later it ends for others, for clocks that differ and calls that take time
 

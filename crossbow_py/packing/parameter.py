@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol, TypeAlias
 
-from crossbow_py.errors import UserError
-from crossbow_py.settings import check, fits, setting, suggestion
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check, fits, setting, suggestion
 
 Value: TypeAlias = bool | int | float | str | None
 Conditions: TypeAlias = tuple[tuple[str, tuple[Value, ...]], ...]

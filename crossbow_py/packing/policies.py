@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from crossbow_py.errors import UserError
-from crossbow_py.settings import suggestion
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import suggestion
 
 Policy = Literal["signature", "batch_size", "random", "knn", "none"]
 

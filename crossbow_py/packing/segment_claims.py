@@ -23,12 +23,12 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from crossbow_py.errors import UserError, text_of
+from crossbow_py.core.errors import UserError, text_of
+from crossbow_py.core.settings import check
 from crossbow_py.packing.hyperband import Outcome, Segment
 from crossbow_py.packing.journal import BadStorageError
 from crossbow_py.packing.leases import Lease
 from crossbow_py.packing.storage import Patience
-from crossbow_py.settings import check
 
 _RENEWED_AFTER = 1 / 3  # of a lease
 _T = TypeVar("_T")

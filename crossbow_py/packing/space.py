@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import suggestion
 from crossbow_py.packing.parameter import FIELDS, MAX_POINTS, Parameter, Suggester, Value, contains, parse_parameter
-from crossbow_py.settings import suggestion
 
 _LONGEST_SHOWN = 80
 _EXAMPLE = "for example optimizer.learning_rate: {low: 0.001, high: 0.1, log: true}"

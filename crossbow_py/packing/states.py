@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from crossbow_py.errors import UserError
-from crossbow_py.file_writing import replacing, sync
-from crossbow_py.own_files import own_file
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.file_writing import replacing, sync
+from crossbow_py.core.own_files import own_file
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.trial import Checkpoint
 

@@ -16,8 +16,8 @@ from sqlalchemy import Engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from crossbow_py.errors import CrossbowError, UserError, one_line
-from crossbow_py.given_path import given_path
+from crossbow_py.core.errors import CrossbowError, UserError, one_line
+from crossbow_py.core.given_path import given_path
 from crossbow_py.packing.journal import BEGIN, BadStorageError, JournalFile, StorageError
 
 _P = ParamSpec("_P")

@@ -16,7 +16,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.packing.heartbeat import Heartbeat
 from crossbow_py.packing.hyperband import Outcome, Segment, TrialState
 from crossbow_py.packing.journal import BadStorageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crossbow_py.settings import written
+from crossbow_py.core.settings import written
 
 # What says where a run was written, and not what it was.
 _OF_THE_FOLDER = frozenset({"output_dir", "resume", "data.root", "data.cache_dir"})

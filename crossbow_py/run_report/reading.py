@@ -10,9 +10,9 @@ from typing import Any
 
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.config_files import read_yaml
-from crossbow_py.errors import UserError
-from crossbow_py.file_locks import is_held
-from crossbow_py.own_files import check_own
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.file_locks import is_held
+from crossbow_py.core.own_files import check_own
 from crossbow_py.packing.search_events import SEARCH_FILE
 from crossbow_py.run_folder import LOCK_FILE
 from crossbow_py.telemetry.records import (

@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from crossbow_py.core.text_table import columns
 from crossbow_py.run_report.figures import figures
 from crossbow_py.run_report.reading import MOST_RUNS, RunRecord
 from crossbow_py.telemetry.records import read_summary
-from crossbow_py.text_table import columns
 
 _SHOWN = ("status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s")
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from crossbow_py.errors import UserError, unwritable
-from crossbow_py.file_writing import replacing
+from crossbow_py.core.errors import UserError, unwritable
+from crossbow_py.core.file_writing import replacing
 from crossbow_py.run_folder import RUNS, make_folder, time_name
 from crossbow_py.run_report.reading import find_runs, read_runs
 from crossbow_py.telemetry.records import write_atomically

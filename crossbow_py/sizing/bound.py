@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.host import read_host
+from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.version import __version__
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.host import read_host
 from crossbow_py.sizing.job import Job, Sample, model_sizes
 from crossbow_py.sizing.memory import Activations, LearnerModel, Line
-from crossbow_py.user_cache import Remembered
-from crossbow_py.version import __version__
 
 # Of what a forward pass saves for its backward pass, both together hold 0.94 to 1.41 times as much (probes of an MLP,
 # LeNet, VGG-16, AlexNet, DenseNet-121 and ResNets, in fp32 and bf16). Where this many times as much fits, none is made.

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.engine.dropout import replace_dropout
 from crossbow_py.engine.layout import TrainedRow
 from crossbow_py.engine.precision import full_precision_parameters
 from crossbow_py.engine.rounds import correct_predictions
 from crossbow_py.engine.update import Step, TorchUpdate
-from crossbow_py.errors import UserError, one_line
 from crossbow_py.sizing.job import Job, Sample, model_sizes
 from crossbow_py.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.datasets import MapStyleDataset
 from crossbow_py.data.streamed import Key, StreamedData
 from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.precision import cast_module
-from crossbow_py.host_randomness import kept_generators
 from crossbow_py.sizing.job import Job, Sample
 
 _BUDGET_S = 2.0

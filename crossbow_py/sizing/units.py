@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}{kind}": base**power for kind, base in (("b", 1000), ("ib", 1024))
                             for power, letter in enumerate("kmgt", start=1)}}  # fmt: skip

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from crossbow_py.host import Host
+from crossbow_py.core.host import Host
 
 BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, and one more for the slots that are being copied
 _HOST_SHARE = 0.5  # of its free memory: the rest is for the page cache, without which every file is read from disk

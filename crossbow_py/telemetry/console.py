@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from crossbow_py.signals import StopSignal
+from crossbow_py.core.signals import StopSignal
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,

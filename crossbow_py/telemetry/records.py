@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.errors import unwritable
-from crossbow_py.file_writing import replacing
-from crossbow_py.own_files import check_own, own_file, read_text
+from crossbow_py.core.errors import unwritable
+from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.own_files import check_own, own_file, read_text
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, RunInfo, Summary
 from crossbow_py.telemetry.system import SystemMonitor
 

@@ -10,8 +10,8 @@ from typing import TextIO
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from crossbow_py.errors import unwritable
-from crossbow_py.own_files import own_file
+from crossbow_py.core.errors import unwritable
+from crossbow_py.core.own_files import own_file
 
 
 def _opened(path: Path) -> TextIO:

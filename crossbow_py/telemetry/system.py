@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from crossbow_py.host import HostPaths, read_host
+from crossbow_py.core.host import HostPaths, read_host
 from crossbow_py.telemetry.events import Listener, Progress
 
 _INTERVAL_S = 5.0  # of training, between two points

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py import SGD, Independent, Trainer
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.dropout import OwnDraws, counter_seed
-from crossbow_py.errors import UserError
 from experiments.common.torchvision import import_torchvision
 
 EXECUTORS = ("auto", "fused", "serial")

@@ -26,8 +26,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.figure import Figure
 
 from crossbow_py import SGD, Listener, Trainer
+from crossbow_py.core.host import usable_core_ids
 from crossbow_py.data.datasets import as_pair
-from crossbow_py.host import usable_core_ids
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases

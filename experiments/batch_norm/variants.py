@@ -22,10 +22,10 @@ from crossbow_py.averaging import CentralRule
 from crossbow_py.build import build_trainer, stops
 from crossbow_py.command_line import run
 from crossbow_py.config import TrainConfig
+from crossbow_py.core.signals import StopSignal
 from crossbow_py.engine.update import TorchUpdate
 from crossbow_py.run import Run
 from crossbow_py.run_folder import open_run
-from crossbow_py.signals import StopSignal
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from experiments.common.cells.parts import in_parts
 from experiments.common.cells.running import MEASURED_FILE

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from crossbow_py.host import usable_core_ids
+from crossbow_py.core.host import usable_core_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 _CPU_INFO = Path("/proc/cpuinfo")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crossbow_py.host import Host
+from crossbow_py.core.host import Host
 from crossbow_py.sizing.workers import Loading, recommend
 
 CORES = 16

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from crossbow_py.checkpoint import FOLDER, MANIFEST, checkpoints, open_checkpoint, part_name
-from crossbow_py.errors import CheckpointError
+from crossbow_py.core.errors import CheckpointError
 
 # In the order in which a checkpoint goes through them.
 WRITING = "parts being written"

@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.precision import choose_device, choose_precision
-from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
 from crossbow_py.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.common.arguments import count

@@ -18,7 +18,7 @@ import torch
 
 from crossbow_py import SGD, Trainer
 from crossbow_py.checkpoint import CheckpointSettings
-from crossbow_py.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.models import MLP, LeNet
 from crossbow_py.reporter import Reporter
 from experiments.common.machine import ROOT

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.precision import PrecisionName
-from crossbow_py.errors import UserError
 from experiments.throughput.roofline import roofline_of, roofline_text
 from experiments.throughput.suite_report import best_row, main_batch_size, models, rows_of_model
 from experiments.update_bandwidth.measure import measure_update

@@ -18,8 +18,8 @@ import jax.numpy as jnp  # type: ignore[import-not-found, unused-ignore]
 import numpy as np
 from jax import lax  # type: ignore[import-not-found, unused-ignore]
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.errors import UserError
 from experiments.throughput.captured import EPOCHS, SEED
 from experiments.throughput.gate import Gate, Ready
 from experiments.throughput.jax_models import MODELS, Array, Model, Tree

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from crossbow_py.errors import CrossbowError
+from crossbow_py.core.errors import CrossbowError
 from experiments.common.machine import ROOT
 from experiments.throughput.gate import Failure, FinishedError, Gate, Ready, Visit, Window
 from experiments.throughput.sides import Side, run_side

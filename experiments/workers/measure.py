@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from crossbow_py.core.host import Host, read_host
 from crossbow_py.data.loader import BATCHES_A_WORKER
 from crossbow_py.data.streamed import Key
 from crossbow_py.engine.intra_op import intra_op_threads
-from crossbow_py.host import Host, read_host
 from crossbow_py.sizing.workers import Loading, recommend
 from experiments.common.streamed_runs import (
     SIZE,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, Stage
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.core.errors import one_line
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
@@ -22,7 +23,6 @@ from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update_choice import choose_update
-from crossbow_py.errors import one_line
 from experiments.zoo.models import NUM_CLASSES, Entry
 
 EXECUTOR_NAMES = ("threads", "fused", "fused_threads")

@@ -184,7 +184,7 @@ REFUSED = """
 import torch
 from torch import nn
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from tests.gpu.support import tasks_on_cuda
 from tests.support import plan
 

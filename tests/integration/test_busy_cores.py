@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.host import usable_core_ids
+from crossbow_py.core.host import usable_core_ids
 from tests.training_processes import ROOT, environment
 
 LIBGOMP_SPINS = "libgomp" in Path("/proc/self/maps").read_text() and not (
@@ -49,7 +49,7 @@ DIGITS = """
 import json, sys
 from crossbow_py import Listener, SGD, Trainer
 from crossbow_py.data.sources import SOURCES
-from crossbow_py.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from torch import nn
 
 class Reporter(Listener):

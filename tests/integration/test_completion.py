@@ -11,7 +11,7 @@ import pytest
 from crossbow_py import train
 from crossbow_py.completion import completion_script, words
 from crossbow_py.config import TrainConfig, compose
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.search_config import SearchConfig
 
 # What bash sets before it calls the function: the line so far, and its words.

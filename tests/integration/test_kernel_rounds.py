@@ -11,13 +11,13 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.core.errors import LearnerError
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.subarrays import TwoSubArrays
 from crossbow_py.engine.measures import correction_norm
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.errors import LearnerError
 from crossbow_py.kernels import batch_norm
 from crossbow_py.models import MODELS
 from tests.recording_streams import RecordingStreams

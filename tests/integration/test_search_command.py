@@ -17,16 +17,16 @@ from safetensors.torch import load_file
 from crossbow_py import search as search_module
 from crossbow_py import search_build
 from crossbow_py.config_files import read_yaml
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.data.digits import Digits
 from crossbow_py.data.resident import ResidentFeed
 from crossbow_py.data.sources import DataSource
-from crossbow_py.errors import UserError
 from crossbow_py.packing import roster, study
 from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.search_events import TrialRecord
 from crossbow_py.packing.storage import open_storage
 from crossbow_py.search_build import SearchRun
-from crossbow_py.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.trained_models import load_models
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values

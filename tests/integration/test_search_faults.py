@@ -16,7 +16,7 @@ from typing import Any
 import optuna
 import pytest
 
-from crossbow_py.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from tests.search_processes import await_true, ended, search_in, started
 from tests.searches import events, report, segments, values
 

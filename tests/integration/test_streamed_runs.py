@@ -16,7 +16,7 @@ import torch
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, Listener, Trainer
 from crossbow_py.checkpoint import checkpoints
-from crossbow_py.errors import BadSampleError, DataError
+from crossbow_py.core.errors import BadSampleError, DataError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from tests.trainers import Recorder, image_model, images, make_trainer
 

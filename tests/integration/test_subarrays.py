@@ -7,12 +7,12 @@ import math
 import pytest
 
 from crossbow_py.averaging import SMA, Independent
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays, groups_of
 from crossbow_py.engine.measures import correction_norm
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import FP32
-from crossbow_py.errors import UserError
 from tests.integration.test_kernel_rounds import images, residual
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, make_tasks, norm_model, norm_with_dropout

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import crossbow_py.train
-from crossbow_py.errors import LearnerError
-from crossbow_py.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
+from crossbow_py.core.errors import LearnerError
+from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train import main

@@ -9,8 +9,8 @@ import pytest
 from crossbow_py import alike
 from crossbow_py.alike import check_alike
 from crossbow_py.config import compose, config_to_mapping
+from crossbow_py.core.errors import RankError, UserError
 from crossbow_py.distributed.ranks import ALONE
-from crossbow_py.errors import RankError, UserError
 from tests.thread_ranks import on_threads
 
 CONFIG = config_to_mapping(compose(["+experiment=digits"]))

@@ -19,7 +19,7 @@ from crossbow_py.checkpoint import (
     open_checkpoint,
 )
 from crossbow_py.checkpoint_writer import save
-from crossbow_py.errors import CheckpointError, UserError
+from crossbow_py.core.errors import CheckpointError, UserError
 
 
 def state(mark: float = 1.0):

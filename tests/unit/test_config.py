@@ -21,14 +21,14 @@ from crossbow_py.config import (
     read_option,
 )
 from crossbow_py.config_files import config_dir, read_yaml, write_yaml
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
 from crossbow_py.engine.executors import _executors as executors_from
 from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.errors import UserError
 from crossbow_py.models import MLP, LeNet
 from crossbow_py.overrides import expand_sweeps
 from crossbow_py.search_config import SearchConfig
-from crossbow_py.settings import setting
 
 
 def test_compose_without_overrides_is_the_classes_defaults() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from crossbow_py.config import EstimateConfig, compose
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.estimate import main
 from crossbow_py.estimation import estimate
 from crossbow_py.estimation_report import as_text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.host import HostPaths, read_host
+from crossbow_py.core.host import HostPaths, read_host
 
 GIB = 2**30
 

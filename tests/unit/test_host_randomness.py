@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from crossbow_py.host_randomness import host_state, kept_host_state
+from crossbow_py.core.host_randomness import host_state, kept_host_state
 
 DRAWS = {"random": random.random, "gauss": lambda: random.gauss(0, 1), "rand": np.random.rand, "randn": np.random.randn}
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from crossbow_py.version import __version__
+from crossbow_py.core.version import __version__
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = sorted((ROOT / "crossbow_py").rglob("*.py"))

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD
+from crossbow_py.core.errors import DataError
 from crossbow_py.data.normalisation import IDENTITY
 from crossbow_py.engine.precision import FP32
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import correct_of_batch
-from crossbow_py.errors import DataError
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.example_predictions import example_predictions
 from crossbow_py.packed_evaluation import evaluate_bank

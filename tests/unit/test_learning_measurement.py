@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from crossbow_py import SGD, SMA, Augmentation, CheckpointSettings, Independent
 from crossbow_py import training_loop as loop_module
+from crossbow_py.core.errors import DataError
 from crossbow_py.data.feed import Batch
-from crossbow_py.errors import DataError
 from crossbow_py.learning_measurement import LearningMeasurement, gradient_norms, hessian_eigenvalue
 from crossbow_py.learning_statistics import gradient_noise
 from crossbow_py.telemetry.records import read_metrics

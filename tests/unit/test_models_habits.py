@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from crossbow_py import SGD, SMA, Independent
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from tests.trainers import Recorder, equal_states, images, make_trainer
 
 _F = nn.functional

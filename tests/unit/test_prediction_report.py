@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crossbow_py import prediction_report
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.prediction import Prediction
 
 FOUND = cast(

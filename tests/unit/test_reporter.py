@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.core.versions import versions
 from crossbow_py.engine.measures import correction_norm, squared_distances
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.replicas import ReplicaBank
@@ -15,7 +16,6 @@ from crossbow_py.run import SavedModels
 from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.versions import versions
 from tests.support import CPU
 from tests.trainers import Recorder
 

@@ -10,9 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import from_mapping, to_mapping
 from crossbow_py.schedules import SCHEDULES, Constant, Cosine, Exponential, Inverse, MultiStep, Schedule, Step
-from crossbow_py.settings import from_mapping, to_mapping
 
 CONF = Path(__file__).parents[2] / "conf" / "schedule"
 EPOCH = 100

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from crossbow_py.errors import UserError
-from crossbow_py.settings import allowed, check, flat, from_mapping, setting, suggestion, to_mapping
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import allowed, check, flat, from_mapping, setting, suggestion, to_mapping
 
 
 @dataclass(frozen=True)

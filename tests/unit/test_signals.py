@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from crossbow_py.signals import StopSignal
+from crossbow_py.core.signals import StopSignal
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.stopping import StopConditions
 
 

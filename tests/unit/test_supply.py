@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from crossbow_py.core.host import Host
 from crossbow_py.data.streaming import LoadingTimes
-from crossbow_py.host import Host
 from crossbow_py.supply import WorkerSupply, first_workers
 
 HOST = Host(cores=4, memory_bytes=2**34, shared_bytes=2**30)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from crossbow_py import UserError
-from crossbow_py.errors import BadDataError, BadSampleError
+from crossbow_py.core.errors import BadDataError, BadSampleError
 from tests.support import linear_model
 from tests.trainers import Recorder, blobs, make_trainer
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
 from crossbow_py.config import compose
-from crossbow_py.errors import CheckpointError
+from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.weights_file import save_weights
 from tests.support import linear_model

@@ -13,8 +13,8 @@ from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, No
 from crossbow_py import training_loop as loop_module
 from crossbow_py.checkpoint import checkpoints
 from crossbow_py.checkpoint_writer import CheckpointWriter
+from crossbow_py.core.errors import LearnerError
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.errors import LearnerError
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from tests.trainers import Recorder, blobs, equal_states, make_trainer

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import file_writing
-from crossbow_py.errors import CheckpointError
+from crossbow_py.core import file_writing
+from crossbow_py.core.errors import CheckpointError
 from crossbow_py.weights_file import load_weights, save_weights
 from tests.support import linear_model, norm_model
 

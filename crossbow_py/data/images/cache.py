@@ -21,9 +21,9 @@ import PIL
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import one_line
+from crossbow_py.core.own_files import check_own
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.errors import one_line
-from crossbow_py.own_files import check_own
 
 IMAGES, INDEX = "images.bin", "index.npy"
 _FORMAT_VERSION = 1

@@ -24,16 +24,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Generator
 from torch.utils.data import DataLoader
 
+from crossbow_py.core.errors import one_line
+from crossbow_py.core.file_locks import locked
+from crossbow_py.core.file_writing import sync
+from crossbow_py.core.host import read_host
+from crossbow_py.core.user_cache import user_cache
 from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, start_method
-from crossbow_py.errors import one_line
-from crossbow_py.file_locks import locked
-from crossbow_py.file_writing import sync
-from crossbow_py.host import read_host
-from crossbow_py.user_cache import user_cache
 
 _POLL_S = 0.5  # how often one looks whether workers are well
 _CHUNK = 32  # files a worker takes at a time

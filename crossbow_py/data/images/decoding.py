@@ -16,8 +16,8 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from crossbow_py.core.errors import one_line
 from crossbow_py.data.images.crops import Box, centre_box, resized_extent
-from crossbow_py.errors import one_line
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _PAPER = (255, 255, 255)

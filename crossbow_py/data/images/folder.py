@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 _KNOWN = "JPEG, PNG or WebP images (.jpg, .jpeg, .png, .webp)"

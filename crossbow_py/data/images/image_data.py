@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.images.cache import ImageCache
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import (
@@ -21,7 +22,6 @@ from crossbow_py.data.images.decoding import (
 )
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
-from crossbow_py.errors import UserError
 
 
 class ImageFolderData(StreamedData):

@@ -10,6 +10,7 @@ import pkgutil
 
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.fused_threads import FusedThreadsExecutor
@@ -17,7 +18,6 @@ from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.executors.threads import ThreadsExecutor
-from crossbow_py.errors import UserError
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.host_randomness import host_state
 from crossbow_py.engine.executors.spans import Mark
-from crossbow_py.errors import UserError
-from crossbow_py.host_randomness import host_state
 
 # Opaque to the executor: whatever the device made.
 Stream = Any

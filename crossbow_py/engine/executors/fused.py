@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
 from crossbow_py.engine.device_update import knows
 from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.base import Executor
@@ -26,7 +27,6 @@ from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.engine.update import NativeUpdate, StackedRows, Step
-from crossbow_py.errors import CrossbowError, LearnerError, one_line
 from crossbow_py.telemetry.timeline import Timeline
 
 _HOST_UPDATES = (

@@ -10,11 +10,11 @@ from functools import partial
 
 from torch import Tensor
 
+from crossbow_py.core.errors import LearnerError, UserError, one_line
 from crossbow_py.engine.executors.device_streams import Body, DeviceStreams, Event, Graph, Pool, Stream
 from crossbow_py.engine.executors.spans import SpansOfStreams
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
-from crossbow_py.errors import LearnerError, UserError, one_line
 from crossbow_py.telemetry.timeline import Timeline
 
 # Rounds a program runs eagerly before it is captured: libraries choose algorithms and allocate workspaces at their

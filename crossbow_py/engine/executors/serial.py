@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.rounds import RoundOutcome
 from crossbow_py.engine.scheduler import Launch
-from crossbow_py.errors import CrossbowError, LearnerError
 
 
 class SerialExecutor(Executor):

@@ -18,6 +18,7 @@ from typing import assert_never
 
 from torch import Tensor
 
+from crossbow_py.core.errors import CrossbowError, LearnerError
 from crossbow_py.engine.device_tasks import NUM_RESULTS, DeviceTasks
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams, Event, Stream
@@ -28,7 +29,6 @@ from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
-from crossbow_py.errors import CrossbowError, LearnerError
 from crossbow_py.telemetry.timeline import Timeline
 
 _DRAWS = (

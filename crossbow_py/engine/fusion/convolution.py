@@ -20,13 +20,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.triton_launch import unavailable
+from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.version import __version__
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.engine.memory import is_out_of_memory
 from crossbow_py.kernels.geometry import Geometry
-from crossbow_py.kernels.launch import unavailable
-from crossbow_py.user_cache import Remembered
-from crossbow_py.version import __version__
 
 Direction = Literal["forward", "inputs", "filters"]
 IMPLICIT, GROUPED, GROUPED_NCHW = "implicit_gemm", "grouped_nhwc", "grouped_nchw"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from crossbow_py.core.user_cache import Remembered
 from crossbow_py.engine.fusion.branches import Branches, graph_milliseconds
 from crossbow_py.engine.fusion.convolution import IMPLICIT, ConvolutionChoices
 from crossbow_py.engine.fusion.convolution_layer import Convolution, Leaf, Statistics
@@ -25,7 +26,6 @@ from crossbow_py.engine.fusion.units import Unit
 from crossbow_py.engine.fusion.values import channels_last
 from crossbow_py.kernels import batch_norm as norms
 from crossbow_py.kernels.statistics import Workspace
-from crossbow_py.user_cache import Remembered
 
 __all__ = ["LayerMaker", "Leaf", "UnitRows", "run_unit"]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.core.signals import StopSignal
 from crossbow_py.packing.hyperband import TrialState
 from crossbow_py.packing.report.standing import as_text, last_epochs, leader, short_names
 from crossbow_py.packing.search_events import (
@@ -17,7 +18,6 @@ from crossbow_py.packing.search_events import (
     SearchSummary,
     TrialRecord,
 )
-from crossbow_py.signals import StopSignal
 from crossbow_py.telemetry.console import clock_time
 from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from crossbow_py.file_writing import replacing
+from crossbow_py.core.file_writing import replacing
 from crossbow_py.packing.report.standing import ranked
 from crossbow_py.packing.search_events import SearchListener, SearchSummary
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.core.version import __version__
 from crossbow_py.packing.report.standing import last_epochs, leader
 from crossbow_py.packing.search_events import (
     SEARCH_FILE,
@@ -20,7 +21,6 @@ from crossbow_py.packing.search_events import (
     TrialRecord,
 )
 from crossbow_py.telemetry.records import finite, write_atomically
-from crossbow_py.version import __version__
 
 _RUNNING = "running"
 _BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))

@@ -20,14 +20,14 @@ from tensorboard.plugins.hparams import summary_v2  # type: ignore[import-untype
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
-from crossbow_py.errors import unwritable
-from crossbow_py.file_writing import replacing
+from crossbow_py.core.errors import unwritable
+from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.settings import flat
 from crossbow_py.packing.hyperband import TrialState, bracket_of
 from crossbow_py.packing.parameter import Parameter
 from crossbow_py.packing.report.standing import last_epochs, leader, num_results
 from crossbow_py.packing.rules import epoch_samples
 from crossbow_py.packing.search_events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.settings import flat
 from crossbow_py.telemetry.hyper_parameters import columns, ended, started
 
 BEST_TAG = "search/best_value_by_samples_of_all_trials"

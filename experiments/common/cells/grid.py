@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from crossbow_py.config import REGISTRIES, TrainConfig, compose, config_to_mapping
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 TRAIN = "crossbow_py.train"
 PARTS = "experiments.common.cells.parts"

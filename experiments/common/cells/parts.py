@@ -17,7 +17,7 @@ from pathlib import Path
 
 from crossbow_py.checkpoint import find_newest
 from crossbow_py.config import TrainConfig, compose
-from crossbow_py.errors import CheckpointError
+from crossbow_py.core.errors import CheckpointError
 from crossbow_py.schedules import Cosine
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train import main as train

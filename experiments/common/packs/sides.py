@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from crossbow_py.errors import CrossbowError
+from crossbow_py.core.errors import CrossbowError
 from experiments.common.packs.inference import predict
 from experiments.common.packs.layers import run_layers
 from experiments.common.packs.mixed import train_mixed

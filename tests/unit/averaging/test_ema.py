@@ -8,7 +8,7 @@ import pytest
 
 from crossbow_py.averaging import RULES, Independent
 from crossbow_py.averaging.ema import decay, is_due
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 
 def followed(values: list[float], apart: int, horizon: float) -> float:

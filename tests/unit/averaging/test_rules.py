@@ -28,9 +28,9 @@ from crossbow_py.averaging import (
     SynchronousSGD,
 )
 from crossbow_py.config import TrainConfig, compose
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import from_mapping
 from crossbow_py.engine.optimizers import SGD
-from crossbow_py.errors import UserError
-from crossbow_py.settings import from_mapping
 from tests.support import linear_model, make_tasks, run_rounds
 
 Vector = NDArray[np.float64]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from crossbow_py.averaging import SMA, Independent, Stage
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.optimizers import SGD
-from crossbow_py.errors import UserError
 from tests.support import features, linear_model, make_tasks, run_rounds
 
 

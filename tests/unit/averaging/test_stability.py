@@ -8,8 +8,8 @@ import torch
 
 from crossbow_py.averaging import SMA, Elastic, GroupedSMA, Independent, LocalSGD, Stage
 from crossbow_py.averaging.stability import check_settles, most_settling
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.optimizers import SGD
-from crossbow_py.errors import UserError
 
 
 def spectral_radius(curvature, momentum, alpha, mu, num_learners):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data import augmentation
 from crossbow_py.data.augmentation import Augmentation, PaddedImages
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
-from crossbow_py.errors import UserError
 
 CPU = torch.device("cpu")
 

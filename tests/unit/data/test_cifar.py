@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.cifar import Cifar10, Cifar100, PublishedBatch
-from crossbow_py.errors import UserError
 
 from .files import cifar10_batches, cifar_archive, cifar_batches, write_cifar
 

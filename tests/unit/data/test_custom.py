@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.custom import Custom
-from crossbow_py.errors import UserError
 
 MODULE = """
 import numpy, torch

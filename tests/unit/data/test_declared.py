@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.cifar import Cifar10, Cifar100
 from crossbow_py.data.custom import Custom
@@ -14,7 +15,6 @@ from crossbow_py.data.digits import Digits
 from crossbow_py.data.images.source import ImageFolder
 from crossbow_py.data.mnist import FashionMnist, Mnist
 from crossbow_py.data.synthetic import Synthetic
-from crossbow_py.errors import UserError
 
 
 @pytest.mark.parametrize(

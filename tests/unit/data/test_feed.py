@@ -14,6 +14,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.triton_launch import recorded
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
@@ -22,8 +24,6 @@ from crossbow_py.data.inputs import MemoryOrder
 from crossbow_py.data.resident import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming import StreamingFeed
-from crossbow_py.errors import UserError
-from crossbow_py.kernels.launch import recorded
 from tests.triton_version import has_interpreter
 
 N, SEED = 23, 11

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Batch, PickedFeed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident import STREAM, ResidentFeed, Variant
-from crossbow_py.errors import UserError
 from tests.triton_version import has_interpreter
 
 N, SEED = 23, 11

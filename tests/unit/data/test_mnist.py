@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.mnist import FashionMnist, Mnist, read_idx
-from crossbow_py.errors import UserError
 
 from .files import idx, write_mnist
 

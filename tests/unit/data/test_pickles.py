@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.pickles import read_pickle
-from crossbow_py.errors import UserError
 
 
 class Calls:

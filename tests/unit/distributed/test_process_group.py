@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from crossbow_py.core.errors import RankLostError
 from crossbow_py.distributed import process_group
 from crossbow_py.distributed.process_group import ProcessGroupRanks, agree_on_start, joined
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.errors import RankLostError
 from tests.ranks import on_ranks
 
 PATIENCE_S = 20.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from crossbow_py.core.errors import BadSampleError, CrossbowError, DataError, NonFiniteError, RankError, UserError
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.errors import BadSampleError, CrossbowError, DataError, NonFiniteError, RankError, UserError
 from tests.thread_ranks import on_threads
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.calibration import RememberedChoices
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.errors import UserError
 from tests.support import make_tasks
 from tests.trainers import make_trainer
 

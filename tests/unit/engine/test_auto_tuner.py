@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
-from crossbow_py.errors import UserError
 
 START = AutoTunerState()
 POSITIVE = st.floats(min_value=1e-3, max_value=1e9)

@@ -9,11 +9,11 @@ import torch
 
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.core.errors import LearnerError, RankLostError
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.precision import FP32, FP64
-from crossbow_py.errors import LearnerError, RankLostError
 from crossbow_py.telemetry.timeline import Timeline
 from tests.support import assert_learners_equal, make_tasks, plan
 

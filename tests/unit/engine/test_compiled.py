@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.compiled import CompiledModels
 from crossbow_py.engine.executors import SerialExecutor, ThreadsExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.errors import UserError
 from tests.recording_streams import RecordingStreams
 from tests.support import assert_learners_equal, features, make_tasks, norm_model
 from tests.trainers import make_trainer

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.core.user_cache import Remembered
 from crossbow_py.engine.fusion.branches import Branches
 from crossbow_py.engine.fusion.convolution import (
     BRANCHES,
@@ -19,7 +20,6 @@ from crossbow_py.engine.fusion.convolution import (
     ways,
 )
 from crossbow_py.kernels.geometry import Geometry
-from crossbow_py.user_cache import Remembered
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(2, 3, 4, 5, 7, 6, (3, 3), stride=(2, 1), padding=(1, 0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from crossbow_py.core.errors import DeviceLostError, LearnerError, SearchError, UserError
 from crossbow_py.engine import memory
-from crossbow_py.errors import DeviceLostError, LearnerError, SearchError, UserError
 
 
 def caused_by(error, cause):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.errors import UserError
 
 
 def compare(optimizer, reference_class, options, rounds=5, num_decayed=1):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine import precision
 from crossbow_py.engine.precision import (
     BF16,
@@ -16,7 +17,6 @@ from crossbow_py.engine.precision import (
     choose_precision,
     full_precision_parameters,
 )
-from crossbow_py.errors import UserError
 from tests.support import CPU, norm_model
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossbow_py import foreign_load as load
+from crossbow_py.core import foreign_load as load
 from experiments.throughput import one_model, sides, tuned, vmapped, workloads
 from experiments.throughput.workloads import Workload
 from tests.unit.data.images.pictures import write_part

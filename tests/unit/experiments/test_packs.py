@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossbow_py.errors import CrossbowError
+from crossbow_py.core.errors import CrossbowError
 from experiments.common.packs import comparison, inference, layers, mixed, training
 from experiments.common.packs.comparison import Method, measure_panel, mixed_rows, rows_of
 from experiments.common.packs.mixed import SharedGate, train_mixed

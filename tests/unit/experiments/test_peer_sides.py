@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.errors import CrossbowError
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.errors import CrossbowError
 from experiments.throughput import ahead, one_model, sides, tuned, vmapped
 from experiments.throughput.captured import SEED, DeviceFeed, captured, few_ahead
 from experiments.throughput.gate import FinishedError

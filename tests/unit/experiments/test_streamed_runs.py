@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from experiments.common import windows
 from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, photographs
 from experiments.common.windows import Mark, Window, Windows, window_of

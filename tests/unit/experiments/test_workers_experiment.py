@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.host import Host
+from crossbow_py.core.host import Host
 from experiments.common import windows
 from experiments.common.windows import Window, Windows
 from experiments.workers import measure, plot, report, run

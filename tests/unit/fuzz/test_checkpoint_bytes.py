@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from crossbow_py.checkpoint import find_newest
-from crossbow_py.errors import CheckpointError
+from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.weights_file import load_weights, save_weights
 from tests.unit.fuzz.examining import damaged, depths, examine

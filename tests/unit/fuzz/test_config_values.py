@@ -21,11 +21,11 @@ from crossbow_py.config import (
     config_to_mapping,
 )
 from crossbow_py.config_files import read_yaml, write_yaml
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import from_mapping
 from crossbow_py.data.synthetic import Synthetic
 from crossbow_py.engine.optimizers import SGD
-from crossbow_py.errors import UserError
 from crossbow_py.overrides import expand_sweeps
-from crossbow_py.settings import from_mapping
 from tests.unit.fuzz.examining import damaged, depths, examine, memory_of_at_most
 
 MOST_JOBS = 10_000

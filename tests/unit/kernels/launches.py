@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crossbow_py.kernels import batch_norm, convolution, cross_entropy, images, launch, update
+from crossbow_py.core import triton_launch
+from crossbow_py.kernels import batch_norm, convolution, cross_entropy, images, update
 
 # Views are known by their schema; these allocate, or look at tensors without launching anything.
 _NO_LAUNCH = {
@@ -36,7 +37,7 @@ class _Operators(TorchDispatchMode):
 def _is_interpreting():
     """Whether it is Triton's interpreter that calls, which copies the arguments of kernels to and fro."""
     frame = sys._getframe(2)
-    while frame is not None and not frame.f_code.co_filename.endswith("kernels/launch.py"):
+    while frame is not None and not frame.f_code.co_filename.endswith("core/triton_launch.py"):
         frame = frame.f_back
     return frame is not None
 
@@ -51,15 +52,15 @@ def kernels_that_do_nothing():
 
 
 def _only_record(kernel, grid, *arguments, **constants):
-    for record in launch._RECORDS:
-        record.append(launch.Launch(kernel.__name__, grid, arguments))
+    for record in triton_launch._RECORDS:
+        record.append(triton_launch.Launch(kernel.__name__, grid, arguments))
 
 
 @contextlib.contextmanager
 def counted_launches():
     """Launches in the block, by name: yields a Counter that is whole when the block is left."""
     total, operators = Counter(), _Operators()
-    with launch.recorded() as kernels, operators:
+    with triton_launch.recorded() as kernels, operators:
         yield total
     total.update(operators.names)
     total.update(made.kernel for made in kernels)

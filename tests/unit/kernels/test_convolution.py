@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.core.triton_launch import recorded
 from crossbow_py.kernels import convolution as kernels
 from crossbow_py.kernels.geometry import Geometry, blocking, split_blocking
-from crossbow_py.kernels.launch import recorded
 
 CPU = torch.device("cpu")
 GEOMETRIES = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossbow_py.core.triton_launch import KernelError, recorded
 from crossbow_py.kernels import images as module
 from crossbow_py.kernels.images import PixelTable, check, gather_images
-from crossbow_py.kernels.launch import KernelError, recorded
 
 N, STORED_HEIGHT, STORED_WIDTH = 6, 11, 9
 

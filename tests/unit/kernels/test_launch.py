@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from crossbow_py.kernels.launch import KernelError, compiles, launch, recorded, unavailable
+from crossbow_py.core.triton_launch import KernelError, compiles, launch, recorded, unavailable
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
+from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine import kernel_update
 from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update
 from crossbow_py.engine.measures import correction_norm
@@ -18,7 +19,6 @@ from crossbow_py.engine.precision import BF16, FP32, FP64
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.update import Step, TorchUpdate
 from crossbow_py.kernels import update as kernels
-from crossbow_py.kernels.launch import recorded
 from tests.unit.kernels.traffic import counted_traffic
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 from triton.runtime import interpreter
 
-from crossbow_py.kernels import launch
+from crossbow_py.core import triton_launch
 
 
 class Traffic:
@@ -33,7 +33,7 @@ def counted_traffic():
     """Of the kernels launched in the block."""
     traffic, builder = Traffic(), interpreter.interpreter_builder
     kept = {name: getattr(builder, name) for name in ("create_masked_load", "create_masked_store")}
-    launched = launch._RECORDS
+    launched = triton_launch._RECORDS
 
     class Names(list):
         def append(self, made):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.models import AlexNet, alexnet
 from crossbow_py.models.alexnet import OneTower
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.models import CustomModel
 
 MODULE = """

@@ -9,8 +9,8 @@ import torch
 import yaml
 from torch import nn
 
+from crossbow_py.core.settings import from_mapping, to_mapping
 from crossbow_py.models import MODELS
-from crossbow_py.settings import from_mapping, to_mapping
 
 CONF = Path(__file__).parents[3] / "conf" / "model"
 BUILT_IN = {"mlp": (1, 8, 8), "lenet": (1, 16, 16), "resnet20": (3, 8, 8), "vgg16": (3, 32, 32)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.models import MODELS, ResNet20, ResNet32
 from crossbow_py.models.resnet import BasicBlock
 

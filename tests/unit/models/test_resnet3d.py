@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.models import MODELS, ResNet3d10, resnet3d
 from crossbow_py.models.resnet3d import Block3d, ResNet3d
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.precision import FP32
-from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS, ResNet18, ResNet50
 from crossbow_py.models.resnet_imagenet import Block, Bottleneck
 from tests.support import features, make_tasks, plan

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.models import VGG16
 from crossbow_py.models.vgg import VGG
 

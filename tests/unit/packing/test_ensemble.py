@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from crossbow_py import Ensemble
+from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS as EXECUTORS_OF_TRAINING
 from crossbow_py.engine.executors.on_device import CaptureError
-from crossbow_py.errors import UserError
 from crossbow_py.packing import ensemble as ensembles
 from crossbow_py.packing import predictors
 from crossbow_py.packing.architecture import same_architecture

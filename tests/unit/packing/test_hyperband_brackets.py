@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.packing.hyperband import Bracket, Segment, bracket_of, make_brackets, to_epochs
 
 # 9 at 1, 3, 9 epochs; 5 at 3, 9; 3 at 9.

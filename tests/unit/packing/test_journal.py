@@ -11,7 +11,7 @@ import pytest
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from crossbow_py.file_locks import locked
+from crossbow_py.core.file_locks import locked
 from crossbow_py.packing.journal import JournalFile, StorageError
 
 

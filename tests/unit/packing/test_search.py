@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.errors import LearnerError
+from crossbow_py.core.errors import LearnerError
 from crossbow_py.packing import places, roster
 from crossbow_py.packing.hyperband import Segment, TrialState, ready, standing
 from crossbow_py.packing.outcome import trial_records

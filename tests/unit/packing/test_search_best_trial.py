@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.errors import CheckpointError, DeviceLostError, UserError
+from crossbow_py.core.errors import CheckpointError, DeviceLostError, UserError
+from crossbow_py.core.file_locks import locked
 from crossbow_py.evaluation import Evaluation, Evaluator
-from crossbow_py.file_locks import locked
 from crossbow_py.packing import outcome
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of

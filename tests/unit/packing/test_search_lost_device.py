@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from crossbow_py import evaluation
-from crossbow_py.errors import DataError, DeviceLostError, UserError
+from crossbow_py.core.errors import DataError, DeviceLostError, UserError
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packing import places, roster
 from crossbow_py.packing import search as search_module

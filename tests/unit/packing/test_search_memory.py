@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packing import places, roster
 from crossbow_py.packing.hyperband import Segment

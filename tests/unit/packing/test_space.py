@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from optuna.trial import FixedTrial
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.packing.parameter import Value
 from crossbow_py.packing.space import Space
 

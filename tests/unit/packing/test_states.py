@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.states import TrialStates, Underway
 from crossbow_py.packing.trial import Checkpoint

@@ -13,7 +13,7 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.packing.journal import StorageError
 from crossbow_py.packing.storage import Patience, open_storage, shown_address
 

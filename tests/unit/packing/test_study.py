@@ -17,8 +17,8 @@ from optuna.storages import InMemoryStorage
 from optuna.trial import TrialState as OptunaState
 from optuna.trial import create_trial
 
-from crossbow_py.errors import UserError
-from crossbow_py.file_locks import locked
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.file_locks import locked
 from crossbow_py.packing.hyperband import Segment, TrialState
 from crossbow_py.packing.journal import StorageError
 from crossbow_py.packing.sampling import SamplerName

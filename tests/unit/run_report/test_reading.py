@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.errors import UserError
-from crossbow_py.file_locks import locked
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.file_locks import locked
 from crossbow_py.run_report.reading import RunRecord, find_runs, number, read_runs
 from tests.run_folders import write_run, write_trace, write_unfinished
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA
+from crossbow_py.core.user_cache import Remembered
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import FP32
 from crossbow_py.sizing.bound import free_bytes, learners_that_fit, saved_bytes
 from crossbow_py.sizing.job import Job, Sample
 from crossbow_py.sizing.probes import estimate_learner
-from crossbow_py.user_cache import Remembered
 
 JOB = Job(nn.functional.cross_entropy, SGD(), SMA(), FP32)
 INPUTS, TARGETS = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)

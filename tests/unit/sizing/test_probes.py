@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.collective import Collective
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update import TorchUpdate
-from crossbow_py.errors import UserError
 from crossbow_py.models import MODELS
 from crossbow_py.sizing.job import Job, Sample, model_sizes
 from crossbow_py.sizing.probes import estimate_learner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossbow_py.host import Host
+from crossbow_py.core.host import Host
 from crossbow_py.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
 
 MB = 10**6

@@ -10,7 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from crossbow_py.host import HostPaths
+from crossbow_py.core.host import HostPaths
 from crossbow_py.telemetry.system import GpuSample, SystemMonitor, SystemSample, SystemScalars
 
 GIB = 2**30

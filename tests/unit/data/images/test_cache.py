@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from crossbow_py.core.host import Host
 from crossbow_py.data.images import cache_writing
 from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key
 from crossbow_py.data.images.cache_writing import Opened, open_or_fill
@@ -23,7 +24,6 @@ from crossbow_py.data.images.decoding import decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles, scan_part
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.streamed import Key
-from crossbow_py.host import Host
 from tests.unit.data.images.pictures import truncate, write_part
 
 SHORT = 36  # some images of 40 x 32, 40 x 40 and 40 x 48 are made smaller, some not

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.images.folder import scan, scan_part
-from crossbow_py.errors import UserError
 
 
 def touch(*paths: Path) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.datasets import check_data, input_shape, split_validation, take
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.streamed import BadSample, Fetched, Key
-from crossbow_py.errors import UserError
 from tests.unit.data.images.pictures import truncate, write_part
 
 

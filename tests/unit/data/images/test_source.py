@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from crossbow_py.core.errors import UserError
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.images.source import ImageFolder
-from crossbow_py.errors import UserError
 from tests.unit.data.images.pictures import truncate, write_part
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.plugins.hparams import api_pb2, metadata
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 from crossbow_py.packing.hyperband import TrialState
 from crossbow_py.packing.report.tensorboard import (
     BEST_TAG,

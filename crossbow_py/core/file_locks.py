@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from crossbow_py.own_files import own_file
+from crossbow_py.core.own_files import own_file
 
 _held: set[TextIO] = set()  # and those about to be locked
 _changing = threading.Lock()  # a process that another thread forks is to find all open ones there

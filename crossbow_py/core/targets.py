@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.errors import UserError, one_line
+from crossbow_py.core.errors import UserError, one_line
 
 
 def import_target(key: str, path: str) -> Callable[..., Any]:

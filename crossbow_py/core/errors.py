@@ -1,4 +1,4 @@
-"""Errors with an exit code: whose mistake it was decides what the process says and returns (DESIGN: exit codes)."""
+"""Errors with an exit code: whose mistake it was decides what the process says and returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 

@@ -6,7 +6,7 @@ import platform
 
 import torch
 
-from crossbow_py.version import __version__
+from crossbow_py.core.version import __version__
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, as Linux and its file systems have it
 _LONGEST_SHOWN = 40

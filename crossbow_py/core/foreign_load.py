@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from crossbow_py.host import usable_core_ids
+from crossbow_py.core.host import usable_core_ids
 
 _STAT = Path("/proc/stat")
 # Columns of a cpuN line: user nice system idle iowait irq softirq steal; guest times are contained in user and nice.

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
-from crossbow_py.errors import UserError
+from crossbow_py.core.errors import UserError
 
 T = TypeVar("T")
 

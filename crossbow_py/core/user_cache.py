@@ -7,8 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from crossbow_py.file_writing import replacing
-from crossbow_py.own_files import read_text
+from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.own_files import read_text
 
 _MAX_KEPT = 5_000  # a few hundred layers and directions of a few networks
 

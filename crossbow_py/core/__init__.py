@@ -1,0 +1,1 @@
+"""What everything may import: settings, errors, files, locks, signals, and what the machine offers."""
