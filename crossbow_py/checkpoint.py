@@ -24,7 +24,7 @@ import torch
 
 from crossbow_py.core.errors import CheckpointError, one_line
 from crossbow_py.core.own_files import own_file
-from crossbow_py.core.settings import check, setting, written
+from crossbow_py.core.settings import check, setting
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 
 FORMAT_VERSION = 2
@@ -260,36 +260,8 @@ def holds_run(folder: Path) -> bool:
     return recorded or (folder / SUMMARY_FILE).exists() or bool(checkpoints(folder))
 
 
-def differences(saved: Any, current: Any, path: str = "") -> list[str]:
-    """`key: saved → current` for every leaf at which two plain nested values differ.
-
-    Where the `name` of something differs, that says it all: settings of different things are not compared.
-    """
-    if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        renamed = saved.get("name") != current.get("name")
-        keys = ["name"] if renamed else sorted(set(saved) | set(current), key=str)
-        nested = (differences(saved.get(k), current.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
-        return [line for lines in nested for line in lines]
-    return [] if saved == current else [f"{path}: {written(saved)} → {written(current)}"]
-
-
-def filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The old plain values, and the new ones where there are none, so that keys newer than `old` make no difference.
-
-    Settings of other things, by `name`, are left apart.
-    """
-    if old.get("name") != new.get("name"):
-        return dict(old)
-    nested = {key: filled(old[key], value) for key, value in new.items() if _are_mappings(value, old.get(key))}
-    return {**new, **old, **nested}
-
-
 def formerly(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What those of these settings that earlier versions did not have stood for then; plain nested values."""
     nested = {key: formerly(value) for key, value in settings.items() if isinstance(value, Mapping)}
     added = {key: _ADDED[key] for key in settings if key in _ADDED}
     return {key: settings[key] for key in ("name",) if key in settings} | nested | added
-
-
-def _are_mappings(*values: Any) -> bool:
-    return all(isinstance(value, Mapping) for value in values)

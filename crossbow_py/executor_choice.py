@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibrate, fingerprint, still_round
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fused_agreement import Comparison, require_agreement

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging import AveragingRule, OuterStep, Stage
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import CrossbowError, is_of_data
 from crossbow_py.data.feed import Feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.executors import EXECUTORS, Executor

@@ -13,12 +13,13 @@ from torch import nn
 from crossbow_py import checkpoint
 from crossbow_py.assembly import DataSets
 from crossbow_py.busy_cores import BusyCores
-from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, differences, filled, formerly, taking_from
+from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, formerly, taking_from
 from crossbow_py.core.errors import CentralModelError, CheckpointError, UserError
+from crossbow_py.core.plain_values import differences, filled
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.distributed.meeting import differing
 from crossbow_py.distributed.settings import DistributedSettings
+from crossbow_py.distributed.synchronisation import differing
 from crossbow_py.engine.gradient_mean import align_groups
 from crossbow_py.engine.measures import squared_distances
 from crossbow_py.engine.outer_step import mean_of_learners

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
-from crossbow_py.checkpoint import checkpoints, differences, filled, formerly, holds_run
+from crossbow_py.checkpoint import checkpoints, formerly, holds_run
 from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.core.errors import RankError, UserError, unwritable
 from crossbow_py.core.file_locks import is_locked, locked
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.own_files import check_own
+from crossbow_py.core.plain_values import differences, filled, without
 from crossbow_py.distributed.launch import LAUNCH_FILE, Launch, is_of_launch, this_launch, write_launch
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.telemetry.console import CONSOLE_LOG
@@ -213,15 +214,6 @@ def _check_unchanged(source: Path, plain: Mapping[str, Any]) -> None:
             f"resuming {source} may change only stops, logging and paths, got {', '.join(changed)}; "
             "put these back, or start a new run with another output_dir."
         )
-
-
-def without(plain: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Nested plain values without those of the dotted keys."""
-    return {
-        key: without(value, keys, f"{prefix}{key}.") if isinstance(value, Mapping) else value
-        for key, value in plain.items()
-        if f"{prefix}{key}" not in keys
-    }
 
 
 def new_folder(experiment: str) -> Path:

@@ -16,7 +16,7 @@ from crossbow_py.busy_cores import BusyCores
 from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.core.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
 from crossbow_py.core.signals import StopSignal
-from crossbow_py.distributed.meeting import Meetings, Report, agree, signal_number
+from crossbow_py.distributed.synchronisation import Meetings, Report, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
 from crossbow_py.epoch_closing import EpochCloser

@@ -339,11 +339,11 @@ def evaluate_with_a_broken_metric(ranks: Ranks, options: dict[str, Any]) -> Ende
 
 def check_alike_on(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]) -> str:
     """What a rank is told that was started with another configuration or another source than the others."""
-    from crossbow_py import alike  # noqa: PLC0415  of this process alone
+    from crossbow_py.distributed import rank_agreement  # noqa: PLC0415  of this process alone
 
-    code = alike._code()
-    alike._code = lambda: {**code, "source": codes[ranks.rank]}
-    alike.check_alike(configs[ranks.rank], ranks)
+    code = rank_agreement._code()
+    rank_agreement._code = lambda: {**code, "source": codes[ranks.rank]}
+    rank_agreement.check_alike(configs[ranks.rank], ranks)
     return "alike"
 
 

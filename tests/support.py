@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, AveragingRule, Stage
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feeds import Feed, make_feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.optimizers import SGD, Optimizer

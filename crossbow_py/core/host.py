@@ -11,6 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+_MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 _UNLIMITED = 2**60  # what control groups of version 1 say for no limit is near 2**63
 
 
@@ -139,3 +143,13 @@ def _free_bytes(folder: Path) -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
+
+
+def prepare_environment() -> None:
+    """Ask for 32 hardware queues, the most there are, unless the user has set another number.
+
+    With CUDA's default of 8, streams beyond the eighth wait for each other. CUDA reads the number once, so this
+    belongs before anything else touches CUDA; after that nothing is done.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.setdefault(_MAX_CONNECTIONS, "32")

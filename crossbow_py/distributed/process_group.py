@@ -22,14 +22,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
 from crossbow_py.core.errors import CrossbowError, RankLostError, UserError, one_line
-from crossbow_py.core.host import read_host
+from crossbow_py.core.host import prepare_environment, read_host
+from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from crossbow_py.distributed.launch import end_with_launcher
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
-from crossbow_py.engine.executors.device_streams import prepare_environment
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _START_S = 1800.0  # for all ranks to come, and to connect

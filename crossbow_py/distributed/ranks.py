@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import CrossbowError, RankError
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.watch import Watch
 
 

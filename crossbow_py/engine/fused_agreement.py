@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import Independent
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.agreement import (
     Difference,
     backward_hook,

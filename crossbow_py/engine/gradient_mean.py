@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean
+from crossbow_py.distributed.collective import Collective
 
 if TYPE_CHECKING:
     from crossbow_py.engine.replicas import ReplicaBank

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import OuterStep
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.layout import Rows
 from crossbow_py.engine.replicas import ReplicaBank

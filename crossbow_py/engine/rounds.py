@@ -14,10 +14,10 @@ from typing import NamedTuple, assert_never
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.labels import counted
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.compiled import CompiledModels, Model
 from crossbow_py.engine.dropout import OwnDraws, counter_seed
 from crossbow_py.engine.gradient_mean import average_gradients

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from crossbow_py.averaging import Independent
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident import STREAM, ResidentFeed, Variant
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.dropout import set_dropout_rate
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.optimizers import side_by_side

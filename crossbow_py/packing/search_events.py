@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossbow_py.checkpoint import filled, formerly
+from crossbow_py.checkpoint import formerly
+from crossbow_py.core.plain_values import filled
 from crossbow_py.packing.hyperband import Bracket, TrialState
 from crossbow_py.packing.space import Space
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from crossbow_py.averaging import Independent
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.calibration import Calibration, Candidate, Effort, calibrate
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update_choice import choose_update

@@ -9,10 +9,10 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
+from crossbow_py.core.plain_values import differing
 from crossbow_py.core.settings import written
 from crossbow_py.core.version import __version__
 from crossbow_py.run_report.charts import Chart, colour
-from crossbow_py.run_report.differences import differing
 from crossbow_py.run_report.figures import alike, figures
 from crossbow_py.run_report.reading import RunRecord, number
 

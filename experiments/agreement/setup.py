@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feeds import make_feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.fused_agreement import trusted_pass
 from crossbow_py.engine.fused_pass import FusedPass
 from crossbow_py.engine.optimizers import SGD

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, Stage
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import one_line
 from crossbow_py.data.feeds import make_feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.optimizers import SGD

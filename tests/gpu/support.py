@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors.device_streams import CudaStreams
 from crossbow_py.engine.optimizers import SGD
 from crossbow_py.engine.precision import FP64

@@ -11,8 +11,8 @@ from torch import nn
 
 from crossbow_py import SGD, Augmentation, CheckpointSettings
 from crossbow_py.averaging import SMA
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.data.feeds import make_feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.optimizers import AdamW
 from crossbow_py.engine.precision import BF16, FP32, FP64

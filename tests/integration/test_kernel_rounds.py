@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import LearnerError
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.subarrays import TwoSubArrays

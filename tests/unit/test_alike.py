@@ -6,10 +6,10 @@ import copy
 
 import pytest
 
-from crossbow_py import alike
-from crossbow_py.alike import check_alike
 from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.core.errors import RankError, UserError
+from crossbow_py.distributed import rank_agreement
+from crossbow_py.distributed.rank_agreement import check_alike
 from crossbow_py.distributed.ranks import ALONE
 from tests.thread_ranks import on_threads
 
@@ -70,7 +70,7 @@ def test_many_differences_are_cut_short():
 
 @pytest.mark.parametrize(("key", "value"), [("source", "0123456789ab"), ("torch", "2.0.0"), ("python", "3.9.9")])
 def test_other_code_on_one_rank_is_refused_with_what_differs(key, value, monkeypatch):
-    own = alike._code()
+    own = rank_agreement._code()
 
     def check_other(ranks):
         check_alike(CONFIG, ranks)
@@ -81,7 +81,7 @@ def test_other_code_on_one_rank_is_refused_with_what_differs(key, value, monkeyp
         calls.append(key)
         return {**own, key: value} if len(calls) == 1 else own
 
-    monkeypatch.setattr(alike, "_code", code)
+    monkeypatch.setattr(rank_agreement, "_code", code)
     found = on_threads(check_other, 2)
     assert {type(each) for each in found} == {UserError, RankError}
     first, second = found
@@ -96,13 +96,13 @@ def test_code_hash_changes_with_any_source_file(monkeypatch, tmp_path):
     (package / "alike.py").write_text("a = 1\n")
     (package / "inner" / "b.py").write_text("b = 1\n")
     (package / "notes.txt").write_text("not code")
-    monkeypatch.setattr(alike, "__file__", str(package / "alike.py"))
-    hashes = [alike._code()["source"]]
-    assert hashes[0] == alike._code()["source"]
+    monkeypatch.setattr(rank_agreement, "__file__", str(package / "alike.py"))
+    hashes = [rank_agreement._code()["source"]]
+    assert hashes[0] == rank_agreement._code()["source"]
     (package / "notes.txt").write_text("still not")
-    assert alike._code()["source"] == hashes[0]
+    assert rank_agreement._code()["source"] == hashes[0]
     (package / "inner" / "b.py").write_text("b = 2\n")
-    hashes.append(alike._code()["source"])
+    hashes.append(rank_agreement._code()["source"])
     (package / "inner" / "b.py").rename(package / "inner" / "c.py")
-    hashes.append(alike._code()["source"])
+    hashes.append(rank_agreement._code()["source"])
     assert len(set(hashes)) == 3

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, DiLoCo, LocalSGD, SynchronousSGD
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import LearnerError
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.reporter import Reporter, run_info
 from crossbow_py.round_runner import RoundRunner
 from crossbow_py.telemetry.throughput import ThroughputMeter

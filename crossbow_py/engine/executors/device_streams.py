@@ -7,7 +7,6 @@ order of launches, records and waits on a machine without a GPU (`tests/recordin
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -28,18 +27,7 @@ Pool = Any
 
 Body = Callable[[], None]
 
-_MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _HIGH_PRIORITY = -1  # lower numbers go first; learners have 0
-
-
-def prepare_environment() -> None:
-    """Ask for 32 hardware queues, the most there are, unless the user has set another number.
-
-    With CUDA's default of 8, streams beyond the eighth wait for each other. CUDA reads the number once, so this
-    belongs before anything else touches CUDA; after that nothing is done.
-    """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        os.environ.setdefault(_MAX_CONNECTIONS, "32")
 
 
 class DeviceStreams(ABC):

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from crossbow_py.averaging.collective import Collective, ProcessGroupCollective
+from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from tests import rank_jobs
 from tests.ranks import on_ranks
 

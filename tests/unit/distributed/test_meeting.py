@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossbow_py.distributed.meeting import (
+from crossbow_py.distributed.synchronisation import (
     Agreed,
     Meetings,
     Report,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from crossbow_py.averaging import SMA
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import LearnerError, RankLostError
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.fused import FusedExecutor

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import GradientMean, GroupedSMA, SynchronousSGD
-from crossbow_py.averaging.collective import Collective
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from crossbow_py.averaging import SMA
-from crossbow_py.averaging.collective import Collective
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor

@@ -12,8 +12,9 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError, UserError
+from crossbow_py.core.host import prepare_environment
 from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.device_streams import CudaStreams, prepare_environment
+from crossbow_py.engine.executors.device_streams import CudaStreams
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.optimizers import SGD, AdamW

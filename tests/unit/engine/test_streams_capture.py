@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import LearnerError, UserError
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.device_tasks import DeviceTasks
 from crossbow_py.engine.executors.device_streams import CudaStreams
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, AveragingRule, LocalSGD
-from crossbow_py.averaging.collective import Collective
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.average_ema import AverageEMA
 from crossbow_py.engine.layout import Order
 from crossbow_py.engine.optimizers import SGD

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from crossbow_py.averaging import SMA
-from crossbow_py.averaging.collective import Collective
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, Feed
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.precision import BF16, FP32, Precision
 from crossbow_py.engine.replicas import ReplicaBank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossbow_py.run_report.differences import differing
+from crossbow_py.core.plain_values import differing
 
 
 def test_keys_that_are_alike_or_of_the_folder_are_left_out() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.checkpoint import differences
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.plain_values import differences
 from crossbow_py.core.versions import versions
 from crossbow_py.distributed.ranks import Ranks
 
@@ -39,7 +39,7 @@ def check_alike(config: Mapping[str, Any], ranks: Ranks) -> None:
 
 def _code() -> dict[str, str]:
     digest = hashlib.sha256()
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
         digest.update(str(path.relative_to(package)).encode())
         digest.update(path.read_bytes())

@@ -1,0 +1,58 @@
+"""Plain nested values, as a configuration is written: compare them, fill them up, leave keys out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from crossbow_py.core.settings import written
+
+# Where a run was written, which is not what it was.
+_PATHS = frozenset({"output_dir", "resume", "data.root", "data.cache_dir"})
+
+
+def differences(saved: Any, current: Any, path: str = "") -> list[str]:
+    """`key: saved → current` for every leaf at which two plain nested values differ.
+
+    Where the `name` of something differs, that says it all: settings of different things are not compared.
+    """
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        renamed = saved.get("name") != current.get("name")
+        keys = ["name"] if renamed else sorted(set(saved) | set(current), key=str)
+        nested = (differences(saved.get(k), current.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
+        return [line for lines in nested for line in lines]
+    return [] if saved == current else [f"{path}: {written(saved)} → {written(current)}"]
+
+
+def filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the old plain values, filled up with new ones, so that keys newer than `old` make no difference.
+
+    Settings of other things, by `name`, are left apart.
+    """
+    if old.get("name") != new.get("name"):
+        return dict(old)
+    nested = {key: filled(old[key], value) for key, value in new.items() if _are_mappings(value, old.get(key))}
+    return {**new, **old, **nested}
+
+
+def _are_mappings(*values: Any) -> bool:
+    return all(isinstance(value, Mapping) for value in values)
+
+
+def without(plain: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return nested plain values without those of the dotted keys."""
+    return {
+        key: without(value, keys, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        for key, value in plain.items()
+        if f"{prefix}{key}" not in keys
+    }
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return, for every key on which runs differ, the value of each run; `–` where a run has no such key.
+
+    Keys that only the rules or models of some runs have are included.
+    """
+    keys = dict.fromkeys(key for config in configs for key in config if key not in _PATHS)
+    found = {key: [written(config[key]) if key in config else "–" for config in configs] for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}
