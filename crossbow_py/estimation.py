@@ -14,10 +14,10 @@ from torch import nn
 from crossbow_py.config import EstimateConfig
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import Host, read_host
-from crossbow_py.data.base import Declared
 from crossbow_py.data.datasets import Data, as_pair, num_samples
-from crossbow_py.data.images.source import ImageFolder
-from crossbow_py.data.inputs import num_picks
+from crossbow_py.data.resident.inputs import num_picks
+from crossbow_py.data.sources.base import Declared
+from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor

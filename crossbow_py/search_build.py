@@ -25,7 +25,7 @@ from crossbow_py.core.versions import versions
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.labels import Classes
-from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.dropout import counter_seed
 from crossbow_py.engine.label_smoothing import IGNORED

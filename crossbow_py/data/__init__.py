@@ -1,1 +1,1 @@
-"""Data: sources and downloads, sample order, augmentation, and the feeds that give batches to learners."""
+"""Data: sources, the order of samples, augmentation, and the feeds that give batches to learners."""

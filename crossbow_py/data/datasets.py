@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.data.randomness import permutation
-from crossbow_py.data.streamed import StreamedData
+from crossbow_py.data.streaming.streamed_data import StreamedData
 
 
 class MapStyleDataset(Protocol):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.inputs import MemoryOrder, Rounded
 from crossbow_py.data.labels import Classes
+from crossbow_py.data.resident.inputs import MemoryOrder, Rounded
 
 
 class Batch(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, PickedFeed
-from crossbow_py.data.inputs import MemoryOrder
+from crossbow_py.data.resident.inputs import MemoryOrder
 from crossbow_py.engine.device_tasks import LOSS, NUM_CORRECT, RoundValues, average_gated
 from crossbow_py.engine.device_update import AllLearners
 from crossbow_py.engine.dropout import MaskTape

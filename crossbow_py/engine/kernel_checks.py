@@ -37,9 +37,9 @@ def _failure(family: Family, device: torch.device, dtype: torch.dtype) -> str | 
 
 
 def _check_batches(device: torch.device, dtype: torch.dtype) -> None:
-    from crossbow_py.kernels import images  # noqa: PLC0415  Triton is known to be there
+    from crossbow_py.data.resident.resident_feed import image_kernels  # noqa: PLC0415  Triton is known to be there
 
-    images.check(device, dtype)
+    image_kernels.check(device, dtype)
 
 
 def _check_loss(device: torch.device, dtype: torch.dtype) -> None:

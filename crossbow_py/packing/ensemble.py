@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.inputs import rounded_integer
+from crossbow_py.data.resident.inputs import rounded_integer
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.precision import PrecisionName, choose_device, choose_precision

@@ -13,7 +13,7 @@ from torch import nn
 
 from crossbow_py.averaging import Independent
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.resident import STREAM, ResidentFeed, Variant
+from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.dropout import set_dropout_rate
 from crossbow_py.engine.executors import EXECUTORS, Executor

@@ -12,7 +12,7 @@ from torch import nn
 
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.datasets import MapStyleDataset
-from crossbow_py.data.streamed import Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import Key, StreamedData
 from crossbow_py.engine.intra_op import intra_op_threads
 from crossbow_py.engine.precision import cast_module
 from crossbow_py.sizing.job import Job, Sample

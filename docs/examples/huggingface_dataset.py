@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from crossbow_py import SGD, Trainer
-from crossbow_py.data.digits import Digits
+from crossbow_py.data.sources.digits import Digits
 
 
 class Rows(Protocol):

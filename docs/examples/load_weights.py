@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from crossbow_py import SGD, Trainer
-from crossbow_py.data.digits import Digits
+from crossbow_py.data.sources.digits import Digits
 
 RUN = Path("runs/load_weights")
 

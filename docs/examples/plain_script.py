@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py import SGD, Trainer
-from crossbow_py.data.digits import Digits
+from crossbow_py.data.sources.digits import Digits
 
 BATCH_SIZE, EPOCHS = 16, 5
 

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from crossbow_py import SGD, Trainer
-from crossbow_py.data.digits import Digits
+from crossbow_py.data.sources.digits import Digits
 
 
 class TinyNet(nn.Module):

@@ -18,8 +18,8 @@ from crossbow_py import SGD, Augmentation, Independent, Trainer
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.foreign_load import foreign_share
 from crossbow_py.data.images.image_data import ImageFolderData
-from crossbow_py.data.images.source import ImageFolder
-from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.data.sources.image_folder import ImageFolder
+from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.supply import WorkerSupply
 from experiments.common.windows import Mark, Window, load_with_ended, window_of
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.data.digits import Digits
+from crossbow_py.data.sources.digits import Digits
 
 NUM_SAMPLES = Digits.NUM_TRAIN
 _HIDDEN = 256  # as model=mlp

@@ -16,8 +16,8 @@ import torch
 
 from crossbow_py.config import compose
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
-from crossbow_py.data.base import DataSource
 from crossbow_py.data.datasets import as_pair
+from crossbow_py.data.sources.base import DataSource
 from crossbow_py.engine.denormals import flush_denormals
 from crossbow_py.engine.precision import FP32
 from crossbow_py.packing.search_events import SearchListener

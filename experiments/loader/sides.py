@@ -20,8 +20,8 @@ from crossbow_py.core.host import usable_core_ids
 from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import encoded_size
 from crossbow_py.data.images.image_data import ImageFolderData
-from crossbow_py.data.loader import Loader, fetched_or_raise
-from crossbow_py.data.streamed import Key
+from crossbow_py.data.streaming.loader import Loader, fetched_or_raise
+from crossbow_py.data.streaming.streamed_data import Key
 
 BATCH = 32
 SEED = 0

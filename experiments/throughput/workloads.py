@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.cifar import Cifar10
 from crossbow_py.data.datasets import as_pair
-from crossbow_py.data.mnist import Mnist
 from crossbow_py.data.sources import DataSource, SourceSettings
-from crossbow_py.data.synthetic import Synthetic
+from crossbow_py.data.sources.cifar import Cifar10
+from crossbow_py.data.sources.mnist import Mnist
+from crossbow_py.data.sources.synthetic import Synthetic
 from crossbow_py.models import MODELS
 
 # Every side keeps its own padded copy of the images, so no more of them than an epoch of several seconds needs.

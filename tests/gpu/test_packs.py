@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from crossbow_py import SGD, Augmentation, run_settings
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.memory import free_memory
 from crossbow_py.engine.precision import FP32, FP64, Precision

@@ -16,14 +16,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crossbow_py.kernels import batch_norm, convolution, cross_entropy, images, statistics, update
+from crossbow_py.data.resident.resident_feed import image_kernels
+from crossbow_py.kernels import batch_norm, convolution, cross_entropy, statistics, update
 from crossbow_py.kernels.geometry import Geometry
 
 _TYPES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",
     torch.uint8: "*u8",
 }  # fmt: skip
-MODULES = (batch_norm, convolution, cross_entropy, images, update)
+MODULES = (batch_norm, convolution, cross_entropy, image_kernels, update)
 
 
 def compiled(kernel, grid, *arguments, **constants):
@@ -69,11 +70,11 @@ def call_all():
     classes = torch.zeros(8, 16, dtype=torch.int64)
     cross_entropy.cross_entropy_of_learners(torch.zeros(8, 16, 10, dtype=torch.bfloat16), classes)
     pixels, values = torch.zeros(4 * 40 * 40, 3, dtype=torch.uint8), torch.zeros(256, 3, dtype=torch.bfloat16)
-    table = images.PixelTable(pixels, 40, values)
+    table = image_kernels.PixelTable(pixels, 40, values)
     batch = torch.zeros(8, 16, 32, 32, 3, dtype=torch.bfloat16).permute(0, 1, 4, 2, 3)
     targets = torch.zeros(4, dtype=torch.int64)
     for num_picks in (3, 7):
-        images.gather_images(table, torch.zeros(num_picks, 128, dtype=torch.int64), batch, targets, classes)
+        image_kernels.gather_images(table, torch.zeros(num_picks, 128, dtype=torch.int64), batch, targets, classes)
     call_updates(cpu)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from crossbow_py.checkpoint import MANIFEST, checkpoints, find_newest, part_name
-from crossbow_py.data.digits import Digits
+from crossbow_py.data.sources.digits import Digits
 from crossbow_py.telemetry.records import read_summary
 from experiments.faults.campaign import Campaign, figures
 from experiments.faults.folder import resumed_from

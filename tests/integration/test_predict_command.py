@@ -22,8 +22,8 @@ from crossbow_py import Ensemble, load_models, train
 from crossbow_py.config import TrainConfig
 from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.base import Declared
-from crossbow_py.data.digits import Digits
+from crossbow_py.data.sources.base import Declared
+from crossbow_py.data.sources.digits import Digits
 from crossbow_py.help_text import help_text
 from crossbow_py.predict import main
 from crossbow_py.predict_config import PredictConfig

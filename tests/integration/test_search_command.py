@@ -19,9 +19,9 @@ from crossbow_py import search_build
 from crossbow_py.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
-from crossbow_py.data.digits import Digits
-from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
+from crossbow_py.data.sources.digits import Digits
 from crossbow_py.packing import roster, study
 from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.search_events import TrialRecord

@@ -33,7 +33,7 @@ from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.worker_processes import leave_signals_to_the_run, quiet_start, start_method
+from crossbow_py.data.streaming.worker_processes import leave_signals_to_the_run, quiet_start, start_method
 
 _POLL_S = 0.5  # how often one looks whether workers are well
 _CHUNK = 32  # files a worker takes at a time

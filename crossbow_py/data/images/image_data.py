@@ -21,7 +21,7 @@ from crossbow_py.data.images.decoding import (
     shrunk,
 )
 from crossbow_py.data.images.folder import ImageFiles
-from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
 
 
 class ImageFolderData(StreamedData):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.cifar import Cifar10, Cifar100, PublishedBatch
+from crossbow_py.data.sources.cifar import Cifar10, Cifar100, PublishedBatch
 
 from .files import cifar10_batches, cifar_archive, cifar_batches, write_cifar
 

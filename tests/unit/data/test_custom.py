@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.custom import Custom
+from crossbow_py.data.sources.custom import Custom
 
 MODULE = """
 import numpy, torch

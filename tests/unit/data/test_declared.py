@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.base import Declared, SourceSettings
-from crossbow_py.data.cifar import Cifar10, Cifar100
-from crossbow_py.data.custom import Custom
 from crossbow_py.data.datasets import num_samples
-from crossbow_py.data.digits import Digits
-from crossbow_py.data.images.source import ImageFolder
-from crossbow_py.data.mnist import FashionMnist, Mnist
-from crossbow_py.data.synthetic import Synthetic
+from crossbow_py.data.sources.base import Declared, SourceSettings
+from crossbow_py.data.sources.cifar import Cifar10, Cifar100
+from crossbow_py.data.sources.custom import Custom
+from crossbow_py.data.sources.digits import Digits
+from crossbow_py.data.sources.image_folder import ImageFolder
+from crossbow_py.data.sources.mnist import FashionMnist, Mnist
+from crossbow_py.data.sources.synthetic import Synthetic
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_declared_of_a_folder_with_many_images_does_not_count_them_all(
     for image in range(4):
         (tmp_path / "train" / f"{image}").mkdir(parents=True)
         (tmp_path / "train" / f"{image}" / "1.jpg").touch()
-    monkeypatch.setattr("crossbow_py.data.images.source._MOST_COUNTED", 3)
+    monkeypatch.setattr("crossbow_py.data.sources.image_folder._MOST_COUNTED", 3)
     assert ImageFolder(folder=str(tmp_path), size=64).declared() == Declared((3, 64, 64), 4, None, None, resident=False)
 
 

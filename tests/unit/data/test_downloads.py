@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.cifar import Cifar10
-from crossbow_py.data.downloads import PublishedFile, data_folders, download, find
-from crossbow_py.data.images.source import ImageFolder
-from crossbow_py.data.mnist import Mnist
+from crossbow_py.data.sources.cifar import Cifar10
+from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download, find
+from crossbow_py.data.sources.image_folder import ImageFolder
+from crossbow_py.data.sources.mnist import Mnist
 
 from .files import cifar10_batches, cifar_archive, write_cifar
 

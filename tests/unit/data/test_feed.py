@@ -20,10 +20,10 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed, PickedFeed
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.data.inputs import MemoryOrder
-from crossbow_py.data.resident import STREAM, ResidentFeed, Variant
+from crossbow_py.data.resident.inputs import MemoryOrder
+from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from tests.triton_version import has_interpreter
 
 N, SEED = 23, 11

@@ -12,7 +12,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Batch, PickedFeed
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.data.resident import STREAM, ResidentFeed, Variant
+from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from tests.triton_version import has_interpreter
 
 N, SEED = 23, 11

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.mnist import FashionMnist, Mnist, read_idx
+from crossbow_py.data.sources.mnist import FashionMnist, Mnist, read_idx
 
 from .files import idx, write_mnist
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.pickles import read_pickle
+from crossbow_py.data.sources.pickles import read_pickle
 
 
 class Calls:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from crossbow_py.data.positions import RankPositions, joins
+from crossbow_py.data.streaming.positions import RankPositions, joins
 from tests.unit.data.streams import counted_out
 
 B = 4

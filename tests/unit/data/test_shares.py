@@ -14,10 +14,10 @@ import torch
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.data.positions import RankPositions
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
-from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.data.streaming.positions import RankPositions
+from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.sizing.memory import staged_batches
 from tests.unit.data.streams import closed, counted_out, same
 

@@ -14,9 +14,9 @@ from torch.utils.data import Subset, TensorDataset
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping, to_mapping
 from crossbow_py.data.datasets import split_validation
-from crossbow_py.data.digits import Digits
 from crossbow_py.data.sources import SOURCES
-from crossbow_py.data.synthetic import Synthetic
+from crossbow_py.data.sources.digits import Digits
+from crossbow_py.data.sources.synthetic import Synthetic
 
 CONF = Path(__file__).parents[3] / "conf" / "data"
 

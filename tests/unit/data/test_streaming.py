@@ -22,10 +22,10 @@ from crossbow_py.core.errors import BadSampleError, DataError, UserError
 from crossbow_py.data.augmentation import Augmentation, Flip
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.data.loader import Loaded, fetched_or_raise
 from crossbow_py.data.sampler import epoch_order
-from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
-from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.data.streaming.loader import Loaded, fetched_or_raise
+from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from crossbow_py.sizing.memory import staged_batches
 from tests.unit.data.streams import closed, same
 

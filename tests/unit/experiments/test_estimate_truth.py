@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.preparation import Preparation
-from crossbow_py.data.streamed import Fetched, StreamedData
-from crossbow_py.data.streaming import StreamingFeed
+from crossbow_py.data.streaming.preparation import Preparation
+from crossbow_py.data.streaming.streamed_data import Fetched, StreamedData
+from crossbow_py.data.streaming.streaming_feed import StreamingFeed
 from experiments.common.rounds import Rounds, Setup
 from experiments.estimate.relay import run_in_step
 from experiments.estimate.searching import doubling_search, largest

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import strategies as st
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data import downloads
-from crossbow_py.data.cifar import Cifar10
 from crossbow_py.data.images.cache import ImageCache
-from crossbow_py.data.mnist import Mnist, read_idx
-from crossbow_py.data.pickles import read_pickle
+from crossbow_py.data.sources import downloads
+from crossbow_py.data.sources.cifar import Cifar10
+from crossbow_py.data.sources.mnist import Mnist, read_idx
+from crossbow_py.data.sources.pickles import read_pickle
 from tests.unit.data.files import cifar10_batches, cifar_archive, idx, write_cifar, write_mnist
 from tests.unit.fuzz.examining import damaged, depths, examine, memory_of_at_most
 

@@ -10,7 +10,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.core import triton_launch
-from crossbow_py.kernels import batch_norm, convolution, cross_entropy, images, update
+from crossbow_py.data.resident.resident_feed import image_kernels
+from crossbow_py.kernels import batch_norm, convolution, cross_entropy, update
 
 # Views are known by their schema; these allocate, or look at tensors without launching anything.
 _NO_LAUNCH = {
@@ -46,7 +47,7 @@ def _is_interpreting():
 def kernels_that_do_nothing():
     """Kernels are recorded and not run: what they would write stays as it was. For counting at full size."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (batch_norm, convolution, cross_entropy, images, update):
+        for module in (batch_norm, convolution, cross_entropy, image_kernels, update):
             patch.setattr(module, "launch", _only_record)
         yield
 

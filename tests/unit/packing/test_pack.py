@@ -14,7 +14,7 @@ from torch import nn
 
 from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer, run_settings
 from crossbow_py.data.feeds import Feed, make_feed
-from crossbow_py.data.resident import ResidentFeed
+from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks

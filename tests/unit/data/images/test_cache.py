@@ -23,7 +23,7 @@ from crossbow_py.data.images.cache_writing import Opened, open_or_fill
 from crossbow_py.data.images.decoding import decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles, scan_part
 from crossbow_py.data.images.image_data import ImageFolderData
-from crossbow_py.data.streamed import Key
+from crossbow_py.data.streaming.streamed_data import Key
 from tests.unit.data.images.pictures import truncate, write_part
 
 SHORT = 36  # some images of 40 x 32, 40 x 40 and 40 x 48 are made smaller, some not

@@ -16,7 +16,7 @@ from crossbow_py.data.images.crops import random_resized_box
 from crossbow_py.data.images.decoding import centre_cropped, crop_resized, decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.images.image_data import ImageFolderData
-from crossbow_py.data.streamed import BadSample, Fetched, Key
+from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key
 from tests.unit.data.images.pictures import truncate, write_part
 
 

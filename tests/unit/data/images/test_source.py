@@ -8,7 +8,7 @@ import pytest
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.images.image_data import ImageFolderData
-from crossbow_py.data.images.source import ImageFolder
+from crossbow_py.data.sources.image_folder import ImageFolder
 from tests.unit.data.images.pictures import truncate, write_part
 
 

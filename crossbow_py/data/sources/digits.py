@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from crossbow_py.data.base import PublishedSettings
 from crossbow_py.data.datasets import Data, Pair
+from crossbow_py.data.sources.base import PublishedSettings
 
 # Of every class each sixth sample, in the file's order, is for testing: 1,501 + 296 samples.
 _TEST_EVERY = 6
@@ -35,7 +35,7 @@ class Digits(PublishedSettings):
 
     def read(self, progress: bool) -> tuple[Data, Data]:
         """(train, test), split by class and place in the file: the same on every machine."""
-        with (files("crossbow_py.data") / "assets" / "digits.npz").open("rb") as file, np.load(file) as arrays:
+        with (files("crossbow_py.data.sources") / "assets" / "digits.npz").open("rb") as file, np.load(file) as arrays:
             images, labels = arrays["images"], arrays["labels"].astype(np.int64)
         testing = _rank_in_class(labels) % _TEST_EVERY == _TEST_EVERY - 1
         return _pair(images[~testing], labels[~testing]), _pair(images[testing], labels[testing])

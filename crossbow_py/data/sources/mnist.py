@@ -15,9 +15,9 @@ import torch
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.settings import setting
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
-from crossbow_py.data.base import DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
-from crossbow_py.data.downloads import REPLACE, PublishedFile, data_folders, download, find, read_file, unpacked
+from crossbow_py.data.sources.base import DownloadedSettings
+from crossbow_py.data.sources.downloads import REPLACE, PublishedFile, data_folders, download, find, read_file, unpacked
 
 _IMAGES, _LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 _UNSIGNED_BYTE = 0x08

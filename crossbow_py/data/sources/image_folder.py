@@ -10,12 +10,12 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.settings import setting
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
-from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.datasets import Data
-from crossbow_py.data.downloads import data_folders, find
 from crossbow_py.data.images.cache_writing import Opened, open_or_fill
 from crossbow_py.data.images.folder import ImageFiles, count, scan
 from crossbow_py.data.images.image_data import ImageFolderData
+from crossbow_py.data.sources.base import Declared, SourceSettings
+from crossbow_py.data.sources.downloads import data_folders, find
 
 # Of ImageNet's training images, as everyone uses them.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

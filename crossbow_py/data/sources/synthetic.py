@@ -13,9 +13,9 @@ import torch
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import read_host
 from crossbow_py.core.settings import setting
-from crossbow_py.data.base import Declared, SourceSettings
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.randomness import raw_words
+from crossbow_py.data.sources.base import Declared, SourceSettings
 
 # The mean of two independent uniform bytes: 0.5, and (1/√12)/√2 = 0.204.
 _MEAN, _STD = 0.5, 0.2041

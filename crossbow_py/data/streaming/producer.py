@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from crossbow_py.data.loader import Loaded, Loader
-from crossbow_py.data.positions import Positions, joins
+from crossbow_py.data.streaming.loader import Loaded, Loader
+from crossbow_py.data.streaming.positions import Positions, joins
 
 T = TypeVar("T")
 

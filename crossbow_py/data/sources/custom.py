@@ -11,8 +11,8 @@ from torch.utils.data import Subset
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
 from crossbow_py.core.targets import call_target
-from crossbow_py.data.base import SourceSettings
 from crossbow_py.data.datasets import Data, as_pair, check_data, has_integers
+from crossbow_py.data.sources.base import SourceSettings
 
 _MOST_CLASSES = 2**24  # whoever has more has given numbers that are no classes
 

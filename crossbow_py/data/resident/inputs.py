@@ -292,6 +292,6 @@ class ImageInputs(ResidentInputs):
 
 def _image_kernel(images: PaddedImages, normalise: PixelNormaliser) -> Fill:
     # Triton is there where kernels were asked for; on other machines this module must still be importable.
-    from crossbow_py.kernels.images import PixelTable, gather_images  # noqa: PLC0415
+    from crossbow_py.data.resident.image_kernels import PixelTable, gather_images  # noqa: PLC0415
 
     return partial(gather_images, PixelTable(images.pixels, images.row, normalise.table()))

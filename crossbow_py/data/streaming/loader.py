@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from crossbow_py.core.errors import BadDataError, DataError, UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
-from crossbow_py.data.inputs import Rounded, rounded_integer
 from crossbow_py.data.labels import Classes
-from crossbow_py.data.streamed import Fetched, Key, StreamedData
-from crossbow_py.data.worker_processes import (
+from crossbow_py.data.resident.inputs import Rounded, rounded_integer
+from crossbow_py.data.streaming.streamed_data import Fetched, Key, StreamedData
+from crossbow_py.data.streaming.worker_processes import (
     leave_signals_to_the_run,
     quiet_start,
     says_no_shared_memory,

@@ -22,14 +22,14 @@ from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.data.augmentation import Augmentation, Ids, flipped
 from crossbow_py.data.epoch_cache import EpochCache
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.data.inputs import is_image_batch
 from crossbow_py.data.labels import Classes
-from crossbow_py.data.loader import Loaded, Loader, Needs, fetched_or_raise
-from crossbow_py.data.positions import Positions, RankPositions
-from crossbow_py.data.preparation import Preparation
-from crossbow_py.data.producer import Ahead, Producer, Shelf
+from crossbow_py.data.resident.inputs import is_image_batch
 from crossbow_py.data.sampler import cut_up, epoch_order, segments
-from crossbow_py.data.streamed import BadSample, Fetched, Key, StreamedData
+from crossbow_py.data.streaming.loader import Loaded, Loader, Needs, fetched_or_raise
+from crossbow_py.data.streaming.positions import Positions, RankPositions
+from crossbow_py.data.streaming.preparation import Preparation
+from crossbow_py.data.streaming.producer import Ahead, Producer, Shelf
+from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
 
 _EVALUATION_CHUNK = 16  # samples a worker makes at a time, so that a small test set keeps all of them busy
 

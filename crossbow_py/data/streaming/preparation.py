@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.data.augmentation import flipped
-from crossbow_py.data.inputs import is_clip_batch, is_image_batch
 from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
+from crossbow_py.data.resident.inputs import is_clip_batch, is_image_batch
 
 
 class Preparation:

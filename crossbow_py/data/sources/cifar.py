@@ -19,9 +19,9 @@ import torch
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
-from crossbow_py.data.base import CROP_HELP, DownloadedSettings
 from crossbow_py.data.datasets import Data, Pair
-from crossbow_py.data.downloads import (
+from crossbow_py.data.sources.base import CROP_HELP, DownloadedSettings
+from crossbow_py.data.sources.downloads import (
     REPLACE,
     PublishedFile,
     check_published,
@@ -31,7 +31,7 @@ from crossbow_py.data.downloads import (
     read_file,
     unpacked,
 )
-from crossbow_py.data.pickles import read_pickle
+from crossbow_py.data.sources.pickles import read_pickle
 
 _SHAPE = (3, 32, 32)
 

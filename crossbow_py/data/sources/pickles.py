@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.downloads import REPLACE
+from crossbow_py.data.sources.downloads import REPLACE
 
 
 class _RefusedError(Exception):

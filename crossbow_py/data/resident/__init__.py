@@ -1,0 +1,1 @@
+"""Data sets that live on the device: made into batches there, in the thread that asks."""
