@@ -22,7 +22,7 @@ from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.packing.ensemble import Ensemble
 from crossbow_py.reporter import Result
 from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step

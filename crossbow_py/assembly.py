@@ -17,14 +17,14 @@ from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.normalisation import Normalisation
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.engine.average_ema import AverageEMA
-from crossbow_py.engine.dropout import counter_seed
-from crossbow_py.engine.kernel_checks import serves
-from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.precision import FP32, Precision
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.average_ema import AverageEMA
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.kernels.checks import serves
+from crossbow_py.engine.modules.dropout import counter_seed
+from crossbow_py.engine.modules.precision import FP32, Precision
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
 from crossbow_py.executor_choice import new_bank, settle_executor
 from crossbow_py.learner_bound import learner_bound

@@ -26,9 +26,9 @@ from crossbow_py.core.errors import CrossbowError, UserError, text_of
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_host_state
 from crossbow_py.core.user_cache import Remembered
+from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.rounds import Round
 
 _BUDGET_S = 8.0

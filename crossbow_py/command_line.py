@@ -33,8 +33,8 @@ from crossbow_py.core.given_path import given_path
 from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.core.standard_streams import print_line, standard_streams
-from crossbow_py.engine.denormals import flushed_denormals
-from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.help_text import help_text, list_text
 from crossbow_py.overrides import expand_sweeps
 from crossbow_py.recorded_config import composed

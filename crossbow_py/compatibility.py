@@ -11,8 +11,8 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.process_group import launched
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.losses import settled_loss, untrained
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import Schedule

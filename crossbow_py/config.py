@@ -36,13 +36,13 @@ from crossbow_py.core.settings import check_no_group_left_out, from_mapping, set
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.executors import check_name
-from crossbow_py.engine.optimizers import OPTIMIZERS
+from crossbow_py.engine.sizing.units import parse_bytes
+from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
 from crossbow_py.overrides import PARSING_ERRORS, parse, quoted
 from crossbow_py.packing.space import laid_over
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES
-from crossbow_py.sizing.units import parse_bytes
 from crossbow_py.stopping import StopConditions
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {

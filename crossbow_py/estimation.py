@@ -21,17 +21,17 @@ from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
-from crossbow_py.engine.precision import BF16, Precision, choose_device, choose_precision
+from crossbow_py.engine.modules.precision import BF16, Precision, choose_device, choose_precision
+from crossbow_py.engine.sizing.bound import free_bytes
+from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, LearnerModel
+from crossbow_py.engine.sizing.probes import estimate_learner
+from crossbow_py.engine.sizing.search import Measured, largest_measured
+from crossbow_py.engine.sizing.speed import fetch_seconds, step_seconds
+from crossbow_py.engine.sizing.units import parse_bytes
+from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
 from crossbow_py.measuring import reserved_bytes, with_learners, within
 from crossbow_py.run_settings import RunSettings
-from crossbow_py.sizing.bound import free_bytes
-from crossbow_py.sizing.job import Job, Sample
-from crossbow_py.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, LearnerModel
-from crossbow_py.sizing.probes import estimate_learner
-from crossbow_py.sizing.search import Measured, largest_measured
-from crossbow_py.sizing.speed import fetch_seconds, step_seconds
-from crossbow_py.sizing.units import parse_bytes
-from crossbow_py.sizing.workers import Loading, Recommendation, recommend
 
 Method = Literal["counted", "measured"]
 

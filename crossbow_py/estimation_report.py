@@ -10,9 +10,9 @@ from crossbow_py.config import config_to_mapping
 from crossbow_py.core.errors import unwritable
 from crossbow_py.core.text_table import columns
 from crossbow_py.core.versions import versions
+from crossbow_py.engine.sizing.memory import breakdown
+from crossbow_py.engine.sizing.units import in_words
 from crossbow_py.estimation import Estimate
-from crossbow_py.sizing.memory import breakdown
-from crossbow_py.sizing.units import in_words
 from crossbow_py.telemetry.records import write_atomically
 
 JSON_FILE, PLOT_FILE = "estimate.json", "estimate.png"

@@ -14,15 +14,15 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
-from crossbow_py.engine.fused_agreement import Comparison, require_agreement
+from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreement
 from crossbow_py.engine.fusion.graph import FusionError
-from crossbow_py.engine.memory import free_memory, is_out_of_memory
-from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.losses import copied_loss
 from crossbow_py.run_settings import Choices, RunSettings
 

@@ -9,11 +9,11 @@ from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.serial import SerialExecutor
-from crossbow_py.engine.optimizers import Optimizer
 from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit
+from crossbow_py.engine.sizing.job import Job
+from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.sizing.bound import free_bytes, learners_that_fit
-from crossbow_py.sizing.job import Job
 
 
 def learner_bound(

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.engine.intra_op import faster_threads, intra_op_threads
-from crossbow_py.engine.label_smoothing import smoothed_cross_entropy
-from crossbow_py.engine.memory import free_memory, raise_if_lost
+from crossbow_py.engine.device.intra_op import faster_threads, intra_op_threads
+from crossbow_py.engine.device.memory import free_memory, raise_if_lost
+from crossbow_py.engine.modules.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.rounds import Loss, is_classification
 from crossbow_py.evaluation import State
 from crossbow_py.learning_statistics import GradientNoise, agreement, gradient_noise, largest_eigenvalue

@@ -14,14 +14,14 @@ from crossbow_py.core.errors import CrossbowError, is_of_data
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.engine.average_ema import AverageEMA
+from crossbow_py.engine.bank.average_ema import AverageEMA
+from crossbow_py.engine.bank.gradient_mean import align_groups
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.gradient_mean import align_groups
-from crossbow_py.engine.optimizers import Optimizer, for_learner
-from crossbow_py.engine.outer_step import bring_up_to_date, mean_of_learners, take_outer_step
-from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.update.optimizers import Optimizer, for_learner
+from crossbow_py.engine.update.outer_step import bring_up_to_date, mean_of_learners, take_outer_step
+from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.evaluation import Evaluation, Evaluator, State, mean_evaluation
 from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.timeline import Timeline
@@ -146,7 +146,7 @@ class Parts:
             self.bank.adopt_learner()
 
     def take_outer_step(self, step: OuterStep, without: Collection[int] = ()) -> None:
-        """See `engine/outer_step.py`; drained, all ranks together."""
+        """See `engine/update/outer_step.py`; drained, all ranks together."""
         take_outer_step(self.bank, step, self.collective, self.ranks.adder, without=without)
 
     def restart(self, sick: Collection[int] = ()) -> None:

@@ -17,7 +17,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.sources import DataSource
-from crossbow_py.engine.label_smoothing import IGNORED
+from crossbow_py.engine.modules.label_smoothing import IGNORED
 from crossbow_py.evaluation import evaluation_batch_size
 from crossbow_py.packing.ensemble import Ensemble
 from crossbow_py.predict_config import PredictConfig

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import host_state, kept_host_state
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.engine.agreement import changed_state, fingerprint, furthest, projection, python_state
-from crossbow_py.engine.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
-from crossbow_py.engine.call_watch import CallWatch
-from crossbow_py.engine.dropout import OwnDraws, replace_dropout
-from crossbow_py.engine.precision import Precision, cast_module, full_precision_parameters
+from crossbow_py.engine.bank.binding import WRITES_A_COPY, WRITES_FROZEN, bindings_of, find_rebound
+from crossbow_py.engine.modules.agreement import changed_state, fingerprint, furthest, projection, python_state
+from crossbow_py.engine.modules.call_watch import CallWatch
+from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
+from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.evaluation import Metric
 from crossbow_py.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks

@@ -16,7 +16,7 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.settings import apart_from_defaults, flat, to_mapping, written
 from crossbow_py.core.versions import versions
 from crossbow_py.engine.auto_tuner import Decision
-from crossbow_py.engine.measures import correction_norm
+from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.evaluation import Evaluation, Examples
 from crossbow_py.example_predictions import example_predictions
 from crossbow_py.run import Run, SavedModels

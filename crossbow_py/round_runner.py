@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from crossbow_py.averaging.rule import OuterStep
 from crossbow_py.core.errors import LearnerError
-from crossbow_py.engine.memory import free_memory, is_out_of_memory
+from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import Round, RoundOutcome, taken
 from crossbow_py.engine.tasks import AveragingTask
 from crossbow_py.reporter import Reporter

@@ -20,10 +20,10 @@ from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.synchronisation import differing
-from crossbow_py.engine.gradient_mean import align_groups
-from crossbow_py.engine.measures import squared_distances
-from crossbow_py.engine.outer_step import mean_of_learners
-from crossbow_py.engine.saved_bank import CENTRAL, mean_weights, num_saved
+from crossbow_py.engine.bank.gradient_mean import align_groups
+from crossbow_py.engine.bank.measures import squared_distances
+from crossbow_py.engine.bank.saved_bank import CENTRAL, mean_weights, num_saved
+from crossbow_py.engine.update.outer_step import mean_of_learners
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.parts import Parts
 from crossbow_py.run_settings import RunSettings

@@ -27,9 +27,9 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.labels import Classes
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
-from crossbow_py.engine.dropout import counter_seed
-from crossbow_py.engine.label_smoothing import IGNORED
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.modules.dropout import counter_seed
+from crossbow_py.engine.modules.label_smoothing import IGNORED
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.packing.hyperband import Results, best, is_over, is_reached
 from crossbow_py.packing.journal import BadStorageError

@@ -16,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.core.host_randomness import kept_host_state
 from crossbow_py.data.feed import Batch
-from crossbow_py.engine.agreement import (
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.engine.modules.agreement import (
     Difference,
     furthest,
     gradients_of,
@@ -25,10 +27,8 @@ from crossbow_py.engine.agreement import (
     moved_weights,
     projection,
 )
-from crossbow_py.engine.dropout import without_dropout
-from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.engine.precision import Precision, cast_module
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.dropout import without_dropout
+from crossbow_py.engine.modules.precision import Precision, cast_module
 from crossbow_py.weights_file import load_weights
 
 _MOST_WORK = 100_000  # of finding out whether two tensors share a value

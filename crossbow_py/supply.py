@@ -10,7 +10,7 @@ import torch
 from crossbow_py.core.host import Host, read_host
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from crossbow_py.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
+from crossbow_py.engine.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
 
 _WINDOW_S = 2.0  # of training
 

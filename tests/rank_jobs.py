@@ -20,7 +20,7 @@ from crossbow_py import SGD, Augmentation, MultiStep, Trainer, run_settings
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
-from crossbow_py.engine.precision import FP64
+from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.learning_measurement import LearningMeasurement
 from crossbow_py.resuming import choose_alike
 from crossbow_py.tuning import LearnerTuning

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crossbow_py.engine.executors.device_streams import DeviceStreams
+from crossbow_py.engine.device.streams import DeviceStreams
 
 
 class OnlyLaunches(TorchDispatchMode):

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from crossbow_py.averaging import SMA, AveragingRule, Stage
 from crossbow_py.data.feeds import Feed, make_feed
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.layout import Order
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.layout import Order
-from crossbow_py.engine.optimizers import SGD, Optimizer
-from crossbow_py.engine.outer_step import take_outer_step
-from crossbow_py.engine.precision import FP64, Precision
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP64, Precision
 from crossbow_py.engine.rounds import Round, RoundTasks
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.update.optimizers import SGD, Optimizer
+from crossbow_py.engine.update.outer_step import take_outer_step
+from crossbow_py.engine.update.update_choice import choose_update
 
 CPU = torch.device("cpu")
 

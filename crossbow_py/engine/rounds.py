@@ -18,14 +18,14 @@ from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, Rou
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.labels import counted
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.compiled import CompiledModels, Model
-from crossbow_py.engine.dropout import OwnDraws, counter_seed
-from crossbow_py.engine.gradient_mean import average_gradients
-from crossbow_py.engine.label_smoothing import IGNORED, smoothed_cross_entropy
-from crossbow_py.engine.layout import TrainedRow
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.gradient_mean import average_gradients
+from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.compiled import CompiledModels, Model
+from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
+from crossbow_py.engine.modules.label_smoothing import IGNORED, smoothed_cross_entropy
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
-from crossbow_py.engine.update import Step, TorchUpdate
+from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _DRAWS_LATE = (

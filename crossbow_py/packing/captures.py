@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from crossbow_py.core.errors import one_line
-from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams, Event, Graph, Pool
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Graph, Pool
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
-from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.engine.replicas import ReplicaBank
 from crossbow_py.packing.recording import Forward
 
 _NAME = "the models"

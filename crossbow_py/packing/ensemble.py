@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.resident.inputs import rounded_integer
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusionError
-from crossbow_py.engine.precision import PrecisionName, choose_device, choose_precision
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
 from crossbow_py.packed_evaluation import load_state
 from crossbow_py.packing.architecture import same_architecture
 from crossbow_py.packing.predictors import PREDICTORS, FusedPredictor, Predictor, PredictorName, candidates

@@ -17,7 +17,7 @@ from torch import nn
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.own_files import read_text
-from crossbow_py.engine.memory import raising_if_lost
+from crossbow_py.engine.device.memory import raising_if_lost
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.packing.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs

@@ -15,12 +15,12 @@ from crossbow_py.averaging import Independent
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.dropout import set_dropout_rate
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.optimizers import side_by_side
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.dropout import set_dropout_rate
 from crossbow_py.engine.rounds import Draws, Loss, Round, RoundOutcome, RoundTasks, taken
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.update.optimizers import side_by_side
+from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.evaluation import Evaluation, Evaluator
 from crossbow_py.executor_choice import new_bank
 from crossbow_py.packed_evaluation import evaluate_bank

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line
-from crossbow_py.engine.memory import forget_frames, free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
+from crossbow_py.engine.device.memory import (
+    forget_frames,
+    free_memory,
+    is_out_of_memory,
+    raise_if_lost,
+    raising_if_lost,
+)
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.packing.hyperband import Segment

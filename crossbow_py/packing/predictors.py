@@ -15,12 +15,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.intra_op import intra_op_threads
 from crossbow_py.engine.executors.subarrays import groups_of
-from crossbow_py.engine.fused_agreement import trusted_outputs
-from crossbow_py.engine.fusion.branches import Branches
+from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
-from crossbow_py.engine.intra_op import intra_op_threads
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.packing.captures import Captures
 from crossbow_py.packing.last_used import LastUsed
 from crossbow_py.packing.recording import Forward, recorded

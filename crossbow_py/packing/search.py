@@ -15,8 +15,14 @@ from dataclasses import dataclass, field
 import torch
 
 from crossbow_py.core.errors import CrossbowError, DataError, UserError, one_line
-from crossbow_py.engine.denormals import flushed_denormals
-from crossbow_py.engine.memory import forget_frames, free_memory, is_out_of_memory, raise_if_lost, raising_if_lost
+from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.memory import (
+    forget_frames,
+    free_memory,
+    is_out_of_memory,
+    raise_if_lost,
+    raising_if_lost,
+)
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.packing.hyperband import Results, Segment, beaten, is_over, ready, standing, to_epochs

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.engine.dropout import dropout_rates
-from crossbow_py.engine.optimizers import Optimizer
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.dropout import dropout_rates
+from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.schedules import Schedule
 from crossbow_py.seeded_model import seeded_model
 

@@ -13,7 +13,7 @@ from crossbow_py.calibration import Calibration, Candidate, Effort, calibrate
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.rounds import Round, RoundTasks
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.executor_choice import new_bank, still_runs, why_not_fused
 from crossbow_py.learner_bound import learner_bound
 from crossbow_py.packing.trials_alike import TrialsAlike

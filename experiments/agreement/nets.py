@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py import SGD, Independent, Trainer
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.dropout import OwnDraws, counter_seed
+from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
 from experiments.common.torchvision import import_torchvision
 
 EXECUTORS = ("auto", "fused", "serial")

@@ -17,13 +17,13 @@ from torch import nn
 from crossbow_py.averaging import SMA
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.fused_agreement import trusted_pass
-from crossbow_py.engine.fused_pass import FusedPass
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import BF16, FP32
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.fusion.fused_agreement import trusted_pass
+from crossbow_py.engine.fusion.fused_pass import FusedPass
+from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.rounds import Round, RoundTasks
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.models import MODELS
 from experiments.common.machine import ROOT
 from experiments.common.windows import spread

@@ -23,7 +23,7 @@ from crossbow_py.build import build_trainer, stops
 from crossbow_py.command_line import run
 from crossbow_py.config import TrainConfig
 from crossbow_py.core.signals import StopSignal
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.run import Run
 from crossbow_py.run_folder import open_run
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener

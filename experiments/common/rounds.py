@@ -10,9 +10,9 @@ from torch import nn
 
 from crossbow_py import SGD, Trainer
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import Executor
-from crossbow_py.engine.precision import PrecisionName
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import PrecisionName
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.models import MODELS
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from crossbow_py.averaging import SMA
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import FP32
-from crossbow_py.sizing.job import Job, Sample
-from crossbow_py.sizing.memory import LearnerModel
-from crossbow_py.sizing.probes import estimate_learner
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.memory import LearnerModel
+from crossbow_py.engine.sizing.probes import estimate_learner
+from crossbow_py.engine.update.optimizers import SGD
 from experiments.estimate.truth import Subject
 
 

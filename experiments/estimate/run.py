@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from crossbow_py.sizing.memory import LearnerModel
+from crossbow_py.engine.sizing.memory import LearnerModel
 from experiments.common.arguments import count
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import draw_after, show_and_write

@@ -1,4 +1,4 @@
-"""Batch size and workers by trying every pair, beside what `crossbow_py.sizing` recommends.
+"""Batch size and workers by trying every pair, beside what `crossbow_py.engine.sizing` recommends.
 
 The seconds are given, of no machine: on a CPU a step takes so long that one worker always does, and the pairs of
 interest are those where several are needed. Every model is fed by another number of workers then.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.core.host import Host
-from crossbow_py.sizing.workers import Loading, recommend
+from crossbow_py.engine.sizing.workers import Loading, recommend
 
 CORES = 16
 BATCHES_HELD_A_WORKER = 3  # two made ahead or in hand, one being copied

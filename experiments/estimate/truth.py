@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.data.normalisation import IDENTITY
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import FP32
-from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.update import Step, TorchUpdate
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.engine.update.row_update import Step, TorchUpdate
 from crossbow_py.models import MODELS
 from experiments.estimate.live_bytes import Ledger, LiveBytes, OverLimitError
 from experiments.estimate.relay import run_in_step

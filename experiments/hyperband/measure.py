@@ -18,8 +18,8 @@ from crossbow_py.config import compose
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.base import DataSource
-from crossbow_py.engine.denormals import flush_denormals
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.device.denormals import flush_denormals
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.packing.search_events import SearchListener
 from crossbow_py.search_build import SearchRun
 from crossbow_py.search_config import SearchConfig

@@ -27,8 +27,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 import torch
 from torch.autograd.profiler import profile
 
-from crossbow_py.engine.layout import Rows
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.layout import Rows
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from experiments.common.rounds import Rounds, Setup
 
 ROUNDS_ON_HOST = 3

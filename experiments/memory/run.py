@@ -20,9 +20,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.precision import choose_device, choose_precision
+from crossbow_py.engine.modules.precision import choose_device, choose_precision
+from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
-from crossbow_py.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.common.arguments import count
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import draw_after, show_and_write

@@ -13,7 +13,7 @@ from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.common.machine import usable_cores
 from experiments.throughput.one_model import compile_once
 from experiments.throughput.workers import process_context

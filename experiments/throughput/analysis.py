@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.throughput.roofline import roofline_of, roofline_text
 from experiments.throughput.suite_report import best_row, main_batch_size, models, rows_of_model
 from experiments.update_bandwidth.measure import measure_update

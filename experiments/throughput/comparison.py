@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.throughput.gate import Ready, Window
 from experiments.throughput.peers import COMPILED, PEER_SIDES
 from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.throughput.peers import COMPILED
 from experiments.throughput.planning import Cell, Cells, compared_learners, is_first, main_batch_size
 from experiments.throughput.sides import Side

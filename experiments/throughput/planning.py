@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.throughput.gate import Visit
 from experiments.throughput.peers import MPS, PEER_SIDES
 from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from crossbow_py.core.errors import CrossbowError
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.common.markdown import NONE, markdown_table
 from experiments.common.rounds import ExecutorName, Setup
 from experiments.throughput.roofline_counts import batch_bytes, count_step, fused_kernels, update_bytes

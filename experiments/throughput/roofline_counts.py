@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from crossbow_py.core.triton_launch import recorded
-from crossbow_py.engine.precision import Precision, PrecisionName, cast_module, choose_precision
+from crossbow_py.engine.modules.precision import Precision, PrecisionName, cast_module, choose_precision
 from experiments.common.rounds import Rounds, Setup, build_model, input_shape
 
 # Places of arguments that are read twice: those whose sums are needed before the first output can be written, and the

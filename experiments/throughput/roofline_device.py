@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
 from experiments.common.rounds import Rounds, Setup
 
 Interval = tuple[float, float]

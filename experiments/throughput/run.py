@@ -20,7 +20,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.precision import BF16, PrecisionName, choose_device, choose_precision
+from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
 from experiments.common.arguments import count, positive
 from experiments.common.machine import machine
 from experiments.common.results import show_and_write

@@ -22,8 +22,8 @@ from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import PrecisionName
+from crossbow_py.engine.modules.precision import PrecisionName
+from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.trainer import Trainer
 from experiments.common.machine import usable_cores

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.engine.precision import cast_module, choose_precision
+from crossbow_py.engine.modules.precision import cast_module, choose_precision
 from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY
 
 Update = Callable[[], None]

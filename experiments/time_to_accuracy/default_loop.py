@@ -27,8 +27,8 @@ from crossbow_py.config import TrainConfig, compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.sources.base import DataSource
-from crossbow_py.engine.optimizers import SGD, PerLearner
-from crossbow_py.engine.precision import choose_device
+from crossbow_py.engine.modules.precision import choose_device
+from crossbow_py.engine.update.optimizers import SGD, PerLearner
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE, finite, write_atomically
 from experiments.common.cells.parts import stops
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.precision import choose_device
+from crossbow_py.engine.modules.precision import choose_device
 from experiments.common.arguments import count, positive
 from experiments.common.machine import machine
 from experiments.common.results import show_and_write

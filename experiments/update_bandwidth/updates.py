@@ -22,12 +22,12 @@ import torch
 
 from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.kernel_update import choose_kernel_update
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import Precision
-from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.update import NativeUpdate, StackedRows, Step
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import Precision
+from crossbow_py.engine.update.kernel_update import choose_kernel_update
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
+from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.models import MODELS
 
 _OPTIMIZER = SGD(learning_rate=0.01, momentum=0.9, weight_decay=1e-4)

@@ -16,13 +16,13 @@ from crossbow_py.averaging import SMA, Stage
 from crossbow_py.core.errors import one_line
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import Round, RoundTasks
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.engine.update.update_choice import choose_update
 from experiments.zoo.models import NUM_CLASSES, Entry
 
 EXECUTOR_NAMES = ("threads", "fused", "fused_threads")

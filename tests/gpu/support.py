@@ -9,12 +9,12 @@ from crossbow_py.averaging import SMA
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.executors.device_streams import CudaStreams
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.streams import CudaStreams
+from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.engine.update.row_update import TorchUpdate
 from tests.support import features, norm_model, plan
 
 IMAGES = features(512, (3, 6, 6))

@@ -13,12 +13,12 @@ from crossbow_py import SGD, Augmentation, CheckpointSettings
 from crossbow_py.averaging import SMA
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.optimizers import AdamW
-from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.rounds import RoundTasks
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.update.optimizers import AdamW
+from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.telemetry.timeline import Timeline
 from tests.support import features, norm_model, plan, run_rounds
 from tests.trainers import equal_states, image_model, images, make_trainer

@@ -11,8 +11,8 @@ from torch import nn
 from crossbow_py import Ensemble
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.engine.precision import FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packed_evaluation import evaluate_bank
 from crossbow_py.packing.predictors import MOST_PROGRAMS

@@ -8,7 +8,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.config import EstimateConfig, compose
-from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.estimation import estimate
 from crossbow_py.measuring import reserved_bytes, within
 from crossbow_py.run_settings import RunSettings

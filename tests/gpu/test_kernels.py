@@ -13,13 +13,13 @@ from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
-from crossbow_py.engine.fusion import unit_step
-from crossbow_py.engine.fusion.branches import graph_milliseconds
-from crossbow_py.engine.fusion.convolution import ConvolutionChoices
-from crossbow_py.engine.kernel_checks import serves
-from crossbow_py.engine.kernel_update import choose_kernel_update
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.engine.fusion.units.branches import graph_milliseconds
+from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices
+from crossbow_py.engine.fusion.units.units import unit_step
+from crossbow_py.engine.kernels.checks import serves
+from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.update.kernel_update import choose_kernel_update
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
 from tests.gpu.support import Counting, run, tasks_on_cuda
 from tests.support import assert_learners_equal, features, norm_model, plan
@@ -51,8 +51,8 @@ def test_kernels_compile_and_agree_with_operators(family, dtype):
 @pytest.mark.parametrize("sizes", [(16, 8, 16, 16, 32, 32), (16, 3, 3, 16, 32, 32), (5, 2, 33, 70, 9, 7)])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_convolution_and_gradients_equal_float64(sizes, stride, dtype):
-    from crossbow_py.kernels import convolution as kernels  # noqa: PLC0415  Triton is there with CUDA
-    from crossbow_py.kernels.geometry import Geometry  # noqa: PLC0415
+    from crossbow_py.engine.kernels import convolution as kernels  # noqa: PLC0415  Triton is there with CUDA
+    from crossbow_py.engine.kernels.geometry import Geometry  # noqa: PLC0415
 
     g = Geometry(*sizes, kernel=(3, 3), stride=(stride, stride), padding=(1, 1))
     make = {"device": "cuda", "dtype": dtype}
@@ -110,7 +110,7 @@ def test_round_of_resnet20_in_float32_equals_serial(executor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("momentum", [0.9, 1 / 3, 0.0])
 def test_move_of_z_by_the_kernel_equals_the_rules_to_the_bit(momentum, dtype):
-    from crossbow_py.kernels import update as kernels  # noqa: PLC0415  Triton is there with CUDA
+    from crossbow_py.engine.kernels import update as kernels  # noqa: PLC0415  Triton is there with CUDA
 
     torch.manual_seed(4)
     z, z_prev, total = (torch.randn(100_003, dtype=dtype, device="cuda") for _ in range(3))

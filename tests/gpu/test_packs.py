@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Augmentation, run_settings
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.engine.device.memory import free_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.memory import free_memory
-from crossbow_py.engine.precision import FP32, FP64, Precision
+from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.measuring import within
 from crossbow_py.packing import roster
 from crossbow_py.packing.pack import NON_FINITE, Member, Pack

@@ -16,8 +16,8 @@ from crossbow_py.averaging import SMA, Independent
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests.gpu.support import Counting, run, tasks_on_cuda
 from tests.support import bank_reseeded_in_the_middle, features, norm_with_dropout, plan

@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from crossbow_py.data.resident.resident_feed import image_kernels
-from crossbow_py.kernels import batch_norm, convolution, cross_entropy, statistics, update
-from crossbow_py.kernels.geometry import Geometry
+from crossbow_py.engine.kernels import batch_norm, convolution, cross_entropy, statistics, update
+from crossbow_py.engine.kernels.geometry import Geometry
 
 _TYPES = {
     torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int32: "*i32",

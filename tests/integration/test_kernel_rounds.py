@@ -12,13 +12,13 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.subarrays import TwoSubArrays
-from crossbow_py.engine.measures import correction_norm
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.kernels import batch_norm
+from crossbow_py.engine.kernels import batch_norm
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
 from tests.recording_streams import RecordingStreams
 from tests.support import assert_learners_equal, features, make_tasks, norm_model, plan
@@ -167,7 +167,7 @@ def resnet32():
 @pytest.mark.parametrize("num_learners", [1, 2, 8])
 def test_round_of_resnet32_is_at_most_200_launches_for_any_number_of_learners(num_learners, monkeypatch):
     """Counted from the first round whose graph is captured: own kernels, and torch's operators that do work."""
-    monkeypatch.setattr("crossbow_py.engine.fused_agreement.require_agreement", lambda *_, **__: None)
+    monkeypatch.setattr("crossbow_py.engine.fusion.fused_agreement.require_agreement", lambda *_, **__: None)
     data = (torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8), torch.arange(64) % 10)
     tasks = make_tasks(resnet32, num_learners=num_learners, data=data, order="blocks", precision=FP32, kernels=True)
     device = RecordingStreams()

@@ -8,11 +8,11 @@ import pytest
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import UserError
+from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays, groups_of
-from crossbow_py.engine.measures import correction_norm
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.integration.test_kernel_rounds import images, residual
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, make_tasks, norm_model, norm_with_dropout
@@ -76,6 +76,6 @@ def test_correction_norm_is_that_of_all_groups():
 
 
 def test_groups_without_update_kernels_are_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr("crossbow_py.engine.kernel_update.unavailable", lambda device: "Triton is not installed")
+    monkeypatch.setattr("crossbow_py.engine.update.kernel_update.unavailable", lambda device: "Triton is not installed")
     with pytest.raises(UserError, match="executor=subarrays2 needs the update kernels.*Triton is not installed"):
         TwoSubArrays(tasks_for(precision=FP32), RecordingStreams())

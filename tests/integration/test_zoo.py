@@ -56,7 +56,7 @@ class Counting(nn.Linear):
 
 
 def test_comparison_finds_what_is_different_refused_or_crashes(monkeypatch):
-    monkeypatch.setattr("crossbow_py.engine.fused_agreement.require_agreement", lambda *_, **__: None)
+    monkeypatch.setattr("crossbow_py.engine.fusion.fused_agreement.require_agreement", lambda *_, **__: None)
     fine, refused = compared(entry(torch.tanh)), compared(entry(lambda y: y if y.sum() > 0 else -y))
     different, crash = compared(Entry(lambda: Counting(4, 5), (4,))), compared(entry(lambda y: y.view(3)))
     assert [row["outcome"] for row in fine.values()] == ["ok"] * 4

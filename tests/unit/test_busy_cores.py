@@ -11,7 +11,7 @@ from crossbow_py import Trainer, training_loop
 from crossbow_py.busy_cores import BusyCores, busy_cores
 from crossbow_py.core.foreign_load import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
-from crossbow_py.engine.intra_op import SleepingThreads
+from crossbow_py.engine.device.intra_op import SleepingThreads
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.tuning import LearnerTuning
 from tests.trainers import Recorder, equal_states, image_model, images, make_trainer

@@ -13,7 +13,7 @@ from torch import nn
 from crossbow_py import Trainer, calibration
 from crossbow_py.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
 from crossbow_py.core.errors import CrossbowError, DeviceLostError, UserError
-from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.device.memory import is_out_of_memory
 from tests.caches import use_cache
 from tests.trainers import Recorder, image_model, images, make_trainer
 

@@ -25,7 +25,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
 from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
 from crossbow_py.engine.executors import _executors as executors_from
-from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MLP, LeNet
 from crossbow_py.overrides import expand_sweeps
 from crossbow_py.search_config import SearchConfig

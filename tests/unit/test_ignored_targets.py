@@ -13,8 +13,8 @@ from torch import nn
 from crossbow_py import SGD
 from crossbow_py.core.errors import DataError
 from crossbow_py.data.normalisation import IDENTITY
-from crossbow_py.engine.precision import FP32
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.rounds import correct_of_batch
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.example_predictions import example_predictions

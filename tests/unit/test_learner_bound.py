@@ -83,7 +83,7 @@ def test_probe_that_fails_in_any_way_bounds_nothing_and_ends_no_run(trainer, mon
     def fail(*_: Any) -> int:
         raise AttributeError("no such\nbook")
 
-    monkeypatch.setattr("crossbow_py.sizing.bound._probed", fail)
+    monkeypatch.setattr("crossbow_py.engine.sizing.bound._probed", fail)
     recorder = Recorder()
     unbounded = trainer(1e3, callbacks=[recorder])
     assert most_of(unbounded) == 8

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from crossbow_py import packed_evaluation
-from crossbow_py.engine.precision import BF16, FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP64
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packed_evaluation import evaluate_bank, prediction_bank
 from tests import networks

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from crossbow_py.core.versions import versions
-from crossbow_py.engine.measures import correction_norm, squared_distances
-from crossbow_py.engine.precision import FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.measures import correction_norm, squared_distances
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.evaluation import Evaluation
 from crossbow_py.reporter import Reporter
 from crossbow_py.run import SavedModels

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine import precision
+from crossbow_py.engine.modules import precision
 from tests.trainers import Recorder, make_trainer
 
 N = 60

@@ -13,7 +13,7 @@ import yaml
 
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.packing.hyperband import make_brackets
 from crossbow_py.packing.space import Space
 from crossbow_py.recorded_config import train_command

@@ -374,7 +374,7 @@ def test_auto_precision_falls_back_to_fp32_where_the_model_cannot_compute_in_bf1
         def forward(self, inputs):
             return super().forward(inputs) @ torch.eye(3)  # a float32 constant
 
-    monkeypatch.setattr("crossbow_py.engine.precision.has_fast_bf16", lambda device: True)
+    monkeypatch.setattr("crossbow_py.engine.modules.precision.has_fast_bf16", lambda device: True)
     recorder = Recorder()
     trainer = make_trainer(model=lambda: Single(4, 3), precision="auto", callbacks=[recorder])
     assert trainer.fit(max_rounds=1).summary.precision == "fp32"

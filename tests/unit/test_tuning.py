@@ -11,7 +11,7 @@ import torch
 from crossbow_py import SGD, Independent, Listener, Trainer
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.reporter import run_info
 from crossbow_py.stopping import StopConditions
 from crossbow_py.training_loop import TrainingLoop

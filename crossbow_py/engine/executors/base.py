@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.executors.spans import TaskSpans, spans_on
-from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import Task

@@ -13,20 +13,20 @@ from functools import partial
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
-from crossbow_py.engine.device_update import knows
+from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.averaging_thread import AveragingThread
 from crossbow_py.engine.executors.base import Executor
-from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
 from crossbow_py.engine.executors.spans import TaskSpans
-from crossbow_py.engine.freed_memory import keep_freed_memory
-from crossbow_py.engine.fused_agreement import outdated, trusted_pass
-from crossbow_py.engine.fused_pass import PassNotes
-from crossbow_py.engine.memory import is_out_of_memory
+from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
+from crossbow_py.engine.fusion.fused_pass import PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch
 from crossbow_py.engine.tasks import AveragingTask
-from crossbow_py.engine.update import NativeUpdate, StackedRows, Step
+from crossbow_py.engine.update.device_update import knows
+from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step
 from crossbow_py.telemetry.timeline import Timeline
 
 _HOST_UPDATES = (

@@ -17,14 +17,14 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from crossbow_py.engine.device_tasks import NUM_RESULTS
-from crossbow_py.engine.executors.device_streams import Body, DeviceStreams, Event
+from crossbow_py.engine.device.device_tasks import NUM_RESULTS
+from crossbow_py.engine.device.fused_device_tasks import FusedDeviceTasks
+from crossbow_py.engine.device.streams import Body, DeviceStreams, Event
 from crossbow_py.engine.executors.on_device import CaptureError, DeviceRounds, Program, Slot
-from crossbow_py.engine.fused_device_tasks import FusedDeviceTasks
-from crossbow_py.engine.fused_pass import FusedPass
-from crossbow_py.engine.kernel_update import choose_kernel_update
+from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
+from crossbow_py.engine.update.kernel_update import choose_kernel_update
 
 ALL_LEARNERS = "all learners"
 

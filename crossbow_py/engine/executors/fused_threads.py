@@ -14,8 +14,8 @@ import torch
 
 from crossbow_py.engine.executors.subarrays import groups_of
 from crossbow_py.engine.executors.threads import ThreadsExecutor
-from crossbow_py.engine.fused_agreement import outdated, trusted_pass
-from crossbow_py.engine.fused_pass import FusedPass, PassNotes
+from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
+from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import Scheduler
 from crossbow_py.engine.tasks import CorrectionTask, LearningTask, Task

@@ -8,7 +8,7 @@ stream, on which the gradient mean waits for all of these marks, before correcti
 
 Learning and correction are one graph each, in the learner's own memory pool, so learners run side by side and share
 nothing but z, which corrections read and averaging writes. What changes from round to round is in tensors on the device
-(`engine/device_tasks.py`), so nothing is captured twice. Waits are CUDA events, and exactly those the scheduler names.
+(`engine/device/device_tasks.py`), so nothing is captured twice. Waits are CUDA events, and exactly those the scheduler names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import assert_never
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError
-from crossbow_py.engine.device_tasks import NUM_RESULTS, DeviceTasks
+from crossbow_py.engine.bank.layout import Order
+from crossbow_py.engine.device.device_tasks import NUM_RESULTS, DeviceTasks
+from crossbow_py.engine.device.fused_device_tasks import SubArrayTasks
+from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Stream
 from crossbow_py.engine.executors.base import Executor
-from crossbow_py.engine.executors.device_streams import CudaStreams, DeviceStreams, Event, Stream
 from crossbow_py.engine.executors.on_device import DeviceRounds
 from crossbow_py.engine.executors.spans import TaskSpans
-from crossbow_py.engine.fused_device_tasks import SubArrayTasks
-from crossbow_py.engine.layout import Order
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task

@@ -10,9 +10,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import ClassVar
 
-from crossbow_py.engine.executors.device_streams import DeviceStreams
+from crossbow_py.engine.device.fused_device_tasks import SubArrayTasks
+from crossbow_py.engine.device.streams import DeviceStreams
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.fused_device_tasks import SubArrayTasks
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.scheduler import Scheduler
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from crossbow_py.core.errors import CrossbowError, LearnerError
-from crossbow_py.engine.denormals import flush_denormals
+from crossbow_py.engine.device.denormals import flush_denormals
+from crossbow_py.engine.device.freed_memory import keep_freed_memory
 from crossbow_py.engine.executors.base import Executor
-from crossbow_py.engine.freed_memory import keep_freed_memory
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
 from crossbow_py.engine.tasks import Task

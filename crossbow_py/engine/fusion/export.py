@@ -21,10 +21,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from crossbow_py.core.host_randomness import host_state, kept_host_state
 from crossbow_py.engine.fusion.regions import cast_once, grad_modes_recorded, is_followed, put_in_line
-from crossbow_py.engine.fusion.registry import base_name
+from crossbow_py.engine.fusion.rules.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError, Write, find_writes
-from crossbow_py.engine.places import line_of_failure
-from crossbow_py.engine.precision import Precision, cast_module
+from crossbow_py.engine.modules.code_lines import line_of_failure
+from crossbow_py.engine.modules.precision import Precision, cast_module
 
 _EXPORTED: WeakKeyDictionary[nn.Module, dict[Any, torch.export.ExportedProgram]] = WeakKeyDictionary()
 

@@ -22,13 +22,15 @@ from torch._ops import OpOverload
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from crossbow_py.engine.fusion import draws, elementwise, layers, recurrent
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.fusion.export import constants_of, exported, first_names, single_output, writes_of
 from crossbow_py.engine.fusion.regions import modes_of
-from crossbow_py.engine.fusion.registry import RULES, Call, NotFusedError, Rule, base_name, loop
-from crossbow_py.engine.fusion.shortcuts import Shortcut, find_shortcuts, run_shortcut
+from crossbow_py.engine.fusion.rules import draws, elementwise, layers, recurrent
+from crossbow_py.engine.fusion.rules.registry import RULES, Call, NotFusedError, Rule, base_name, loop
 from crossbow_py.engine.fusion.steps import Copies, Step, free_after_use, resolve
-from crossbow_py.engine.fusion.units import Unit, find_units
+from crossbow_py.engine.fusion.units.shortcuts import Shortcut, find_shortcuts, run_shortcut
+from crossbow_py.engine.fusion.units.units import Unit, find_units
 from crossbow_py.engine.fusion.values import (
     Fused,
     Layout,
@@ -41,9 +43,7 @@ from crossbow_py.engine.fusion.values import (
     wrap,
 )
 from crossbow_py.engine.fusion.writes import NOTHING, FusionError, Write
-from crossbow_py.engine.kernel_checks import serves
-from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.kernels.checks import serves
 
 __all__ = ["FusedGraph", "FusionError", "Parameters", "exported"]
 
@@ -160,7 +160,7 @@ class FusedGraph:
         """Have the step of each unit's last node run the unit."""
         if not units:
             return
-        from crossbow_py.engine.fusion import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
+        from crossbow_py.engine.fusion.units.units import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
 
         of_last, k, learners = {unit.last: unit for unit in units}, self._num_learners, self._learners
         steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]
@@ -287,7 +287,7 @@ class FusedGraph:
 
 def _run_unit(layer: Any, anchor: Tensor, call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Copies:
     """The rule of a unit's step."""
-    from crossbow_py.engine.fusion.unit_step import run_unit  # noqa: PLC0415  as in `_add_units`
+    from crossbow_py.engine.fusion.units.unit_step import run_unit  # noqa: PLC0415  as in `_add_units`
 
     inputs = channels_last(channels(args[0], call.num_learners))
     residual = None if args[1] is None else channels_last(channels(args[1], call.num_learners))

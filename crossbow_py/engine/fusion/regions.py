@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 
-from crossbow_py.engine.fusion.registry import base_name
+from crossbow_py.engine.fusion.rules.registry import base_name
 from crossbow_py.engine.fusion.writes import FusionError
 
 _CASTS_OF_ITS_OWN = ("to", "_to_copy", "type_as")

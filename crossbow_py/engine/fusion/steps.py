@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import Node
 
 from crossbow_py.engine.fusion.regions import Modes
-from crossbow_py.engine.fusion.registry import Call, Rule, loop
+from crossbow_py.engine.fusion.rules.registry import Call, Rule, loop
 from crossbow_py.engine.fusion.values import Fused
 
 

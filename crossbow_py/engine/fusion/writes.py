@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from crossbow_py.core.errors import CrossbowError
-from crossbow_py.engine.fusion.registry import base_name, is_in_place
-from crossbow_py.engine.places import line_of
+from crossbow_py.engine.fusion.rules.registry import base_name, is_in_place
+from crossbow_py.engine.modules.code_lines import line_of
 
 _RETURNS_ITS_INPUT = ("type_as", "dropout", "feature_dropout")  # some of them sometimes, and without saying so
 

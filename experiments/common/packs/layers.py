@@ -10,7 +10,7 @@ from torch import nn
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.engine.fused_pass import FusedPass
+from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundTasks
 from experiments.common.machine import usable_cores
 from experiments.common.packs.side import DEFAULT, TUNED, PackSide

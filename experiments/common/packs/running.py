@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.precision import choose_device
+from crossbow_py.engine.modules.precision import choose_device
 from experiments.common.arguments import count, positive
 from experiments.common.machine import machine
 from experiments.common.packs.comparison import Method, PackCell, measure_panel, mixed_rows, rows_of

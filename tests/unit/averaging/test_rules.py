@@ -30,7 +30,7 @@ from crossbow_py.averaging import (
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping
-from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.update.optimizers import SGD
 from tests.support import linear_model, make_tasks, run_rounds
 
 Vector = NDArray[np.float64]

@@ -8,7 +8,7 @@ import torch
 
 from crossbow_py.averaging import SMA, Independent, Stage
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.update.optimizers import SGD
 from tests.support import features, linear_model, make_tasks, run_rounds
 
 

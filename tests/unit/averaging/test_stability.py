@@ -9,7 +9,7 @@ import torch
 from crossbow_py.averaging import SMA, Elastic, GroupedSMA, Independent, LocalSGD, Stage
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.update.optimizers import SGD
 
 
 def spectral_radius(curvature, momentum, alpha, mu, num_learners):

@@ -26,7 +26,7 @@ from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.loader import Loaded, fetched_or_raise
 from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from crossbow_py.sizing.memory import staged_batches
+from crossbow_py.engine.sizing.memory import staged_batches
 from tests.unit.data.streams import closed, same
 
 N, SEED = 23, 7

@@ -16,7 +16,7 @@ from crossbow_py.calibration import RememberedChoices
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
-from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from tests.support import make_tasks
 from tests.trainers import make_trainer
 

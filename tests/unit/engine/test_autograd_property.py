@@ -16,8 +16,8 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import FP64
+from crossbow_py.engine.modules.precision import FP64
+from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.seeded_model import faithful_copy
 from tests.support import features, make_tasks, plan
 

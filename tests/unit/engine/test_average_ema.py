@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from crossbow_py.engine.average_ema import AverageEMA
-from crossbow_py.engine.precision import FP32, FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.average_ema import AverageEMA
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP32, FP64
 from tests.support import CPU, linear_model, norm_model
 
 

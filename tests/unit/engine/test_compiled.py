@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.compiled import CompiledModels
 from crossbow_py.engine.executors import SerialExecutor, ThreadsExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
+from crossbow_py.engine.modules.compiled import CompiledModels
 from tests.recording_streams import RecordingStreams
 from tests.support import assert_learners_equal, features, make_tasks, norm_model
 from tests.trainers import make_trainer

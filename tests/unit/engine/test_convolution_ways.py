@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from crossbow_py.core.user_cache import Remembered
-from crossbow_py.engine.fusion.branches import Branches
-from crossbow_py.engine.fusion.convolution import (
+from crossbow_py.engine.fusion.units.branches import Branches
+from crossbow_py.engine.fusion.units.convolution import (
     BRANCHES,
     DENSE,
     GROUPED,
@@ -19,7 +19,7 @@ from crossbow_py.engine.fusion.convolution import (
     key_of,
     ways,
 )
-from crossbow_py.kernels.geometry import Geometry
+from crossbow_py.engine.kernels.geometry import Geometry
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry(2, 3, 4, 5, 7, 6, (3, 3), stride=(2, 1), padding=(1, 0))

@@ -11,11 +11,11 @@ from torch import nn
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.device_update import AllLearners, DeviceUpdate, OneLearner, keep_bits, select_bits
-from crossbow_py.engine.optimizers import SGD, AdamW, Optimizer
-from crossbow_py.engine.precision import BF16, FP64
-from crossbow_py.engine.replicas import ReplicaBank, TrainedRow
-from crossbow_py.engine.update import Step, TorchUpdate
+from crossbow_py.engine.bank.replicas import ReplicaBank, TrainedRow
+from crossbow_py.engine.modules.precision import BF16, FP64
+from crossbow_py.engine.update.device_update import AllLearners, DeviceUpdate, OneLearner, keep_bits, select_bits
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer
+from crossbow_py.engine.update.row_update import Step, TorchUpdate
 from tests.recording_streams import OnlyLaunches
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossbow_py.engine.dropout import OwnDraws
 from crossbow_py.engine.executors import EXECUTORS
+from crossbow_py.engine.modules.dropout import OwnDraws
 from tests.support import assert_learners_equal, features, make_tasks, plan
 
 HIDDEN = torch.ones(25, 25, dtype=torch.bool).tril()

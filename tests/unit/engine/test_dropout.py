@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.dropout import CounterDropout, MaskTape, counter_seed, replace_dropout, take_masks
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.modules.dropout import CounterDropout, MaskTape, counter_seed, replace_dropout, take_masks
+from crossbow_py.engine.modules.precision import FP32
 from tests.support import features, make_tasks, plan
 
 

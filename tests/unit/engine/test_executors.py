@@ -12,9 +12,9 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.engine.executors import EXECUTORS, candidates, check_executor
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
+from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.engine.update.row_update import TorchUpdate
 from tests import support
 from tests.support import (
     assert_learners_equal,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossbow_py.engine import freed_memory
+from crossbow_py.engine.device import freed_memory
 
 BLOCK = 2**30 - 2**21
 

@@ -12,14 +12,14 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.scheduler import AVERAGING_STREAM
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests import networks
 from tests.recording_streams import RecordingStreams, ShuffledStreams

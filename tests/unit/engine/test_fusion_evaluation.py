@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.engine.bank.layout import Rows
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph, exported
-from crossbow_py.engine.layout import Rows
-from crossbow_py.engine.precision import BF16, FP32, FP64, cast_module
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64, cast_module
 from crossbow_py.models import MODELS
 from tests import networks
 from tests.support import CPU, norm_model

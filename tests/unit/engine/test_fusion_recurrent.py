@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, Independent
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusedGraph
-from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from tests.support import features, make_tasks, plan
 
 K = 3

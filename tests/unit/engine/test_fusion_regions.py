@@ -8,7 +8,7 @@ from torch import nn
 
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusedGraph
-from crossbow_py.engine.precision import BF16, FP32, FP64
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from tests.support import assert_learners_equal, features, make_tasks, plan
 
 

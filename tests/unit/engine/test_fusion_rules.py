@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.values import Fused, Layout, channels
-from crossbow_py.engine.precision import FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import FP64
 
 # As many learners as samples, and images as wide as they are high: values mixed up must not be found by their shape.
 K = B = 3

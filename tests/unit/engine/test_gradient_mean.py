@@ -10,16 +10,16 @@ from torch import nn
 
 from crossbow_py.averaging import GradientMean, GroupedSMA, SynchronousSGD
 from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.gradient_mean import average_gradients
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.executors.subarrays import TwoSubArrays
-from crossbow_py.engine.gradient_mean import average_gradients
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import FP32, FP64
+from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask
-from crossbow_py.engine.update import NativeUpdate
+from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.engine.update.row_update import NativeUpdate
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, linear_model, make_tasks, norm_model, plan
 from tests.unit.engine.test_fused_device import assert_equal, run

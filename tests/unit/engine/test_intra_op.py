@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from crossbow_py.core.host import usable_core_ids
-from crossbow_py.engine import intra_op
-from crossbow_py.engine.intra_op import SleepingThreads, faster_threads, intra_op_threads
+from crossbow_py.engine.device import intra_op
+from crossbow_py.engine.device.intra_op import SleepingThreads, faster_threads, intra_op_threads
 
 # Seconds of CPU time after operators on two threads, while the process does nothing: spinning, sleeping, spinning.
 IDLE_SECONDS = """
 import json, time, torch
-from crossbow_py.engine.intra_op import SleepingThreads
+from crossbow_py.engine.device.intra_op import SleepingThreads
 from crossbow_py.core.host import usable_core_ids
 
 torch.set_num_threads(2)

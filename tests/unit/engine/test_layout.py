@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine.layout import Rows, parameter_layout
+from crossbow_py.engine.bank.layout import Rows, parameter_layout
 from tests.support import CPU, norm_model
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import DeviceLostError, LearnerError, SearchError, UserError
-from crossbow_py.engine import memory
+from crossbow_py.engine.device import memory
 
 
 def caused_by(error, cause):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.optimizers import SGD, AdamW
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 
 
 def compare(optimizer, reference_class, options, rounds=5, num_decayed=1):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine import precision
-from crossbow_py.engine.precision import (
+from crossbow_py.engine.modules import precision
+from crossbow_py.engine.modules.precision import (
     BF16,
     FP32,
     FP64,

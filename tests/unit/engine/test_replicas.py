@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.engine import replicas
-from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank import replicas
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from tests.support import CPU, linear_model, norm_model
 
 

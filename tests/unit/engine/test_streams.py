@@ -13,13 +13,13 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.core.host import prepare_environment
+from crossbow_py.engine.device.streams import CudaStreams
 from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.device_streams import CudaStreams
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32
+from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.scheduler import learner_stream
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.telemetry.timeline import Timeline
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import (

@@ -12,13 +12,13 @@ from torch import nn
 
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.device_tasks import DeviceTasks
-from crossbow_py.engine.executors.device_streams import CudaStreams
+from crossbow_py.engine.device.device_tasks import DeviceTasks
+from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.engine.device.streams import CudaStreams
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.memory import is_out_of_memory
-from crossbow_py.engine.optimizers import SGD, AdamW
 from crossbow_py.engine.rounds import RoundOutcome
+from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.recording_streams import OnlyLaunches, RecordingStreams
 from tests.support import features, make_tasks, norm_model, norm_with_dropout, plan
 from tests.unit.engine.test_streams import IMAGES, run

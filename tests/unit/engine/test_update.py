@@ -15,12 +15,12 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.averaging.rule import LinearRound
-from crossbow_py.engine.native.library import load
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32
-from crossbow_py.engine.replicas import ReplicaBank, TrainedRow
-from crossbow_py.engine.update import NativeUpdate, StackedRows, Step, TorchUpdate
-from crossbow_py.engine.update_choice import choose_update
+from crossbow_py.engine.bank.replicas import ReplicaBank, TrainedRow
+from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.update.native.library import load
+from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.engine.update.row_update import NativeUpdate, StackedRows, Step, TorchUpdate
+from crossbow_py.engine.update.update_choice import choose_update
 
 CPU = torch.device("cpu")
 LENGTHS = (20_003, 37)  # no multiple of a chunk, a block or a vector register
@@ -126,7 +126,7 @@ def test_native_round_that_leaves_z_to_others_writes_the_sum_alone():
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_native_results_do_not_follow_from_the_number_of_threads(threads, monkeypatch):
     optimizer = SGD(momentum=0.9, weight_decay=0.01)
-    monkeypatch.setattr("crossbow_py.engine.update._VALUES_A_PART", 1)
+    monkeypatch.setattr("crossbow_py.engine.update.row_update._VALUES_A_PART", 1)
     results = []
     for count in (3, threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
@@ -339,7 +339,7 @@ def test_compiled_code_of_another_user_is_not_loaded(library, monkeypatch, their
     owner = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)  # now they are another's
     if theirs == "file":
-        monkeypatch.setattr("crossbow_py.engine.native.library._make_private", lambda cache: None)
+        monkeypatch.setattr("crossbow_py.engine.update.native.library._make_private", lambda cache: None)
     loaded = load(library.parent)
     assert loaded.crossbow_sum is not None
     if theirs == "folder":
@@ -360,7 +360,8 @@ def in_a_process(cache):
 
 
 def test_library_that_computes_something_else_is_not_used(monkeypatch):
-    monkeypatch.setattr("crossbow_py.engine.native.agreement._CHECKED", set())  # another test may have found it right
+    # Another test may have found it right.
+    monkeypatch.setattr("crossbow_py.engine.update.native.agreement._CHECKED", set())
     monkeypatch.setattr(AveragingRule, "corrections", lambda self, out, weights, z, coefficients: None)
     update, message = choose_update(SGD(), SMA(), CPU, torch.float32)
     assert update.NAME == "torch"

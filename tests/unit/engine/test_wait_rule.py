@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from crossbow_py.engine.wait_rule import WaitState, Window, observe
+from crossbow_py.engine.device.wait_rule import WaitState, Window, observe
 
 
 def follow(state: WaitState, rates: list[float], others: float | None = 0.0, learners: int = 2) -> WaitState:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.precision import BF16, FP32
-from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP32
+from crossbow_py.engine.update.row_update import TorchUpdate
 from experiments.update_bandwidth import copies, measure, plot, report, run, updates
 from experiments.update_bandwidth.measure import COPY, UPDATE, WHOLE, Side
 from experiments.update_bandwidth.updates import Part

@@ -24,7 +24,7 @@ from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping
 from crossbow_py.data.sources.synthetic import Synthetic
-from crossbow_py.engine.optimizers import SGD
+from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.overrides import expand_sweeps
 from tests.unit.fuzz.examining import damaged, depths, examine, memory_of_at_most
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.core import triton_launch
 from crossbow_py.data.resident.resident_feed import image_kernels
-from crossbow_py.kernels import batch_norm, convolution, cross_entropy, update
+from crossbow_py.engine.kernels import batch_norm, convolution, cross_entropy, update
 
 # Views are known by their schema; these allocate, or look at tensors without launching anything.
 _NO_LAUNCH = {

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from crossbow_py.core.triton_launch import recorded
-from crossbow_py.kernels import batch_norm
-from crossbow_py.kernels.statistics import Workspace, finish_statistics, partials_shape
+from crossbow_py.engine.kernels import batch_norm
+from crossbow_py.engine.kernels.statistics import Workspace, finish_statistics, partials_shape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MOMENTUM, EPS = 0.3, 1e-3

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from crossbow_py.core.triton_launch import recorded
-from crossbow_py.kernels import convolution as kernels
-from crossbow_py.kernels.geometry import Geometry, blocking, split_blocking
+from crossbow_py.engine.kernels import convolution as kernels
+from crossbow_py.engine.kernels.geometry import Geometry, blocking, split_blocking
 
 CPU = torch.device("cpu")
 GEOMETRIES = {

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.triton_launch import KernelError, recorded
-from crossbow_py.kernels import cross_entropy as module
-from crossbow_py.kernels.cross_entropy import check, cross_entropy_of_learners
+from crossbow_py.engine.kernels import cross_entropy as module
+from crossbow_py.engine.kernels.cross_entropy import check, cross_entropy_of_learners
 
 # The interpreter computes in numpy, which warns of inf - inf, 0 / 0 and log 0.
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|divide by zero) encountered:RuntimeWarning")

@@ -11,14 +11,13 @@ from torch import nn
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.triton_launch import recorded
-from crossbow_py.engine import kernel_update
-from crossbow_py.engine.kernel_update import KernelUpdate, choose_kernel_update
-from crossbow_py.engine.measures import correction_norm
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32, FP64
-from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.engine.update import Step, TorchUpdate
-from crossbow_py.kernels import update as kernels
+from crossbow_py.engine.bank.measures import correction_norm
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.kernels import update as kernels
+from crossbow_py.engine.modules.precision import BF16, FP32, FP64
+from crossbow_py.engine.update.kernel_update import KernelUpdate, choose_kernel_update
+from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.engine.update.row_update import Step, TorchUpdate, kernel_update
 from tests.unit.kernels.traffic import counted_traffic
 
 CPU = torch.device("cpu")
@@ -197,7 +196,7 @@ def test_choice_takes_the_kernels_after_they_agreed_with_the_reference():
 
 
 def test_choice_without_triton_says_so_in_one_line(monkeypatch):
-    monkeypatch.setattr("crossbow_py.engine.kernel_update.unavailable", lambda device: "Triton is not installed")
+    monkeypatch.setattr("crossbow_py.engine.update.kernel_update.unavailable", lambda device: "Triton is not installed")
     update, note = choose_kernel_update(make_bank(SGD(), FP32), SGD(), SMA(), moves=True)
     assert update is None
     assert note == "Updates run as torch operators, which is slower, because Triton is not installed."

@@ -10,7 +10,7 @@ from torch import nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models import MODELS, ResNet18, ResNet50
 from crossbow_py.models.resnet_imagenet import Block, Bottleneck
 from tests.support import features, make_tasks, plan

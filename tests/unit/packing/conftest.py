@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.engine import memory
+from crossbow_py.engine.device import memory
 from crossbow_py.packing.hyperband import TrialState, make_brackets
 from crossbow_py.packing.search_events import (
     BestTrial,

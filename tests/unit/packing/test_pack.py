@@ -16,7 +16,7 @@ from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, 
 from crossbow_py.data.feeds import Feed, make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
-from crossbow_py.engine.precision import FP64
+from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.evaluation import Evaluator
 from crossbow_py.packing.pack import NON_FINITE, Member, Pack, PackJob

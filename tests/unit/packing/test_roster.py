@@ -12,7 +12,7 @@ from crossbow_py import SGD, Constant
 from crossbow_py.calibration import Effort
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.packing import roster as module
 from crossbow_py.packing.roster import Roster, SearchData
 from crossbow_py.packing.space import Space

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Constant
 from crossbow_py.calibration import Calibration, Candidate, Effort, Refusal
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.packing import width_measurement, width_memory, width_sizes
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.packing.trials_alike import TrialsAlike

@@ -15,7 +15,7 @@ from crossbow_py import SGD, Constant
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
-from crossbow_py.engine.precision import FP32
+from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.packing.hyperband import Segment, best, make_brackets
 from crossbow_py.packing.policies import Policy
 from crossbow_py.packing.roster import Roster, SearchData

@@ -10,11 +10,11 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.core.user_cache import Remembered
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import FP32
-from crossbow_py.sizing.bound import free_bytes, learners_that_fit, saved_bytes
-from crossbow_py.sizing.job import Job, Sample
-from crossbow_py.sizing.probes import estimate_learner
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit, saved_bytes
+from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.probes import estimate_learner
+from crossbow_py.engine.update.optimizers import SGD
 
 JOB = Job(nn.functional.cross_entropy, SGD(), SMA(), FP32)
 INPUTS, TARGETS = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
@@ -61,7 +61,7 @@ def test_bound_takes_what_is_remembered(known: Remembered, monkeypatch: pytest.M
     found = estimate_learner(model, Sample((3, 8, 8)), JOB, most=32)
     limit = found.predicted_bytes(32, 2, 2) / 0.9 + 1
     assert bound(limit, known) == 2
-    monkeypatch.setattr("crossbow_py.sizing.bound._probed", None)  # would fail if it were called
+    monkeypatch.setattr("crossbow_py.engine.sizing.bound._probed", None)  # would fail if it were called
     assert bound(limit, known) == 2
 
 

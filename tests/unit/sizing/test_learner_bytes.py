@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossbow_py.sizing.learner_bytes import learner_bytes, predicted_bytes
+from crossbow_py.engine.sizing.learner_bytes import learner_bytes, predicted_bytes
 
 
 def test_learner_in_bf16_has_a_shadow_and_float32_rows():

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, AveragingRule, LocalSGD
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.average_ema import AverageEMA
-from crossbow_py.engine.layout import Order
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.outer_step import mean_of_learners
-from crossbow_py.engine.precision import BF16, FP32, Precision
-from crossbow_py.engine.replicas import ReplicaBank
-from crossbow_py.evaluation import Evaluator
-from crossbow_py.sizing.job import Job, model_sizes
-from crossbow_py.sizing.memory import (
+from crossbow_py.engine.bank.average_ema import AverageEMA
+from crossbow_py.engine.bank.layout import Order
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP32, Precision
+from crossbow_py.engine.sizing.job import Job, model_sizes
+from crossbow_py.engine.sizing.memory import (
     Activations,
     HeldBack,
     LearnerModel,
@@ -29,6 +26,9 @@ from crossbow_py.sizing.memory import (
     breakdown,
     upper_envelope,
 )
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.engine.update.outer_step import mean_of_learners
+from crossbow_py.evaluation import Evaluator
 
 # 64 parameters of 4 bytes: a row is 3 + 1 state = 4 times 256 bytes, z and its company 3 times 256.
 SIZES = ModelSizes((64,), (), 0, num_states=1, master_bytes=4, compute_bytes=4)

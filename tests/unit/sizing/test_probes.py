@@ -18,14 +18,14 @@ from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch, Feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.optimizers import SGD, AdamW
-from crossbow_py.engine.precision import BF16, FP32, Precision
-from crossbow_py.engine.replicas import ReplicaBank
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.precision import BF16, FP32, Precision
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
-from crossbow_py.engine.update import TorchUpdate
+from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
+from crossbow_py.engine.sizing.probes import estimate_learner
+from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.models import MODELS
-from crossbow_py.sizing.job import Job, Sample, model_sizes
-from crossbow_py.sizing.probes import estimate_learner
 
 CPU = torch.device("cpu")
 
@@ -196,7 +196,7 @@ def test_probes_of_a_registered_model_run_the_same_operators_at_both_sizes(name:
 
 
 def test_probe_with_a_torch_that_counts_otherwise_says_which_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "crossbow_py.sizing.tracker", None)  # as where torch has no such module
+    monkeypatch.setitem(sys.modules, "crossbow_py.engine.sizing.tracker", None)  # as where torch has no such module
     job = Job(nn.functional.cross_entropy, SGD(), SMA(), FP32)
     with pytest.raises(UserError, match=r"memory cannot be counted with torch .*; install another version of torch"):
         estimate_learner(lambda: nn.Linear(4, 3), Sample((4,)), job, most=8)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA
-from crossbow_py.engine.optimizers import SGD
-from crossbow_py.engine.precision import FP32
-from crossbow_py.sizing.job import Job, Sample
-from crossbow_py.sizing.speed import fetch_seconds, step_seconds
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.engine.sizing.job import Job, Sample
+from crossbow_py.engine.sizing.speed import fetch_seconds, step_seconds
+from crossbow_py.engine.update.optimizers import SGD
 
 JOB = Job(nn.functional.cross_entropy, SGD(), SMA(), FP32)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crossbow_py.core.host import Host
-from crossbow_py.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
+from crossbow_py.engine.sizing.workers import Loading, WorkerState, WorkerTuning, recommend
 
 MB = 10**6
 AMPLE = Host(cores=16, memory_bytes=1000 * MB, shared_bytes=None)

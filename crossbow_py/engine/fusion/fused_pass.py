@@ -1,0 +1,157 @@
+"""Forward and backward of all learners in one pass over the fused graph, without a word from the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.data.feed import Batch
+from crossbow_py.data.labels import counted
+from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.kernels.checks import serves
+from crossbow_py.engine.modules.label_smoothing import IGNORED, smoothed_cross_entropy
+from crossbow_py.engine.rounds import Round, RoundTasks, correct_of_batch, is_classification, scaled_to_batch
+
+_MOST_CLASSES = 16384  # of the loss kernel
+
+# Losses [K], right predictions [K] and the gradient of the outputs, from outputs [K, B, C] and targets [K, B].
+LossOfAll = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+class Learned(NamedTuple):
+    """Of all learners: losses `[K]`, right predictions `[K]` if there are classes, and gradients `[K, *shape]`."""
+
+    losses: Tensor
+    num_correct: Tensor | None
+    gradients: Sequence[Tensor | None]
+
+
+class FusedPass:
+    """The learning tasks of a round. Dropout draws from the learners' generators: seed them first.
+
+    Args:
+        tasks: what to compute.
+        kernels: whether Triton kernels are to be used where they serve, and not operators.
+        learners: K neighbouring ones; by default all.
+        fuses: whether operators are to be fused, and not run as they were exported, learner by learner.
+
+    Attributes:
+        learners: as given.
+        notes: sentences for the user, on what runs slower than it might; grows in the first rounds, readers clear it.
+
+    Raises FusionError for models it cannot run. What is trained with comes from `trusted_pass`.
+    """
+
+    def __init__(
+        self, tasks: RoundTasks, kernels: bool = False, learners: range | None = None, fuses: bool = True
+    ) -> None:
+        self._tasks, bank = tasks, tasks.bank
+        self.learners = range(bank.num_learners) if learners is None else learners
+        example = tasks.feed.for_measuring().batch(0).inputs
+        self.graph = FusedGraph(bank.template, example, bank, kernels, self.learners, fuses=fuses)
+        self.notes = self.graph.notes
+        self._loss: LossOfAll | None = None
+        if kernels and tasks.loss is nn.functional.cross_entropy and tasks.label_smoothing is None:
+            self._loss = self._loss_kernel()
+
+    def _loss_kernel(self) -> LossOfAll | None:
+        bank = self._tasks.bank
+        refusal = serves("loss", bank.device, bank.precision.compute)
+        if refusal is not None:
+            self.notes.append(refusal)
+            return None
+        from crossbow_py.engine.kernels.cross_entropy import cross_entropy_of_learners  # noqa: PLC0415  Triton is there
+
+        return cross_entropy_of_learners
+
+    def batch(self, plan: Round) -> Batch:
+        """The round's batches `[K, B, ...]`, or `[B, ...]` where all learners take the same."""
+        feed, starts = self._tasks.feed, self.starts(plan)
+        return feed.batch(starts[0]) if len(starts) == 1 else feed.batches(starts)
+
+    def starts(self, plan: Round) -> tuple[int, ...]:
+        """Of the learners' batches; one alone where all take the same."""
+        own = plan.starts[self.learners.start : self.learners.stop]
+        return own[:1] if self.shares(plan) else own
+
+    def shares(self, plan: Round) -> bool:
+        """Whether the learners take the same batch."""
+        return len(set(plan.starts[self.learners.start : self.learners.stop])) == 1
+
+    def learn(self, batch: Batch, shared: bool) -> Learned:
+        """Losses and their gradients at the learners' weights. Some gradients are the bank's own, already in place."""
+        bank, graph = self._tasks.bank, self.graph
+        outputs = graph.run(batch.inputs, shared)
+        targets = batch.targets.expand(len(self.learners), *batch.targets.shape) if shared else batch.targets
+        if self._loss is not None and _are_classes(outputs, targets):
+            losses, num_correct, given = self._loss(outputs.detach(), targets)
+            num_correct = scaled_to_batch(num_correct, targets, self._tasks.ignored, 1)
+            return Learned(losses, num_correct, self._gradients(outputs, given))
+        outputs = outputs.to(bank.precision.master)
+        losses = self._losses(outputs, targets)
+        gradients = self._gradients(losses.sum(), None)
+        return Learned(losses.detach(), correct_of_batch(outputs.detach(), targets, self._tasks.ignored, 1), gradients)
+
+    def _gradients(self, of: Tensor, given: Tensor | None) -> list[Tensor | None]:
+        """In the order of the layout."""
+        graph, trained = self.graph, self.graph.parameters.trained
+        asked = [name for name in trained if name not in graph.written]
+        leaves = [graph.anchor, *(trained[name] for name in asked)] if graph.written else list(trained.values())
+        found = torch.autograd.grad(of, leaves, given, allow_unused=True)
+        if not graph.written:
+            if any(gradient is None for gradient in found):
+                self._tasks.tell_missing_gradients(found)
+            return list(found)
+        by_name = dict(zip(asked, found[1:], strict=True))
+        rows = zip(trained, self._tasks.bank.stacked_gradients(self.learners), strict=True)
+        return [row if name in graph.written else by_name[name] for name, row in rows]
+
+    def _losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One loss a learner `[K]`; cross-entropy of classes in one call, any other in a loop."""
+        smoothing = self._tasks.label_smoothing
+        if smoothing is not None:
+            return smoothed_cross_entropy(outputs, targets, smoothing[self.learners.start : self.learners.stop])
+        if self._tasks.loss is nn.functional.cross_entropy and outputs.ndim == 3 and targets.ndim == 2:
+            each = nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+            return each.view(targets.shape).sum(1) / counted(targets, IGNORED).sum(1)
+        pairs = zip(outputs.unbind(), targets.unbind(), strict=True)
+        return torch.stack([self._tasks.loss(output, target).reshape(()) for output, target in pairs])
+
+
+class PassNotes:
+    """What passes over one model have to tell the user, each sentence once, whichever of them had it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: list[str] = []
+        self._said: set[str] = set()
+        self._looped: set[str] = set()
+        self._names_loops = True
+
+    def read(self, fused: FusedPass) -> None:
+        """Take over the notes of a pass that has run. Called by what runs it, before it runs again."""
+        with self._lock:
+            self._new += fused.notes
+            fused.notes.clear()
+            self._looped |= set(fused.graph.looped)
+
+    def take(self) -> list[str]:
+        """What is new; the first time, when every pass has been read, also which operators have no rule."""
+        with self._lock:
+            found = [sentence for sentence in dict.fromkeys(self._new) if sentence not in self._said]
+            self._new.clear()
+            self._said |= set(found)
+            if self._names_loops and self._looped:
+                names = ", ".join(sorted(self._looped))
+                found.append(f"Operators run learner by learner, for want of a rule that fuses them: {names}.")
+            self._names_loops = False
+        return found
+
+
+def _are_classes(outputs: Tensor, targets: Tensor) -> bool:
+    classes = is_classification(outputs, targets, lead=1) and targets.dtype == torch.int64
+    return classes and outputs.shape[2] <= _MOST_CLASSES

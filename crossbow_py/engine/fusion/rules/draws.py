@@ -1,0 +1,68 @@
+"""Random numbers of a graph: from each learner's own generator, in the order in which the model draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from crossbow_py.engine.fusion.rules.registry import Call, NotFusedError, base_name, rule
+from crossbow_py.engine.fusion.values import Fused, Layout, channels, of_learner, stack
+from crossbow_py.engine.modules.dropout import take_masks
+
+_MODULES = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d")
+_CHANCES = {"dropout": 1, "feature_dropout": 1, "scaled_dot_product_attention": 4}  # where p is among the arguments
+
+
+def draws(node: Node) -> bool:
+    """Whether a node of a graph draws random numbers."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    place = _CHANCES.get(base_name(target))
+    if place is None:
+        return True
+    return bool(node.args[place] if len(node.args) > place else node.kwargs.get("dropout_p"))
+
+
+def is_of_dropout_module(node: Node) -> bool:
+    """Whether a node is what an `nn.Dropout` computes, which learners' own layers replace in eager mode."""
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return bool(modules) and str(modules[-1][1]).rsplit(".", 1)[-1].rstrip("'>") in _MODULES
+
+
+@rule("dropout", "feature_dropout")
+def dropout(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A mask of each learner's own, of those `engine.dropout.CounterDropout` would take."""
+    own, p, train = args
+    assert call.shape is not None, "dropout gives a tensor"
+    if not train or p == 0:
+        return own
+    whole_channels = "feature" in str(call.target)
+    shape = (*call.shape[:2], *(1,) * (len(call.shape) - 2)) if whole_channels else call.shape
+    rates = (call.dropout_rates[learner] for learner in call.learners)
+    own_p = [p if rate is None else rate for rate in rates]
+    mask = take_masks(shape, own_p, call.generators[: call.num_learners], own.tensor)
+    if own.layout is Layout.CHANNELS:
+        return Fused(own.tensor * channels(Fused(mask, Layout.STACK), call.num_learners), Layout.CHANNELS)
+    return Fused(stack(own, call.num_learners) * mask, Layout.STACK)
+
+
+@rule("bernoulli")
+def bernoulli(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ones of one chance, else zeros: drop path. Chances in a tensor are left to the loop."""
+    own, chance = (*args, None)[:2]
+    if not isinstance(chance, float | int) or kwargs.get("generator") is not None:
+        raise NotFusedError
+    assert call.shape is not None, "the result is a tensor"
+    masks = take_masks(call.shape, [1 - chance] * call.num_learners, call.generators[: call.num_learners], own.tensor)
+    return Fused((masks != 0).to(masks.dtype), Layout.STACK)
+
+
+@rule("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like", "full_like")
+def new_tensor(call: Call, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same for all learners, until somebody writes to it."""
+    return Fused(call.target(*of_learner(args, 0, call.num_learners), **kwargs), Layout.SHARED)

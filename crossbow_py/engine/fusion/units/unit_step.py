@@ -1,0 +1,202 @@
+"""Runs a unit of the graph (`units.py`) for all learners: a convolution in its fastest way, the rest by kernels.
+
+    launches           forward                                  backward
+    convolution        1, with the norm's statistics            1 for both gradients
+    norm, sum, ReLU    1                                        2, which add up the gradients of two users
+
+with the implicit-GEMM kernel; by torch's operators a convolution takes what they take, and statistics one more.
+Gradients of parameters are written to the bank's rows, in master precision, and so never pass through autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from crossbow_py.core.user_cache import Remembered
+from crossbow_py.engine.fusion.units.branches import Branches, graph_milliseconds
+from crossbow_py.engine.fusion.units.convolution import IMPLICIT, ConvolutionChoices
+from crossbow_py.engine.fusion.units.convolution_layer import Convolution, Leaf, Statistics
+from crossbow_py.engine.fusion.units.units import Unit
+from crossbow_py.engine.fusion.values import channels_last
+from crossbow_py.engine.kernels import batch_norm as norms
+from crossbow_py.engine.kernels.statistics import Workspace
+
+__all__ = ["LayerMaker", "Leaf", "UnitRows", "run_unit"]
+
+
+class Norm:
+    """One layer's BatchNorm of all learners, with what comes behind it."""
+
+    def __init__(self, scale: Leaf, offset: Leaf, statistics: Statistics, relu: bool) -> None:
+        self._scale, self._offset, self.statistics, self._relu = scale, offset, statistics, relu
+        self._weights, self._bias = (leaf.rows.detach().flatten() for leaf in (scale, offset))
+        self._workspace: Workspace | None = None
+
+    def _space(self, x: Tensor) -> Workspace:
+        """Made at the first call, which is never captured."""
+        if self._workspace is None:
+            self._workspace = norms.workspace_for(x.shape[0], x.shape[1], x.dtype, x.device)
+        return self._workspace
+
+    def forward(
+        self, images: Tensor, moments: tuple[Tensor, Tensor] | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Outputs, mean and rstd."""
+        x, own = _matrix(images), self.statistics
+        if moments is None:
+            moments = norms.statistics(
+                x, own.running_mean, own.running_var, own.momentum, own.eps, self._space(x)
+            )
+        added = None if residual is None else _matrix(residual)
+        y = norms.normalise(x, *moments, self._weights, self._bias, added, self._relu)
+        return _images(y, images), *moments
+
+    def backward(
+        self, gradients: list[Tensor], images: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, with_residual: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the parameters' gradients; returns those of the images and of the residual."""
+        x, given, out = _matrix(images), [_matrix(gradient) for gradient in gradients], _matrix(y)
+        scale, offset = (leaf.gradient.flatten() for leaf in (self._scale, self._offset))
+        norms.backward_sums(given, x, out, mean, rstd, scale, offset, self._relu, self._space(x))
+        dx, residual = norms.backward_inputs(
+            given, x, out, mean, rstd, self._weights, scale, offset, self._relu, with_residual
+        )
+        return _images(dx, images), None if residual is None else _images(residual, images)
+
+
+def _matrix(images: Tensor) -> Tensor:
+    """`[B, N, H, W]` as `[B·H·W, N]`; a view of images that are channels-last, else one copy."""
+    return images.permute(0, 2, 3, 1).reshape(-1, images.shape[1]).contiguous()
+
+
+def _images(matrix: Tensor, like: Tensor) -> Tensor:
+    batch, _, high, wide = like.shape
+    return matrix.view(batch, high, wide, -1).permute(0, 3, 1, 2)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a unit is made of, for K learners; one of the two may be None. `users` is how many read its value."""
+
+    convolution: Convolution | None
+    norm: Norm | None
+    users: int
+
+
+def run_unit(layer: Layer, anchor: Tensor, inputs: Tensor, residual: Tensor | None) -> list[Tensor]:
+    """The unit's value, once for every user: their gradients then come apart, and no launch adds them up.
+
+    Args:
+        layer: what to run.
+        anchor: a scalar that needs a gradient, so that the unit has a backward pass wherever it stands.
+        inputs: `[B, K·C, H, W]`, channels-last.
+        residual: likewise, or None.
+    """
+    found: tuple[Tensor, ...] = _Run.apply(anchor, inputs, residual, layer)  # type: ignore[no-untyped-call]
+    return list(found)
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, inputs: Tensor, residual: Tensor | None, layer: Layer) -> tuple[Tensor, ...]:
+        ctx.layer, ctx.has_residual = layer, residual is not None
+        raw, moments, norm = inputs, None, layer.norm
+        if layer.convolution is not None:
+            raw, moments = layer.convolution.forward(inputs, None if norm is None else norm.statistics)
+        if norm is None:
+            ctx.save_for_backward(inputs)
+            y = raw
+        else:
+            y, mean, rstd = norm.forward(raw, moments, residual)
+            ctx.save_for_backward(inputs, raw, y, mean, rstd)
+        return y, *(y.view_as(y) for _ in range(layer.users - 1))
+
+    @staticmethod
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        layer: Layer = ctx.layer
+        gradients = list(given)
+        if len(gradients) > 2:
+            gradients = [gradients[0], torch.stack(gradients[1:]).sum(0)]
+        if layer.norm is None:
+            inputs = ctx.saved_tensors[0]
+            outputs, d_residual = gradients[0] if len(gradients) == 1 else gradients[0] + gradients[1], None
+            outputs = channels_last(outputs)
+        else:
+            inputs, raw, y, mean, rstd = ctx.saved_tensors
+            outputs, d_residual = layer.norm.backward(gradients, raw, y, mean, rstd, ctx.has_residual)
+        wanted: bool = ctx.needs_input_grad[1]
+        if layer.convolution is not None:
+            return None, layer.convolution.backward(outputs, inputs, wanted), d_residual, None
+        return None, outputs if wanted else None, d_residual, None
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """The bank's rows by the name of their placeholder in the graph: trained parameters, and float buffers `[K, C]`."""
+
+    leaves: dict[str, Leaf]
+    buffers: dict[str, Tensor]
+
+
+class LayerMaker:
+    """Makes what runs the units of one graph.
+
+    Attributes:
+        notes: sentences for the user, on convolutions; grows while ways are measured.
+    """
+
+    def __init__(self, rows: UnitRows, num_learners: int, device: torch.device) -> None:
+        self._rows, self._num_learners = rows, num_learners
+        self._branches, self._choices = Branches(device), choices_on(device)
+        self.notes = self._choices.notes
+
+    def layer(self, unit: Unit, users: int) -> Layer:
+        """What runs a unit whose value is read `users` times."""
+        convolution, norm = unit.convolution, unit.norm
+        return Layer(
+            None if convolution is None else self._convolution(convolution),
+            None if norm is None else self._norm(norm, unit.relu),
+            users,
+        )
+
+    def _leaf(self, node: Any) -> Leaf | None:
+        return None if node is None else self._rows.leaves[node.name]
+
+    def _running(self, node: Any) -> Tensor | None:
+        return None if node is None else self._rows.buffers[node.name].flatten()
+
+    def _convolution(self, node: Node) -> Convolution:
+        own, shift = self._leaf(node.args[1]), self._leaf(node.args[2] if len(node.args) > 2 else None)
+        assert own is not None, "a convolution has filters"
+        return Convolution(node.args[3:], own, shift, self._num_learners, self._choices, self._branches)
+
+    def _norm(self, node: Node, relu: bool) -> Norm:
+        scale, offset, mean, variance, _, momentum, eps = list(node.args[1:8])
+        own = self._leaf(scale), self._leaf(offset)
+        assert own[0] is not None and own[1] is not None, "units have norms with scale and offset"  # noqa: PT018
+        statistics = Statistics(self._running(mean), self._running(variance), float(momentum), float(eps))  # type: ignore[arg-type]
+        return Norm(own[0], own[1], statistics, relu)
+
+
+def choices_on(device: torch.device) -> ConvolutionChoices:
+    """Ways that are measured as a CUDA graph runs them. In the interpreter nothing is worth measuring."""
+    if device.type != "cuda":
+        return Unmeasured()
+    return ConvolutionChoices(graph_milliseconds(device), Remembered("convolutions.json"))
+
+
+class Unmeasured(ConvolutionChoices):
+    """The kernel where it serves, else the first way."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: 0.0, Remembered("convolutions.json"))
+
+    def choose(self, key: str, candidates: Mapping[str, Callable[[], Tensor]]) -> str:
+        """See ConvolutionChoices."""
+        return IMPLICIT if IMPLICIT in candidates else next(iter(candidates))

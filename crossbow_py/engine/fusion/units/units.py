@@ -1,0 +1,139 @@
+"""Finds the units of a graph: a convolution, a BatchNorm, a residual sum and a ReLU that can run as one step.
+
+    convolution → BatchNorm → (+ residual) → ReLU        any part but the first two may be missing, or one of these
+
+Pure: it reads an exported graph and names its nodes. What runs a unit is `unit_step.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import Node
+
+from crossbow_py.engine.fusion.units.nodes import calls, only_user
+from crossbow_py.engine.fusion.writes import Write
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Nodes that run as one step, at the place of the last.
+
+    Attributes:
+        convolution: `conv2d`, or None.
+        norm: `batch_norm` with statistics of the batch, or None.
+        residual: what is added behind the norm, or None.
+        relu: whether it ends with a ReLU.
+        last: the node whose value the unit's is.
+        nodes: all of them, in the graph's order.
+    """
+
+    convolution: Node | None
+    norm: Node | None
+    residual: Node | None
+    relu: bool
+    last: Node
+    nodes: tuple[Node, ...]
+
+    @property
+    def input(self) -> Node:
+        """What the unit works on, besides the residual and parameters."""
+        first = self.convolution or self.norm
+        assert first is not None, "a unit has a convolution or a norm"
+        argument = first.args[0]
+        assert isinstance(argument, Node), "operators take tensors from nodes"
+        return argument
+
+    @property
+    def parameters(self) -> tuple[Node, ...]:
+        """Filters, shift, scale and offset: those that there are."""
+        of_convolution = self.convolution.args[1:3] if self.convolution is not None else ()
+        of_norm = self.norm.args[1:3] if self.norm is not None else ()
+        return tuple(node for node in (*of_convolution, *of_norm) if isinstance(node, Node))
+
+
+def find_units(nodes: Sequence[Node], writes: Mapping[Node, Write], parameters: Iterable[Node]) -> list[Unit]:
+    """The units of a graph, which have no node in common.
+
+    Args:
+        nodes: of the graph, in order.
+        writes: what its in-place operators write.
+        parameters: placeholders that may be a unit's own: trained ones, of one use.
+    """
+    position, own, found, taken = {node: at for at, node in enumerate(nodes)}, set(parameters), [], set[Node]()
+    for node in nodes:
+        if node in taken:
+            continue
+        unit = _begin(node)
+        if unit is not None and _is_whole(unit, position, nodes, writes, own):
+            found.append(unit)
+            taken.update(unit.nodes)
+    return found
+
+
+def _begin(node: Node) -> Unit | None:
+    if calls(node, "conv2d", "default") and _rank(node) == 4:
+        norm = only_user(node)
+        if norm is not None and _normalises(norm) and norm.args[0] is node:
+            return _end(node, norm)
+        return Unit(node, None, None, False, node, (node,))
+    return _end(None, node) if _normalises(node) else None
+
+
+def _end(convolution: Node | None, norm: Node) -> Unit:
+    nodes = [norm] if convolution is None else [convolution, norm]
+    residual, relu, user = None, False, only_user(norm)
+    if user is not None and calls(user, "add") and len(user.args) == 2 and not user.kwargs:
+        others = [argument for argument in user.args if argument is not norm]
+        # In place, the sum would be written to the residual, if that came first.
+        written = str(user.target).split(".")[1].endswith("_")
+        fits = len(others) == 1 and isinstance(others[0], Node) and _same_shape(others[0], norm)
+        if fits and not (written and user.args[0] is not norm):
+            residual = others[0]
+            nodes.append(user)
+            user = only_user(user)
+    if user is not None and calls(user, "relu"):
+        relu = True
+        nodes.append(user)
+    assert residual is None or isinstance(residual, Node), "what is added is a node"
+    return Unit(convolution, norm, residual, relu, nodes[-1], tuple(nodes))
+
+
+def _is_whole(
+    unit: Unit, position: Mapping[Node, int], nodes: Sequence[Node], writes: Mapping[Node, Write], own: set[Node]
+) -> bool:
+    """Whether running all of it at the place of the last node changes nothing, and the parameters are the unit's."""
+    if not own.issuperset(unit.parameters) or len(set(unit.parameters)) != len(unit.parameters):
+        return False
+    if unit.norm is not None and len([node for node in unit.norm.args[1:3] if isinstance(node, Node)]) != 2:
+        return False
+    given = {unit.input, unit.residual}
+    between = nodes[position[unit.nodes[0]] : position[unit.last]]
+    written = [node.args[0] for node in between if node in writes and node not in unit.nodes]
+    names = [other for node in unit.nodes if node in writes for other in writes[node].others]
+    later = [node for node, write in writes.items() if node.args[0] is unit.last or unit.last in write.others]
+    return not given.intersection(written) and not names and not later and not _are_written(given, writes, between)
+
+
+def _are_written(given: set[Node | None], writes: Mapping[Node, Write], between: Sequence[Node]) -> bool:
+    return any(given.intersection(writes[node].others) for node in between if node in writes)
+
+
+def _normalises(node: Node) -> bool:
+    """A BatchNorm of images by the statistics of the batch, with scale and offset."""
+    if not calls(node, "batch_norm") or len(node.args) < 8 or _rank(node) != 4:
+        return False
+    training, momentum = node.args[5], node.args[6]
+    return training is True and isinstance(momentum, float)
+
+
+def _rank(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.ndim if isinstance(value, Tensor) else -1
+
+
+def _same_shape(node: Node, other: Node) -> bool:
+    values = node.meta.get("val"), other.meta.get("val")
+    return all(isinstance(value, Tensor) for value in values) and values[0].shape == values[1].shape  # type: ignore[union-attr]

@@ -1,0 +1,123 @@
+"""Which families of kernels serve on a device: Triton is there, they compile, and they agree with torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.core.triton_launch import KernelError, compiles, unavailable
+from crossbow_py.engine.kernels.geometry import Geometry
+
+Family = Literal["layers", "loss", "batches"]
+
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-2, torch.bfloat16: 5e-2}  # TF32 has 10 bits, bfloat16 8
+
+
+def serves(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
+    """None where a family serves for values of `dtype`; else a sentence for the user.
+
+    Compiles and compares at the first call for a device and format, which blocks the host.
+    """
+    reason = unavailable(device) if dtype in _TOLERANCE else f"there are no kernels for {dtype}"
+    reason = reason or _failure(family, device, dtype)
+    return f"Fused rounds have torch operators for the {family}, which is slower, because {reason}." if reason else None
+
+
+@cache
+def _failure(family: Family, device: torch.device, dtype: torch.dtype) -> str | None:
+    try:
+        compiles(lambda: _CHECKS[family](device, dtype))
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def _check_batches(device: torch.device, dtype: torch.dtype) -> None:
+    from crossbow_py.data.resident.resident_feed import image_kernels  # noqa: PLC0415  Triton is known to be there
+
+    image_kernels.check(device, dtype)
+
+
+def _check_loss(device: torch.device, dtype: torch.dtype) -> None:
+    from crossbow_py.engine.kernels import cross_entropy  # noqa: PLC0415  likewise
+
+    cross_entropy.check(device, dtype)
+
+
+def _check_layers(device: torch.device, dtype: torch.dtype) -> None:
+    """A norm, a sum and a ReLU forward and backward; a convolution with what its launches do besides.
+
+    Convolutions of a layer's own sizes are compared when their ways are measured.
+    """
+    from crossbow_py.engine.kernels import batch_norm as norms  # noqa: PLC0415  likewise
+
+    generator = torch.Generator(device).manual_seed(0)
+    x, residual, given = (torch.randn(67, 11, generator=generator, device=device).to(dtype) for _ in range(3))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    scale, offset = (torch.rand(11, generator=generator, device=device).to(wide) + 0.5 for _ in range(2))
+    sums = [torch.zeros(11, dtype=wide, device=device) for _ in range(2)]
+    space = norms.workspace_for(67, 11, dtype, device)
+    mean, rstd = norms.statistics(x, None, None, 0.1, 1e-5, space)
+    y = norms.normalise(x, mean, rstd, scale, offset, residual)
+    leaves = [value.double().requires_grad_() for value in (x, residual, scale, offset)]
+    normal = nn.functional.batch_norm(leaves[0], None, None, leaves[2], leaves[3], training=True, eps=1e-5)
+    out = (normal + leaves[1]).relu()
+    # Where rounding decides on which side of zero a sum is, its gradient is left out.
+    given = given * (out.detach().sign() == y.double().sign())
+    norms.backward_sums([given], x, y, mean, rstd, sums[0], sums[1], True, space)
+    found = norms.backward_inputs([given], x, y, mean, rstd, scale, sums[0], sums[1], True, True)
+    expected = torch.autograd.grad(out, leaves, given.double())
+    _compare("BatchNorm", [y, *found, *sums], [out.detach(), *expected], _TOLERANCE[dtype])
+    if dtype != torch.float64:
+        _check_convolution(device, dtype)
+
+
+def _check_convolution(device: torch.device, dtype: torch.dtype) -> None:
+    """Statistics that come with the outputs, and both gradients from one launch, the depth of the second split."""
+    from crossbow_py.engine.kernels import convolution as kernels  # noqa: PLC0415  as above
+
+    g = Geometry(8, 2, 5, 7, 13, 12, (3, 3), stride=(2, 1), padding=(1, 1))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def images(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device).to(dtype)
+        return values.contiguous(memory_format=torch.channels_last)
+
+    inputs, filters = images(g.batch, 2 * 5, g.height, g.width), images(2 * 7, 5, 3, 3)
+    given, columns = images(g.batch, 2 * 7, *g.out_size), 2 * 7
+    mean, rstd, running_mean, running_var = (torch.ones(columns, device=device) for _ in range(4))
+    moments = kernels.Moments(
+        mean, rstd, running_mean, running_var, 0.1, 1e-5, kernels.statistics_workspace(g, device)
+    )
+    y, d_filters = kernels.forward(inputs, filters, None, g, moments), torch.empty_like(filters, dtype=torch.float32)
+    d_inputs = kernels.backward(
+        given, inputs, filters, g, input_gradient=True, filter_gradient=d_filters,
+        workspace=kernels.backward_workspace(g, device),
+    )  # fmt: skip
+    leaves = [inputs.double().requires_grad_(), filters.double().requires_grad_()]
+    out = nn.functional.conv2d(leaves[0], leaves[1], None, g.stride, g.padding, g.dilation, g.groups)
+    gradients = torch.autograd.grad(out, leaves, given.double())
+    out = out.detach()
+    means, variances = out.mean((0, 2, 3)), out.var((0, 2, 3))
+    scale = (out.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
+    found = [y, d_inputs, d_filters, mean, rstd, running_mean, running_var]
+    moved = [0.9 + 0.1 * means, 0.9 + 0.1 * variances]
+    _compare("convolution", found, [out, *gradients, means, scale, *moved], _TOLERANCE[dtype])
+
+
+def _compare(name: str, found: list[Tensor | None], expected: list[Tensor], tolerance: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None, "all were asked for"
+        if not bool((ours.double() - theirs).abs().max() <= tolerance * theirs.abs().max()):
+            raise KernelError(f"the kernels of {name} give other numbers than torch's operators")
+
+
+_CHECKS: dict[Family, Callable[[torch.device, torch.dtype], None]] = {
+    "layers": _check_layers,
+    "loss": _check_loss,
+    "batches": _check_batches,
+}

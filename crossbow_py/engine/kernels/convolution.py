@@ -1,0 +1,326 @@
+"""2-D convolution with a learner axis as implicit matrix products: forward, and the gradients of inputs and filters.
+
+Images are channels-last with the groups' channels side by side, `[B, H, W, G·C]`; filters lie as a bank of blocks keeps
+them, `[G, O, KH, KW, C]`. A group is a learner, or a group of a learner's own grouped convolution. Every group is a
+matrix product of its own, and one launch does all of them. With n an image, (r, s) a place of the filter, and i(y, r) =
+y·stride − padding + r·dilation:
+
+    out[n, y, x, o] = Σ_rsc  in[n, i(y, r), i(x, s), c] · w[o, r, s, c]          rows n·y·x, columns o, depth r·s·c
+    d_in[n, h, v, c] = Σ_rso  d_out[n, y, x, o] · w[o, r, s, c]                  rows n·h·v, columns c, depth r·s·o
+    d_w[o, r, s, c] = Σ_nyx  d_out[n, y, x, o] · in[n, i(y, r), i(x, s), c]      rows o, columns r·s·c, depth n·y·x
+
+where in the second y and x are the places with i(y, r) = h and i(x, s) = v. Products of bfloat16 or float32, sums in
+float32. The third has few rows and columns and much depth: its depth is split among programs, whose sums the last one
+to finish adds up in a fixed order, so that results repeat to the bit.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crossbow_py.core.triton_launch import interprets, launch
+from crossbow_py.engine.kernels.geometry import Blocking, Geometry, blocking, split_blocking
+from crossbow_py.engine.kernels.statistics import Workspace, finish_statistics
+
+_LANES = 2048  # over columns: tiles whose statistics are read at once
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """How `_dot` multiplies: float32 as TF32 where torch's convolutions may."""
+    if dtype == torch.bfloat16 and interprets():
+        return "widened"
+    return "tf32" if dtype == torch.float32 and torch.backends.cudnn.allow_tf32 else "ieee"
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a forward convolution leaves for a BatchNorm behind it, `[G·O]` in float32.
+
+    mean and rstd are written; running statistics, unless None, are moved in place; `workspace` is as
+    `statistics_workspace` makes it.
+    """
+
+    mean: Tensor
+    rstd: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    momentum: float
+    eps: float
+    workspace: Workspace
+
+
+def statistics_workspace(geometry: Geometry, device: torch.device) -> Workspace:
+    """For the statistics of a forward convolution."""
+    tile = _forward_blocking(geometry)
+    blocks = geometry.groups * triton.cdiv(geometry.out_channels, tile.columns)
+    columns = geometry.groups * geometry.out_channels
+    return Workspace.of_tiles(triton.cdiv(geometry.out_rows, tile.rows), blocks, columns, device)
+
+
+def _forward_blocking(geometry: Geometry) -> Blocking:
+    depth = geometry.places * geometry.in_channels
+    return blocking(geometry.out_rows, geometry.out_channels, depth, geometry.groups)
+
+
+def forward(
+    inputs: Tensor, filters: Tensor, bias: Tensor | None, geometry: Geometry, moments: Moments | None = None
+) -> Tensor:
+    """Outputs `[B, G·O, OH, OW]`, channels-last, in the format of the inputs; statistics of them to `moments`.
+
+    Args:
+        inputs: `[B, G·C, H, W]`, channels-last.
+        filters: `[G·O, C, KH, KW]`, channels-last, or whatever lies so in memory.
+        bias: `[G·O]` or None.
+        geometry: of it all.
+        moments: what a BatchNorm wants, taken from the sums before they are rounded.
+    """
+    tile = _forward_blocking(geometry)
+    out = torch.empty(
+        (geometry.batch, geometry.groups * geometry.out_channels, *geometry.out_size),
+        dtype=inputs.dtype, device=inputs.device, memory_format=torch.channels_last,
+    )  # fmt: skip
+    places: tuple[Tensor | None, ...] = (None,) * 6
+    options: dict[str, float] = {"MOMENTUM": 0.0, "EPS": 0.0}
+    if moments is not None:
+        work = moments.workspace
+        places = (
+            work.partials, work.counters, moments.mean, moments.rstd, moments.running_mean, moments.running_var,
+        )  # fmt: skip
+        options = {"MOMENTUM": moments.momentum, "EPS": moments.eps}
+    launch(
+        _forward, (tile.tiles(geometry.out_rows, geometry.out_channels), geometry.groups),
+        inputs, filters, bias, out, *places, geometry.out_rows, **geometry.constants(), **options,
+        BM=tile.rows, BN=tile.columns, BK=tile.depth, PRECISION=precision_of(inputs.dtype),
+        LANES=_LANES // tile.columns, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class BackwardWorkspace:
+    """What programs of a backward launch leave for each other; made once, outside of graphs.
+
+    Attributes:
+        partials: `[splits, G, O, KH·KW·C]`, float32.
+        counters: of the tiles of d_w, int32; zero before and after every launch.
+    """
+
+    partials: Tensor
+    counters: Tensor
+
+
+def _filter_blocking(geometry: Geometry) -> Blocking:
+    columns = geometry.places * geometry.in_channels
+    return split_blocking(geometry.out_channels, columns, geometry.out_rows, geometry.groups)
+
+
+def backward_workspace(geometry: Geometry, device: torch.device) -> BackwardWorkspace:
+    """For `backward`."""
+    tile, columns = _filter_blocking(geometry), geometry.places * geometry.in_channels
+    rows = tile.splits if tile.splits > 1 else 0
+    return BackwardWorkspace(
+        torch.empty(rows, geometry.groups, geometry.out_channels, columns, device=device),
+        torch.zeros(
+            geometry.groups * tile.tiles(geometry.out_channels, columns), dtype=torch.int32, device=device
+        ),
+    )
+
+
+def backward(
+    outputs: Tensor,
+    inputs: Tensor,
+    filters: Tensor,
+    geometry: Geometry,
+    *,
+    input_gradient: bool,
+    filter_gradient: Tensor | None,
+    workspace: BackwardWorkspace,
+) -> Tensor | None:
+    """One launch for both gradients. Returns that of the inputs `[B, G·C, H, W]`, channels-last, if it is wanted.
+
+    Args:
+        outputs: gradient of the outputs `[B, G·O, OH, OW]`, channels-last.
+        inputs, filters: as `forward` had them.
+        geometry: of it all.
+        input_gradient: whether the gradient of the inputs is wanted.
+        filter_gradient: where that of the filters goes, laid out as they are, any floating format; None if unwanted.
+        workspace: from `backward_workspace`.
+    """
+    depth = geometry.places * geometry.out_channels
+    data = blocking(geometry.in_rows, geometry.in_channels, depth, geometry.groups)
+    own = _filter_blocking(geometry)
+    data_programs = data.tiles(geometry.in_rows, geometry.in_channels) if input_gradient else 0
+    columns = geometry.places * geometry.in_channels
+    filter_programs = own.tiles(geometry.out_channels, columns) * own.splits if filter_gradient is not None else 0
+    result = torch.empty_like(inputs, memory_format=torch.channels_last) if input_gradient else None
+    launch(
+        _backward, (data_programs + filter_programs, geometry.groups),
+        outputs, inputs, filters, result, filter_gradient, workspace.partials, workspace.counters, data_programs,
+        geometry.in_rows, geometry.out_rows, **geometry.constants(), DATA=input_gradient,
+        FILTERS=filter_gradient is not None, BM=data.rows, BN=data.columns, BK=data.depth, FM=own.rows,
+        FN=own.columns, FK=own.depth, SPLITS=own.splits, PRECISION=precision_of(inputs.dtype),
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return result
+
+
+# total + a·b. Triton's interpreter multiplies the bits of bfloat16 as integers, so there they are widened first.
+@triton.jit
+def _dot(a, b, total, PRECISION: tl.constexpr):
+    if PRECISION == "widened":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+# Grid: (tiles of rows and columns, groups). Tiles of one row of pixels follow each other.
+@triton.jit
+def _forward(
+    inputs, filters, bias, out, partials, counters, mean, rstd, running_mean, running_var, rows,
+    GROUPS: tl.constexpr, C: tl.constexpr, O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
+    OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
+    PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr, MOMENTUM: tl.constexpr, EPS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(1)
+    column_tiles: tl.constexpr = (O + BN - 1) // BN
+    row_tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
+    m = row_tile * BM + tl.arange(0, BM)
+    o = column_tile * BN + tl.arange(0, BN)
+    image, pixel = m // (OH * OW), m % (OH * OW)
+    top, left = (pixel // OW) * SY - PY, (pixel % OW) * SX - PX
+    own_filters = filters + (group * O + o) * (KH * KW * C)
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, KH * KW * C, BK):
+        k = first + tl.arange(0, BK)
+        place, c = k // C, k % C
+        y = top[:, None] + (place // KW)[None, :] * DY
+        x = left[:, None] + (place % KW)[None, :] * DX
+        there = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (m < rows)[:, None] & (k < KH * KW * C)[None, :]
+        at = ((image[:, None] * H + y) * W + x).to(tl.int64) * (GROUPS * C) + group * C + c[None, :]
+        a = tl.load(inputs + at, mask=there, other=0.0)
+        b = tl.load(own_filters[None, :] + k[:, None], mask=(k < KH * KW * C)[:, None] & (o < O)[None, :], other=0.0)
+        total = _dot(a, b, total, PRECISION)
+    columns, column_mask, row_mask = group * O + o, o < O, m < rows
+    if bias is not None:
+        total += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    place_out = m[:, None].to(tl.int64) * (GROUPS * O) + columns[None, :]
+    tl.store(out + place_out, total.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+    if partials is not None:
+        finish_statistics(
+            total, row_mask, columns, column_mask, row_tile, tl.cdiv(rows, BM), BM, rows, GROUPS * O, partials,
+            counters + group * column_tiles + column_tile, mean, rstd, running_mean, running_var, MOMENTUM, EPS, LANES,
+        )  # fmt: skip
+
+
+# Grid: (tiles of d_in, then tiles of d_w times splits; groups).
+@triton.jit
+def _backward(
+    outputs, inputs, filters, d_inputs, d_filters, partials, counters, data_programs, in_rows, out_rows,
+    GROUPS: tl.constexpr, C: tl.constexpr, O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
+    OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr,
+    PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr, DATA: tl.constexpr, FILTERS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FM: tl.constexpr, FN: tl.constexpr, FK: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    group, program = tl.program_id(1), tl.program_id(0)
+    if program < data_programs:
+        if DATA:
+            _input_gradient(
+                outputs, filters, d_inputs, program, group, in_rows, GROUPS, C, O, H, W, OH, OW, KH, KW, SY, SX, PY, PX,
+                DY, DX, BM, BN, BK, PRECISION,
+            )  # fmt: skip
+    elif FILTERS:
+        _filter_gradient(
+            outputs, inputs, d_filters, partials, counters, program - data_programs, group, out_rows, GROUPS, C, O, H,
+            W, OH, OW, KH, KW, SY, SX, PY, PX, DY, DX, FM, FN, FK, SPLITS, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _input_gradient(
+    outputs, filters, d_inputs, program, group, rows, GROUPS: tl.constexpr, C: tl.constexpr, O: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr, DX: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    column_tiles: tl.constexpr = (C + BN - 1) // BN
+    m = (program // column_tiles) * BM + tl.arange(0, BM)
+    c = (program % column_tiles) * BN + tl.arange(0, BN)
+    image, pixel = m // (H * W), m % (H * W)
+    down, right = pixel // W + PY, pixel % W + PX
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, KH * KW * O, BK):
+        k = first + tl.arange(0, BK)
+        place, o = k // O, k % O
+        # Times the stride; below zero there is no output, and C's division is not Python's: the mask sees to both.
+        y_stride = down[:, None] - (place // KW)[None, :] * DY
+        x_stride = right[:, None] - (place % KW)[None, :] * DX
+        y, x = y_stride // SY, x_stride // SX
+        there = (y_stride >= 0) & (y < OH) & (x_stride >= 0) & (x < OW) & (m < rows)[:, None]
+        there = there & (k < KH * KW * O)[None, :]
+        if SY > 1:
+            there = there & (y_stride % SY == 0)
+        if SX > 1:
+            there = there & (x_stride % SX == 0)
+        at = ((image[:, None] * OH + y) * OW + x).to(tl.int64) * (GROUPS * O) + group * O + o[None, :]
+        a = tl.load(outputs + at, mask=there, other=0.0)
+        from_filter = ((group * O + o) * (KH * KW) + place) * C
+        b = tl.load(
+            filters + from_filter[:, None] + c[None, :], mask=(k < KH * KW * O)[:, None] & (c < C)[None, :], other=0.0
+        )
+        total = _dot(a, b, total, PRECISION)
+    to = m[:, None].to(tl.int64) * (GROUPS * C) + group * C + c[None, :]
+    tl.store(d_inputs + to, total.to(d_inputs.dtype.element_ty), mask=(m < rows)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def _filter_gradient(
+    outputs, inputs, d_filters, partials, counters, program, group, rows, GROUPS: tl.constexpr, C: tl.constexpr,
+    O: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr,
+    KW: tl.constexpr, SY: tl.constexpr, SX: tl.constexpr, PY: tl.constexpr, PX: tl.constexpr, DY: tl.constexpr,
+    DX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    DEPTH: tl.constexpr = KH * KW * C
+    column_tiles: tl.constexpr = (DEPTH + BN - 1) // BN
+    tile, split = program // SPLITS, program % SPLITS
+    o = (tile // column_tiles) * BM + tl.arange(0, BM)
+    k = (tile % column_tiles) * BN + tl.arange(0, BN)
+    place, c = k // C, k % C
+    part = tl.cdiv(tl.cdiv(rows, BK), SPLITS) * BK  # rows of a split, whole steps
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(split * part, tl.minimum(rows, (split + 1) * part), BK):
+        m = first + tl.arange(0, BK)
+        image, pixel = m // (OH * OW), m % (OH * OW)
+        y = ((pixel // OW) * SY - PY)[:, None] + (place // KW)[None, :] * DY
+        x = ((pixel % OW) * SX - PX)[:, None] + (place % KW)[None, :] * DX
+        there = (y >= 0) & (y < H) & (x >= 0) & (x < W) & (m < rows)[:, None] & (k < DEPTH)[None, :]
+        at = ((image[:, None] * H + y) * W + x).to(tl.int64) * (GROUPS * C) + group * C + c[None, :]
+        b = tl.load(inputs + at, mask=there, other=0.0)
+        from_out = m[:, None].to(tl.int64) * (GROUPS * O) + group * O + o[None, :]
+        a = tl.load(outputs + from_out, mask=(m < rows)[:, None] & (o < O)[None, :], other=0.0)
+        total = _dot(tl.trans(a), b, total, PRECISION)
+    mask = (o < O)[:, None] & (k < DEPTH)[None, :]
+    to = (group * O + o)[:, None].to(tl.int64) * DEPTH + k[None, :]
+    if SPLITS == 1:
+        tl.store(d_filters + to, total.to(d_filters.dtype.element_ty), mask=mask)
+    else:
+        size: tl.constexpr = GROUPS * O * DEPTH
+        tl.store(partials + split * size + to, total, mask=mask)
+        tl.debug_barrier()  # all threads' stores come before the ticket
+        tiles: tl.constexpr = ((O + BM - 1) // BM) * column_tiles
+        counter = counters + group * tiles + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            tl.store(counter, 0)
+            total = tl.zeros((BM, BN), tl.float32)
+            for other in range(SPLITS):
+                total += tl.load(partials + other * size + to, mask=mask, other=0.0, cache_modifier=".cg")
+            tl.store(d_filters + to, total.to(d_filters.dtype.element_ty), mask=mask)

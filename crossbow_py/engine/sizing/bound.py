@@ -1,0 +1,123 @@
+"""How many learners fit into a device's memory now: the auto-tuner's bound at the start of a run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from crossbow_py.core.host import read_host
+from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.version import __version__
+from crossbow_py.engine.modules.dropout import replace_dropout
+from crossbow_py.engine.modules.precision import Precision, cast_module
+from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
+from crossbow_py.engine.sizing.memory import Activations, LearnerModel, Line
+
+# Of what a forward pass saves for its backward pass, both together hold 0.94 to 1.41 times as much (probes of an MLP,
+# LeNet, VGG-16, AlexNet, DenseNet-121 and ResNets, in fp32 and bf16). Where this many times as much fits, none is made.
+_CRUDE = 3.0
+_SHARE = 0.9  # of free memory: the rest is for rounding, fragmentation and workspaces
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be taken on a device now; on CPU by control groups too."""
+    if device.type != "cuda":
+        return read_host().memory_bytes
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def learners_that_fit(
+    template: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    job: Job,
+    *,
+    batch_size: int,
+    max_learners: int,
+    in_turn: bool,
+    limit_bytes: float,
+    known: Remembered | None = None,
+) -> int:
+    """The largest number of learners, from 1 to `max_learners`, that the memory holds by all that is known.
+
+    One real forward pass of a few samples shows at once that memory is ample, which it mostly is. Otherwise the memory
+    model is probed under fake tensors, which takes seconds, and remembered.
+
+    Args:
+        template: the model, on its device; it and torch's generators stay as they are.
+        inputs, targets: a few samples as the model takes them, [n, ...]; n ≥ 2 for BatchNorm.
+        job: what learners do.
+        batch_size: of a learner.
+        max_learners: what would be allowed.
+        in_turn: whether one learner runs at a time, as under `serial`.
+        limit_bytes: free memory; what the run has allocated so far is not in it.
+        known: where activations of earlier probes are remembered; default the user's cache.
+
+    Raises:
+        UserError: memory is not ample by a crude guess, and the model does not run under fake tensors, or this torch
+            does not count.
+    """
+    limit = _SHARE * limit_bytes
+    saved = saved_bytes(template, inputs, job.precision)
+    sizes = model_sizes(template, job)
+    weights = sizes.num_values * sizes.master_bytes
+    crude = Activations((Line(2 * weights, _CRUDE * saved / len(inputs)),))
+    if LearnerModel(sizes, crude).most_learners(limit, batch_size, max_learners, in_turn) == max_learners:
+        return max_learners
+    known = known or Remembered("activations.json")
+    key = _fingerprint(template, inputs, job, batch_size)
+    remembered = known.recall(key)
+    if remembered is None or not remembered.isdigit():
+        remembered = str(_probed(template, inputs, targets, job, batch_size))
+        known.remember(key, remembered)
+    probed = LearnerModel(sizes, Activations((Line(int(remembered), 0),)))
+    return max(1, probed.most_learners(limit, batch_size, max_learners, in_turn))
+
+
+def saved_bytes(template: nn.Module, inputs: Tensor, precision: Precision) -> int:
+    """What a forward pass of these samples keeps for its backward pass, parameters left out."""
+    model = cast_module(copy.deepcopy(template), precision).train()
+    replace_dropout(model, torch.Generator(inputs.device))
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, tuple[int, Tensor]] = {}  # tensors are held, or another one could get their address
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    devices = [inputs.device] if inputs.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(inputs)
+    return sum(size for size, _ in kept.values())
+
+
+def _probed(template: nn.Module, inputs: Tensor, targets: Tensor, job: Job, batch_size: int) -> int:
+    from crossbow_py.engine.sizing.probes import estimate_learner  # noqa: PLC0415  takes two seconds
+
+    sample = Sample(tuple(inputs.shape[1:]), inputs.dtype, tuple(targets.shape[1:]), targets.dtype)
+    return estimate_learner(template, sample, job, most=batch_size).activations.at(batch_size)
+
+
+def _fingerprint(template: nn.Module, inputs: Tensor, job: Job, batch_size: int) -> str:
+    facts: Mapping[str, object] = {
+        "versions": (__version__, torch.__version__),
+        "model": (type(template).__module__, type(template).__qualname__, f"{template}"),
+        "parameters": [tuple(parameter.shape) for parameter in template.parameters()],
+        "inputs": (tuple(inputs.shape[1:]), str(inputs.dtype), batch_size),
+        "job": (
+            job.precision.name,
+            job.optimizer.NAME,
+            job.rule.NAME,
+            job.channels_last,
+            getattr(job.loss, "__qualname__", type(job.loss).__qualname__),
+        ),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]

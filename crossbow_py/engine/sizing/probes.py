@@ -1,0 +1,178 @@
+"""Probes without a device: a learner's pass under fake tensors, every one of them counted, nothing computed.
+
+Fake tensors have shapes and no memory, so a probe of 100 GiB takes as long as one of 100 MiB, and needs no GPU. What is
+counted are the tensors that operators return. What an operator takes for itself, such as a convolution's workspace, and
+what an allocator rounds up, is no tensor and is not seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from crossbow_py.core.errors import UserError, one_line
+from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.modules.dropout import replace_dropout
+from crossbow_py.engine.modules.precision import full_precision_parameters
+from crossbow_py.engine.rounds import correct_predictions
+from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
+from crossbow_py.engine.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
+from crossbow_py.engine.update.row_update import Step, TorchUpdate
+
+if TYPE_CHECKING:
+    from crossbow_py.engine.sizing.tracker import Tracker
+
+SMALL_BATCH = 2  # BatchNorm on single values trains with two samples and not with one
+
+# A function that makes the model, or the model itself.
+ModelSource = nn.Module | Callable[[], nn.Module]
+
+
+def estimate_learner(
+    source: ModelSource,
+    sample: Sample,
+    job: Job,
+    *,
+    staged_sample_bytes: int = 0,
+    fixed_bytes: int = 0,
+    most: int = LARGEST_BATCH,
+) -> LearnerModel:
+    """The memory model of a learner, from two probes under fake tensors: a few seconds and next to no memory.
+
+    Args:
+        source: a function that makes the model, called under fake tensors; or a model, whose values are not read.
+        sample: what batches are made of.
+        job: what is done with them.
+        staged_sample_bytes, fixed_bytes: see `LearnerModel`.
+        most: the largest batch size of interest; the model holds up to there.
+
+    Raises:
+        UserError: the model cannot be made or run without real values, or this torch does not count.
+    """
+    _tracker()  # imported before tensors are fake: what torch makes then is to be real
+    largest = max(most, SMALL_BATCH + 1)
+    with _shapes_alone():
+        model = _made(source)
+        sizes = model_sizes(model, job)
+        learner = _as_learner(model, job)
+        small, large = (probe(learner, sample, job, size) for size in (SMALL_BATCH, largest))
+        found = activations(small, large, _update_bytes(sizes, job), _unseen_bytes(sizes))
+    return LearnerModel(sizes, found, staged_sample_bytes, fixed_bytes, most)
+
+
+def probe(learner: nn.Module, sample: Sample, job: Job, batch_size: int) -> Trace:
+    """What a learning task holds beside the learner's rows, operator by operator; call it under fake tensors."""
+    trained = [parameter for parameter in learner.parameters() if parameter.requires_grad]
+    tracker = _tracker(learner)
+    with tracker:
+        try:
+            _learn(learner, trained, sample, job, batch_size)
+        except UserError:
+            raise
+        except Exception as error:  # of the user's model, which may fail in any way
+            raise _unsized("run", error) from error
+    return Trace(batch_size, tuple(tracker.held))
+
+
+def _tracker(*known: nn.Module | Tensor) -> Tracker:
+    try:
+        from crossbow_py.engine.sizing.tracker import Tracker  # noqa: PLC0415  torch's own books, which it may change
+
+        return Tracker(*known)
+    except Exception as error:
+        raise UserError(
+            f"memory cannot be counted with torch {torch.__version__} ({one_line(error)[:300]}); install another "
+            "version of torch, such as 2.13."
+        ) from error
+
+
+@contextmanager
+def _shapes_alone() -> Iterator[None]:
+    """Fake tensors; torch's generators stay as they were, and no garbage is collected at a moment of its own choice."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _made(source: ModelSource) -> nn.Module:
+    if isinstance(source, nn.Module):
+        return source
+    try:
+        model = source()
+    except UserError:
+        raise
+    except Exception as error:
+        raise _unsized("made", error) from error
+    return model
+
+
+def _as_learner(model: nn.Module, job: Job) -> nn.Module:
+    """A copy on fake parameters and buffers, in the formats and the memory order that `ReplicaBank` gives a row."""
+    full, precision = full_precision_parameters(model), job.precision
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        like = _like(parameter, precision.master if name in full else precision.compute, job.channels_last)
+        memo[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _like(buffer, precision.master if buffer.is_floating_point() else buffer.dtype, False)
+    learner = copy.deepcopy(model, memo).train()
+    replace_dropout(learner, torch.Generator())
+    return learner
+
+
+def _like(tensor: Tensor, dtype: torch.dtype, channels_last: bool) -> Tensor:
+    last = channels_last and tensor.ndim == 4
+    made = torch.empty(tensor.shape, dtype=dtype)
+    return torch.empty_like(made, memory_format=torch.channels_last) if last else made
+
+
+def _learn(learner: nn.Module, trained: Sequence[nn.Parameter], sample: Sample, job: Job, batch_size: int) -> None:
+    """As `RoundTasks.learn`, with the same tensors alive at the same time."""
+    inputs, targets = sample.batch(batch_size, job.channels_last)
+    output = learner(inputs).to(job.precision.master)
+    loss = job.loss(output, targets)
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    del gradients
+    correct_predictions(output.detach(), targets)
+
+
+def _update_bytes(sizes: ModelSizes, job: Job) -> int:
+    """What a gradient step, a correction and a step of z hold beside the rows, made by operators."""
+
+    def rows() -> list[Tensor]:
+        return [torch.empty(sizes.num_values, dtype=job.precision.master)]
+
+    weights, gradients, corrections, z, z_prev = (rows() for _ in range(5))
+    state = {name: rows() for name in job.optimizer.STATE}
+    row = TrainedRow(weights, gradients, corrections, state, z, None, num_decayed=1)
+    update, averaging = TorchUpdate(job.optimizer, job.rule), job.rule.linear_round(num_learners=2)
+    tracker = _tracker(*weights, *gradients, *corrections, *z, *z_prev, *(v for own in state.values() for v in own))
+    with tracker:
+        update.correct(0, row, averaging, Step(learning_rate=0.1, step_count=1))
+        if averaging is not None:
+            update.move(z, z_prev, corrections, averaging)
+    return max(tracker.held, default=0)
+
+
+def _unseen_bytes(sizes: ModelSizes) -> int:
+    """BatchNorm saves a batch's mean and variance in the master format, and under fake tensors in its input's."""
+    return sum(sizes.buffers) * (sizes.master_bytes - sizes.compute_bytes)
+
+
+def _unsized(what: str, error: Exception) -> UserError:
+    return UserError(
+        f"the model cannot be {what} by shapes alone, without values ({one_line(error)[:300]}); let it read no values "
+        "of tensors, or measure on the device itself: leave memory away, with device=cuda."
+    )

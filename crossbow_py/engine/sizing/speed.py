@@ -1,0 +1,75 @@
+"""How fast a machine trains and loads: a few real steps of one learner, and a few real samples."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from crossbow_py.core.host_randomness import kept_generators
+from crossbow_py.data.datasets import MapStyleDataset
+from crossbow_py.data.streaming.streamed_data import Key, StreamedData
+from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.modules.precision import cast_module
+from crossbow_py.engine.sizing.job import Job, Sample
+
+_BUDGET_S = 2.0
+_MOST_RUNS = 5
+
+Clock = Callable[[], float]
+
+
+def step_seconds(
+    make_model: Callable[[], nn.Module], sample: Sample, job: Job, batch_size: int, clock: Clock = time.perf_counter
+) -> float:
+    """Seconds a sample of a forward and a backward pass on one core of this machine; the best of some, within seconds.
+
+    One, because learners side by side take one each.
+    """
+    with kept_generators(), intra_op_threads(1):
+        model = cast_module(make_model(), job.precision).train()
+        inputs, targets = (tensor.zero_() for tensor in sample.batch(batch_size, job.channels_last))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+        def step() -> None:
+            loss = job.loss(model(inputs).to(job.precision.master), targets)
+            torch.autograd.grad(loss, trained, allow_unused=True)
+
+        return _best_of(step, clock) / batch_size
+
+
+def fetch_seconds(
+    data: StreamedData | MapStyleDataset, num_samples: int = 8, clock: Clock = time.perf_counter
+) -> float:
+    """Seconds a sample that one worker takes to load, on this machine; the best of some batches, within seconds."""
+    order = itertools.count()
+
+    def fetch() -> None:
+        ids = [next(order) % len(data) for _ in range(num_samples)]
+        if isinstance(data, StreamedData):
+            data.fetch([Key(0, sample) for sample in ids], seed=0, training=True, on_sample=_tell_nobody)
+            return
+        for sample in ids:
+            data[sample]
+
+    with kept_generators():
+        return _best_of(fetch, clock) / num_samples
+
+
+def _best_of(action: Callable[[], Any], clock: Clock) -> float:
+    """Of at least two runs, the first of which does what is done only once."""
+    begun, best = clock(), float("inf")
+    for run in range(_MOST_RUNS):
+        if run > 1 and clock() - begun > _BUDGET_S:
+            break
+        before = clock()
+        action()
+        best = min(best, clock() - before)
+    return best
+
+
+def _tell_nobody(sample: int) -> None: ...

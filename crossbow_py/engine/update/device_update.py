@@ -1,0 +1,339 @@
+"""Corrections on the device alone: gate, clipping, optimizer step and pull, without a word from the host.
+
+What `TorchUpdate` and `RoundTasks.correct` do between them, for executors whose host must not wait: whatever changes
+from round to round (learning rate, step count, whether the gate is open) is a tensor on the device, so that the same
+launches serve every round and a CUDA graph of them stays good.
+
+They work on one learner's row, or on the rows of all learners end to end, in as many launches as for one. There, what
+differs between learners is a table with one entry a learner, and spread over the values by the learner they belong to.
+
+The gate. Operators propose new weights and state beside the old ones, and one of the two is kept, to the bit. Numbers
+cannot do that, as NaN times 0 is NaN; so both are taken as integers and multiplied by 0 and 1.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.core.errors import UserError
+from crossbow_py.engine.bank.layout import Rows, TrainedRow
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer, PerLearner, for_learner
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+# What a vector is multiplied by: one number for all of it (a 0-dim tensor where only the device knows it), or vectors.
+Factor = float | Tensor | list[Tensor]
+
+
+def knows(optimizer: Optimizer) -> bool:
+    """Whether `DeviceUpdate` has the optimizer's step."""
+    return type(optimizer) in _PROPOSALS
+
+
+class Learners(ABC):
+    """Rows to correct together.
+
+    Attributes:
+        row: their vectors; gradients are scratch after a correction.
+    """
+
+    row: TrainedRow
+
+    @abstractmethod
+    def setting(self, value: PerLearner) -> float | Tensor:
+        """A hyper-parameter: a number, or float64 with one entry a learner."""
+
+    @abstractmethod
+    def spread(self, values: float | Tensor) -> Factor:
+        """A number, or what `setting` and a round's values are, as a factor for the row's vectors or their gate."""
+
+    @abstractmethod
+    def gradient_norms(self) -> Tensor:
+        """Of each learner's whole gradient, float64, summed as `TorchUpdate.gradient_norm` does."""
+
+    @abstractmethod
+    def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
+        """C ← what the rule gives for the weights as they are."""
+
+
+class OneLearner(Learners):
+    """A learner's row. What a round brings for it is 0-dim."""
+
+    def __init__(self, learner: int, row: TrainedRow) -> None:
+        self._learner, self.row = learner, row
+
+    def setting(self, value: PerLearner) -> float:
+        """See Learners."""
+        return for_learner(value, self._learner)
+
+    def spread(self, values: float | Tensor) -> float | Tensor:
+        """See Learners."""
+        return _in_dtype_of(self.row, values) if isinstance(values, Tensor) else values
+
+    def gradient_norms(self) -> Tensor:
+        """See Learners; 0-dim."""
+        return torch.stack(torch._foreach_norm(self.row.gradients)).double().square().sum().sqrt()
+
+    def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
+        """See Learners."""
+        rule.corrections(self.row.corrections, self.row.weights, self.row.z, averaging)
+
+
+class AllLearners(Learners):
+    """The K active rows of a bank in `blocks`, in one or two vectors for all.
+
+    What a round brings is `[K + 1]`: the last entry is for values that are nobody's, which are padding and rows not in
+    use. Their gradient norm is infinite, so the gate leaves them as they are.
+    """
+
+    def __init__(self, bank: ReplicaBank, optimizer: Optimizer) -> None:
+        self._bank = bank
+        self.row = TrainedRow(
+            weights=bank.weights.end_to_end(),
+            gradients=bank.gradients.end_to_end(),
+            corrections=bank.corrections.end_to_end(),
+            state={name: rows.end_to_end() for name, rows in bank.state.items()},
+            z=bank.z.trained(),
+            shadow=bank.shadow.end_to_end() if bank.precision.has_shadow else None,
+            num_decayed=min(bank.layout.count("decayed"), 1),
+        )
+        learners = range(bank.num_learners)
+        owners = Rows(bank.layout, bank.capacity, torch.int32, bank.device, bank.order)
+        owners.storage.fill_(bank.num_learners)
+        for learner in learners:
+            for part in owners.trained(learner):
+                part.fill_(learner)
+        self._owners = owners.end_to_end()
+        self._gradients = [part for learner in learners for part in bank.gradients.trained(learner)]
+        self._nobodys_norm = torch.full((1,), torch.inf, dtype=torch.float64, device=bank.device)
+        # Made here, as no value may come from the host while a graph is captured.
+        given = (getattr(optimizer, field.name) for field in fields(optimizer))
+        self._tables = {
+            value: torch.tensor([*value, value[-1]], dtype=torch.float64, device=bank.device)
+            for value in given
+            if isinstance(value, tuple)
+        }
+
+    def setting(self, value: PerLearner) -> float | Tensor:
+        """See Learners."""
+        return self._tables[value] if isinstance(value, tuple) else value
+
+    def spread(self, values: float | Tensor) -> float | list[Tensor]:
+        """See Learners."""
+        if not isinstance(values, Tensor):
+            return values
+        own = _in_dtype_of(self.row, values)
+        return [own.index_select(0, owners) for owners in self._owners]
+
+    def gradient_norms(self) -> Tensor:
+        """See Learners; `[K + 1]`."""
+        parts = torch.stack(torch._foreach_norm(self._gradients)).view(self._bank.num_learners, -1)
+        return torch.cat([parts.double().square().sum(1).sqrt(), self._nobodys_norm])
+
+    def write_corrections(self, rule: AveragingRule, averaging: LinearRound) -> None:
+        """See Learners: learner by learner, as z is one row to be read by all."""
+        bank = self._bank
+        for learner in range(bank.num_learners):
+            row = bank.trained_row(learner)
+            rule.corrections(row.corrections, row.weights, row.z, averaging)
+
+
+def _in_dtype_of(row: TrainedRow, values: Tensor) -> Tensor:
+    return values if values.dtype == torch.bool else values.to(row.weights[0].dtype)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """New weights, and those state rows that change, beside the learners' own; side by side with their vectors."""
+
+    weights: list[Tensor]
+    state: dict[str, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What one step needs besides the row: float64 tensors on the device. `step_count` is from 1."""
+
+    learning_rate: Tensor
+    step_count: Tensor
+
+
+def keep_bits(vectors: list[Tensor], gate: Factor) -> None:
+    """Leave vectors as they are where the bool `gate` is true, else set them to zero, whatever they hold."""
+    integer = _INTEGERS[vectors[0].dtype]
+    torch._foreach_mul_([vector.view(integer) for vector in vectors], _as(integer, gate))
+
+
+def select_bits(old: list[Tensor], new: list[Tensor], gate: Factor) -> None:
+    """Old ← new where the bool `gate` is true, else unchanged to the bit. `new` is scratch afterwards."""
+    if isinstance(gate, list):
+        for kept, given, opened in zip(old, new, gate * (len(old) // len(gate)), strict=True):
+            torch.where(opened, given, kept, out=kept)
+        return
+    integer = _INTEGERS[old[0].dtype]
+    old_bits, new_bits = ([vector.view(integer) for vector in vectors] for vectors in (old, new))
+    opened = _as(integer, gate)
+    torch._foreach_mul_(new_bits, opened)
+    torch._foreach_mul_(old_bits, 1 - opened)
+    torch._foreach_add_(old_bits, new_bits)
+
+
+def _as(dtype: torch.dtype, gate: Factor) -> Any:
+    if isinstance(gate, list):
+        return [part.to(dtype) for part in gate]
+    assert isinstance(gate, Tensor), "whether a gate is open is known to the device alone"
+    return gate.to(dtype)
+
+
+class DeviceUpdate:
+    """Gated corrections for SGD and AdamW, and every averaging rule whose operators do not make the host wait.
+
+    Raises UserError for another optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer, rule: AveragingRule, device: torch.device) -> None:
+        if not knows(optimizer):
+            raise UserError(
+                f"executor=streams knows the optimizers {' and '.join(known.NAME for known in _PROPOSALS)}, got "
+                f"optimizer={optimizer.NAME}; set executor=serial."
+            )
+        self.optimizer, self.rule = optimizer, rule
+        self._propose = _PROPOSALS[type(optimizer)]
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+
+    def correct(
+        self,
+        learners: Learners,
+        averaging: LinearRound | None,
+        *,
+        loss: Tensor,
+        learning_rate: Tensor,
+        step_count: Tensor,
+        finite: Tensor,
+    ) -> None:
+        """As `RoundTasks.correct`. Enqueued on the current stream; records nothing, the host does not wait.
+
+        A learner whose loss or gradient norm is not finite keeps weights and state to the bit, and its corrections
+        are zero. Tensors are 0-dim for one learner and `[K + 1]` for all.
+
+        Args:
+            learners: whose rows.
+            averaging: coefficients of the round, constants of a graph; None writes no corrections.
+            loss: of the batches the gradients are from.
+            learning_rate: γ, float64.
+            step_count: steps taken so far, float64; one more afterwards unless the gate is shut.
+            finite: 1 afterwards, or 0 where the gate is shut.
+        """
+        row, norms = learners.row, learners.gradient_norms()
+        opened = torch.isfinite(norms) & torch.isfinite(loss)
+        self._clip(learners, norms)
+        if averaging:
+            learners.write_corrections(self.rule, averaging)
+        proposal = self._propose(self.optimizer, learners, StepValues(learning_rate, step_count + 1))
+        gate = learners.spread(opened)
+        if averaging:
+            torch._foreach_sub_(proposal.weights, row.corrections)
+            keep_bits(row.corrections, gate)
+        old, new = list(row.weights), list(proposal.weights)
+        for name, vectors in proposal.state.items():
+            old += row.state[name]
+            new += vectors
+        select_bits(old, new, gate)
+        if row.shadow is not None:
+            torch._foreach_copy_(row.shadow, row.weights)
+        step_count.add_(opened)
+        finite.copy_(opened)
+
+    def _clip(self, learners: Learners, norms: Tensor) -> None:
+        limit = self.optimizer.clip_norm
+        if limit is not None:
+            scale = torch.where(norms > limit, limit / (norms + 1e-6), self._one)
+            spread: Any = learners.spread(scale)
+            torch._foreach_mul_(learners.row.gradients, spread)
+
+
+def _add_scaled(vectors: list[Tensor], others: list[Tensor], factor: Any) -> None:
+    """Vectors += factor · others, for a factor the host knows or one that is vectors."""
+    if isinstance(factor, list):
+        torch._foreach_addcmul_(vectors, others, factor)
+    else:
+        torch._foreach_add_(vectors, others, alpha=factor)
+
+
+def _add_scaled_squares(vectors: list[Tensor], others: list[Tensor], factor: Any) -> None:
+    """Vectors += factor · others², likewise."""
+    if isinstance(factor, list):
+        torch._foreach_addcmul_(vectors, torch._foreach_mul(others, factor), others)
+    else:
+        torch._foreach_addcmul_(vectors, others, others, factor)
+
+
+def _is_used(setting: float | Tensor) -> bool:
+    return isinstance(setting, Tensor) or setting != 0
+
+
+def _first(factor: Factor, count: int) -> Factor:
+    return factor[:count] if isinstance(factor, list) else factor
+
+
+def _num_decayed(optimizer: Optimizer, row: TrainedRow) -> int:
+    return len(row.weights) if optimizer.decay_norm_and_bias else row.num_decayed
+
+
+def propose_sgd(optimizer: SGD, learners: Learners, values: StepValues) -> Proposal:
+    """The class equation of SGD."""
+    momentum, decay = learners.setting(optimizer.momentum), learners.setting(optimizer.weight_decay)
+    row, count = learners.row, _num_decayed(optimizer, learners.row)
+    gradients = row.gradients
+    if _is_used(decay) and count:
+        _add_scaled(gradients[:count], row.weights[:count], _first(learners.spread(decay), count))
+    state = {}
+    if _is_used(momentum):
+        factor: Any = learners.spread(momentum)
+        velocity = list(torch._foreach_mul(row.state["momentum"], factor))
+        torch._foreach_add_(velocity, gradients)
+        state["momentum"] = velocity
+        if optimizer.nesterov:
+            _add_scaled(gradients, velocity, factor)
+        else:
+            gradients = velocity
+    rate: Any = learners.spread(values.learning_rate)
+    steps = torch._foreach_mul(gradients, rate)
+    return Proposal(list(torch._foreach_sub(row.weights, steps)), state)
+
+
+def propose_adamw(optimizer: AdamW, learners: Learners, values: StepValues) -> Proposal:
+    """The class equation of AdamW. Factors are worked out in float64: 1 − β2^t has few digits left in float32."""
+    beta1, beta2 = learners.setting(optimizer.beta1), learners.setting(optimizer.beta2)
+    row, decay, count = learners.row, learners.setting(optimizer.weight_decay), _num_decayed(optimizer, learners.row)
+    root: Any = learners.spread((1 - beta2**values.step_count).sqrt())
+    size: Any = learners.spread(values.learning_rate / (1 - beta1**values.step_count))
+    new1: Any = learners.spread(1 - beta1)
+    kept2: Any = learners.spread(beta2)
+    first = list(torch._foreach_lerp(row.state["exp_avg"], row.gradients, new1))
+    second = list(torch._foreach_mul(row.state["exp_avg_sq"], kept2))
+    _add_scaled_squares(second, row.gradients, learners.spread(1 - beta2))
+    denominators = torch._foreach_sqrt(second)
+    torch._foreach_div_(denominators, root)
+    torch._foreach_add_(denominators, optimizer.epsilon)
+    steps = torch._foreach_div(first, denominators)
+    torch._foreach_mul_(steps, size)
+    weights = list(row.weights)
+    if _is_used(decay) and count:
+        shrunk: Any = _first(learners.spread(1 - values.learning_rate * decay), count)
+        weights[:count] = torch._foreach_mul(weights[:count], shrunk)
+    return Proposal(list(torch._foreach_sub(weights, steps)), {"exp_avg": first, "exp_avg_sq": second})
+
+
+_PROPOSALS: dict[type[Optimizer], Callable[[Any, Learners, StepValues], Proposal]] = {
+    SGD: propose_sgd,
+    AdamW: propose_adamw,
+}

@@ -1,0 +1,100 @@
+"""The outer step: z moves to the learners' mean or beyond it, and the learners to z, when no task is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor
+
+from crossbow_py.averaging.rule import OuterStep
+from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.layout import Rows
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.intra_op import intra_op_threads
+
+# Values of all learners: more threads save them no time, and cost some where another program has one of the cores.
+_OF_ONE_THREAD = 2**20
+
+
+@torch.no_grad()
+def take_outer_step(
+    bank: ReplicaBank,
+    step: OuterStep,
+    collective: Collective,
+    add: Callable[[Tensor], None] | None = None,
+    *,
+    without: Collection[int] = (),
+) -> None:
+    """The equations of `OuterStep` (averaging/rule.py) on a drained bank; all devices take it together.
+
+    `bank.total` is left as d, the mean over all devices' learners of w_j − z, summed in learner order. `add`, which
+    sums a vector over devices in place, is for averaging optimizer state. This device's learners in `without` add
+    nothing to either, as if they were z and had no state.
+    """
+    few = bank.num_learners * bank.layout.num_values <= _OF_ONE_THREAD
+    with intra_op_threads(1 if few else torch.get_num_threads()):
+        _take_outer_step(bank, step, collective, add, without)
+
+
+def _take_outer_step(
+    bank: ReplicaBank,
+    step: OuterStep,
+    collective: Collective,
+    add: Callable[[Tensor], None] | None,
+    without: Collection[int],
+) -> None:
+    bank.total_squares = None  # `total` is written
+    write_mean_difference(bank.total, bank, collective, without)
+    z, total = bank.z.trained(), bank.total.trained()
+    move = list(torch._foreach_mul(total, step.along_mean))
+    if bank.velocity is not None:
+        velocity = bank.velocity.trained()
+        torch._foreach_mul_(velocity, step.decay)
+        torch._foreach_add_(velocity, total, alpha=step.intake)
+        torch._foreach_add_(move, velocity, alpha=step.along_velocity)
+    bank.z_prev.copy_row(0, bank.z)
+    torch._foreach_add_(z, move)
+    for learner in range(bank.num_learners):
+        _pull(bank.weights.trained(learner), z, step.pull)
+        bank.refresh_shadow(learner)
+    bank.settle_state(step.learner_momentum, add, without)
+
+
+@torch.no_grad()
+def mean_of_learners(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> Rows:
+    """A new row, the mean of all devices' learners as they are; drained, all devices together.
+
+    It is z to the bit where learners are. What is not trained is that of z, for which learners in `without` count.
+    """
+    mean = bank.new_flat()
+    write_mean_difference(mean, bank, collective, without)
+    mean.storage.add_(bank.z.storage)
+    return mean
+
+
+@torch.no_grad()
+def bring_up_to_date(bank: ReplicaBank, collective: Collective, without: Collection[int] = ()) -> None:
+    """z ← `mean_of_learners`, in place; `bank.total` is scratch."""
+    bank.total_squares = None
+    write_mean_difference(bank.total, bank, collective, without)
+    torch._foreach_add_(bank.z.trained(), bank.total.trained())
+
+
+def write_mean_difference(out: Rows, bank: ReplicaBank, collective: Collective, without: Collection[int]) -> None:
+    """The trained part of `out` ← mean over all devices' learners of w_j − z, 0 for those `without`."""
+    z, mean = bank.z.trained(), out.trained()
+    torch._foreach_zero_(mean)
+    for learner in range(bank.num_learners):
+        if learner not in without:
+            torch._foreach_add_(mean, torch._foreach_sub(bank.weights.trained(learner), z))
+    collective.all_reduce_sum(out.storage)
+    torch._foreach_div_(mean, float(bank.num_learners * collective.num_devices))
+
+
+def _pull(weights: list[Tensor], z: list[Tensor], share: float) -> None:
+    """w ← w + share · (z − w); a whole pull makes it z to the bit."""
+    if share == 1:
+        torch._foreach_copy_(weights, z)
+    elif share:
+        torch._foreach_lerp_(weights, z, share)

@@ -1,0 +1,254 @@
+"""What a correction and an averaging task do to the bank's rows: by torch operators, or in one pass by native code.
+
+`TorchUpdate` is the reference, for every device, format, optimizer and rule. `NativeUpdate` does the same for float32
+rows on a CPU, optimizers that have a C function and rules that are linear: every value is read and written once, where
+the operators make over ten passes, and gradients once more before, for the gate. Rounding is alike; only sums over a
+whole gradient differ in their last digits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import Array, c_double, c_float, c_void_p
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from crossbow_py.averaging.rule import AveragingRule, LinearRound
+from crossbow_py.engine.bank.central import norm
+from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.update.native.library import Averaging, Learner, Vector
+from crossbow_py.engine.update.optimizers import Optimizer
+
+_STRIPS = 64  # sums of squares a gradient, each with a fixed place, so that a norm is one whatever the threads
+_VALUES_A_PART = 2**17  # their update takes about as long as it takes to hand work to another thread
+
+
+@dataclass(frozen=True)
+class Step:
+    """One learner's gradient step: γ, the number of the step from 1, and what the gradient is multiplied by first."""
+
+    learning_rate: float
+    step_count: int
+    gradient_scale: float = 1.0
+
+
+class TorchUpdate:
+    """The reference. Bodies touch what they are given alone, so learners may update at the same time."""
+
+    NAME = "torch"
+    KEEPS_GRADIENTS = False  # as they were, in a correction
+
+    def __init__(self, optimizer: Optimizer, rule: AveragingRule) -> None:
+        self.optimizer, self.rule = optimizer, rule
+
+    def gradient_norm(self, row: TrainedRow) -> float:
+        """Of the learner's whole gradient, summed in float64 over vectors. Synchronises with the host on CUDA."""
+        return norm(row.gradients)
+
+    def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
+        """g ← scale·g; c ← correction from w; w ← (optimizer step of w) − c; shadow ← w. Without averaging, no c."""
+        if step.gradient_scale != 1:
+            torch._foreach_mul_(row.gradients, step.gradient_scale)
+        if averaging:
+            self.rule.corrections(row.corrections, row.weights, row.z, averaging)
+        self.optimizer.step(
+            learner,
+            row.weights,
+            row.gradients,
+            row.state,
+            num_decayed=row.num_decayed,
+            learning_rate=step.learning_rate,
+            step_count=step.step_count,
+        )
+        if averaging:
+            torch._foreach_sub_(row.weights, row.corrections)
+        if row.shadow is not None:
+            torch._foreach_copy_(row.shadow, row.weights)
+
+    def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
+        """Total ← Σ_j c_j, in learner order."""
+        torch._foreach_copy_(total, corrections[0])
+        for own in corrections[1:]:
+            torch._foreach_add_(total, own)
+
+    def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
+        """The rule's step of z by the all-reduced `total`; z_prev ← the old z."""
+        self.rule.average(z, z_prev, total, averaging)
+
+
+class NativeUpdate(TorchUpdate):
+    """The same by update.c, for runs `supports` says yes to; calls release the interpreter lock.
+
+    What is passed to C is laid out once for each learner and for each set of learners, and kept.
+    """
+
+    NAME = "native"
+    KEEPS_GRADIENTS = True
+
+    def __init__(self, optimizer: Optimizer, rule: AveragingRule, library: ctypes.CDLL) -> None:
+        super().__init__(optimizer, rule)
+        assert optimizer.NATIVE_STEP is not None, "an optimizer without a C function takes the torch path"
+        self._library, self._step = library, optimizer.NATIVE_STEP
+        self._known: WeakKeyDictionary[TrainedRow, Array[Vector]] = WeakKeyDictionary()
+        self._helpers = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "crossbow update")
+
+    @staticmethod
+    def supports(optimizer: Optimizer, rule: AveragingRule, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there is C code for all that such a run does to its rows."""
+        on_floats = device.type == "cpu" and dtype == torch.float32
+        return on_floats and optimizer.NATIVE_STEP is not None and rule.is_linear
+
+    def gradient_norm(self, row: TrainedRow) -> float:
+        """See TorchUpdate; summed in float64 over values."""
+        return self._norms(self._vectors(row), 1, _num_values(row.weights))[0]
+
+    def correct(self, learner: int, row: TrainedRow, averaging: LinearRound | None, step: Step) -> None:
+        """See TorchUpdate; gradients are left as they were."""
+        learners, coefficients = (Learner * 1)(self._learner(learner, step)), _coefficients(averaging, moves=False)
+        self._update(self._vectors(row), learners, coefficients, _num_values(row.weights))
+
+    def _vectors(self, row: TrainedRow) -> Array[Vector]:
+        """The row for C, made once: a bank that grew has other TrainedRows."""
+        known = self._known.get(row)
+        if known is None:
+            known = self._known[row] = _vectors(row, self.optimizer.decay_norm_and_bias)
+        return known
+
+    def _learner(self, learner: int, step: Step) -> Learner:
+        values = self.optimizer.native_values(learner, step.learning_rate, step.step_count)
+        return Learner(
+            skipped=0,
+            gradient_scale=step.gradient_scale,
+            decay=self.optimizer.decay(learner),
+            values=(c_float * 8)(*values),
+        )
+
+    def sum(self, total: list[Tensor], corrections: Sequence[list[Tensor]]) -> None:
+        """See TorchUpdate."""
+        for index, out in enumerate(total):
+            rows = (c_void_p * len(corrections))(*(own[index].data_ptr() for own in corrections))
+            values = out.numel() * len(corrections)
+            self._spread(values, self._library.crossbow_sum, out.data_ptr(), rows, len(rows), out.numel())
+
+    def move(self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], averaging: LinearRound) -> None:
+        """See TorchUpdate."""
+        for parts in zip(z, z_prev, total, strict=True):
+            pointers, count = [part.data_ptr() for part in parts], parts[0].numel()
+            self._spread(count, self._library.crossbow_move, *pointers, averaging.momentum, count)
+
+    def gradient_norms(self, rows: StackedRows) -> list[float]:
+        """Of every learner; of all together where they share one."""
+        learners = 1 if rows.share_gradient else rows.num_learners
+        values = rows.num_values * learners // rows.num_learners
+        return self._norms(rows.vectors(self.optimizer.decay_norm_and_bias), learners, values)
+
+    def correct_all(
+        self, rows: StackedRows, averaging: LinearRound | None, steps: Sequence[Step | None], *, moves: bool
+    ) -> None:
+        """`correct` of all learners and `sum`, in one pass; a learner without a step is gated.
+
+        With `moves`, the pass does what `move` does as well: where the sum is not all-reduced in between.
+        """
+        learners = (Learner * len(steps))(
+            *(Learner(skipped=1) if step is None else self._learner(j, step) for j, step in enumerate(steps))
+        )
+        vectors = rows.vectors(self.optimizer.decay_norm_and_bias)
+        self._update(vectors, learners, _coefficients(averaging, moves), rows.num_values)
+
+    def _update(self, vectors: Array[Vector], learners: Array[Learner], coefficients: Averaging, values: int) -> None:
+        arguments = vectors, len(vectors), learners, len(learners), self._step, coefficients
+        self._spread(values, self._library.crossbow_update, *arguments)
+
+    def _norms(self, vectors: Array[Vector], num_learners: int, values: int) -> list[float]:
+        sums = (c_double * (num_learners * _STRIPS))()
+        arguments = vectors, len(vectors), sums, num_learners, _STRIPS
+        self._spread(values, self._library.crossbow_sums_of_squares, *arguments)
+        return [math.sqrt(math.fsum(sums[j * _STRIPS : (j + 1) * _STRIPS])) for j in range(num_learners)]
+
+    def _spread(self, values: int, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function once a part, side by side: as many as torch uses threads, fewer for few values."""
+        parts = max(1, min(torch.get_num_threads(), values // _VALUES_A_PART))
+        others = [self._helpers.submit(function, *arguments, part, parts) for part in range(1, parts)]
+        function(*arguments, 0, parts)
+        for other in others:
+            other.result()
+
+
+class StackedRows:
+    """The trained vectors of all learners of a bank in blocks, for one pass over them.
+
+    Attributes:
+        num_learners: K.
+        num_values: trained values of all learners.
+        gradients: what is read, `[K, numel]` a block with the learners' values in the bank's order; set every round.
+        share_gradient: whether all learners read one, `[numel]` a block.
+    """
+
+    def __init__(self, bank: ReplicaBank) -> None:
+        assert bank.order == "blocks", "one pass over all learners needs their values side by side"
+        self.num_learners, self._bank = bank.num_learners, bank
+        self.share_gradient = bank.replicas_alike and not bank.is_single
+        self.gradients = [bank.gradients.flat(0)[index] for index in range(bank.num_trained)]
+        self.num_values = bank.num_learners * _num_values(self.gradients)
+        self._array: Array[Vector] | None = None
+
+    def vectors(self, decay_all: bool) -> Array[Vector]:
+        """For C. The first row's views point at the beginning of each block."""
+        if self._array is None:
+            bank = self._bank
+            first = TrainedRow(
+                weights=bank.weights.trained(0),
+                gradients=self.gradients,
+                corrections=bank.total.trained(),
+                state={name: rows.trained(0) for name, rows in bank.state.items()},
+                z=bank.z.trained(),
+                shadow=bank.shadow.trained(0) if bank.precision.has_shadow else None,
+                num_decayed=bank.weights.num_decayed,
+            )
+            self._array = _vectors(first, decay_all, bank.z_prev.trained())
+        for vector, gradient in zip(self._array, self.gradients, strict=True):
+            vector.gradients = gradient.data_ptr()
+            vector.gradient_stride = 0 if self.share_gradient else vector.stride
+        return self._array
+
+
+def _coefficients(averaging: LinearRound | None, moves: bool) -> Averaging:
+    if averaging is None:
+        return Averaging()
+    return Averaging(averages=1, moves=moves, correction=averaging.correction, momentum=averaging.momentum)
+
+
+def _num_values(vectors: Sequence[Tensor]) -> int:
+    return sum(vector.numel() for vector in vectors)
+
+
+def _vectors(row: TrainedRow, decay_all: bool, z_prev: Sequence[Tensor] | None = None) -> Array[Vector]:
+    """A row for C; z_prev where z may move."""
+    states = list(row.state.values())
+    num_decayed = len(row.weights) if decay_all else row.num_decayed
+    return (Vector * len(row.weights))(
+        *(
+            Vector(
+                weights=weights.data_ptr(),
+                gradients=row.gradients[index].data_ptr(),
+                state=(c_void_p * 2)(*(state[index].data_ptr() for state in states)),
+                total=row.corrections[index].data_ptr(),
+                z=row.z[index].data_ptr(),
+                z_prev=None if z_prev is None else z_prev[index].data_ptr(),
+                shadow=None if row.shadow is None else row.shadow[index].data_ptr(),
+                count=weights.numel(),
+                stride=weights.numel(),
+                gradient_stride=weights.numel(),
+                decays=int(index < num_decayed),
+            )
+            for index, weights in enumerate(row.weights)
+        )
+    )
