@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, InterpolationResolutionError
 
 from crossbow_py.averaging import RULES
-from crossbow_py.config_files import (
+from crossbow_py.cli.config_files import (
     FILE_ERRORS,
     check_own_option,
     config_dir,
@@ -30,6 +30,7 @@ from crossbow_py.config_files import (
     own_config_dir,
     read_yaml,
 )
+from crossbow_py.cli.overrides import PARSING_ERRORS, parse, quoted
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.settings import check_no_group_left_out, from_mapping, setting, shown, suggestion, to_mapping
@@ -39,7 +40,6 @@ from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
-from crossbow_py.overrides import PARSING_ERRORS, parse, quoted
 from crossbow_py.packing.space import laid_over
 from crossbow_py.run_settings import RunSettings
 from crossbow_py.schedules import SCHEDULES

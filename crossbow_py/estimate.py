@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossbow_py.command_line import run, say
+from crossbow_py.cli.command_line import run, say
 from crossbow_py.config import EstimateConfig
 from crossbow_py.core.given_path import given_path
 from crossbow_py.estimation import estimate

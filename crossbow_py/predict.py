@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from crossbow_py.command_line import run, say
+from crossbow_py.cli.command_line import run, say
 from crossbow_py.core.given_path import given_path
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.prediction import predict

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossbow_py.checkpoint import formerly
+from crossbow_py.cli.config_files import read_yaml
+from crossbow_py.cli.overrides import read_text
 from crossbow_py.config import (
     REGISTRIES,
     C,
@@ -21,11 +23,9 @@ from crossbow_py.config import (
     config_to_mapping,
     group_options,
 )
-from crossbow_py.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.plain_values import filled
-from crossbow_py.overrides import read_text
 from crossbow_py.telemetry.records import CONFIG_FILE
 
 _KEY = "config="

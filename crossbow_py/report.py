@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from crossbow_py.command_line import run_with_text, say
+from crossbow_py.cli.command_line import run_with_text, say
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.run_report.writing import write_report

@@ -19,8 +19,8 @@ from typing import Any
 
 from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from crossbow_py.checkpoint import checkpoints, formerly, holds_run
+from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.config import TrainConfig, config_to_mapping
-from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.core.errors import RankError, UserError, unwritable
 from crossbow_py.core.file_locks import is_locked, locked
 from crossbow_py.core.given_path import given_path

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from crossbow_py.command_line import run
+from crossbow_py.cli.command_line import run
 from crossbow_py.core.errors import SearchError, UserError
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.packing.search_events import SearchSummary

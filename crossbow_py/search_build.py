@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from crossbow_py.assembly import DataSets, count_classes, new_feed
+from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.config import TrainConfig, config_to_mapping
-from crossbow_py.config_files import write_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target

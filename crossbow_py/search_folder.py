@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.config import REGISTRIES, config_to_mapping
-from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.given_path import given_path

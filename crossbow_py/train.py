@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 from crossbow_py.build import build_trainer, stops
-from crossbow_py.command_line import run
+from crossbow_py.cli.command_line import run
 from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.process_group import joined

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.config import TrainConfig, config_from_mapping
-from crossbow_py.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.own_files import check_own

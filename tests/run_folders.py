@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.config import compose, config_to_mapping
-from crossbow_py.config_files import write_yaml
 from crossbow_py.telemetry.events import LearnerCount
 from crossbow_py.telemetry.records import CONFIG_FILE, file_listeners
 from crossbow_py.telemetry.timeline import TRACE_FILE, Timeline

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.checkpoint import checkpoints
-from crossbow_py.config_files import read_yaml
+from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
 from crossbow_py.core.own_files import check_own

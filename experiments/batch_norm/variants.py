@@ -20,7 +20,7 @@ import torch
 
 from crossbow_py.averaging import CentralRule
 from crossbow_py.build import build_trainer, stops
-from crossbow_py.command_line import run
+from crossbow_py.cli.command_line import run
 from crossbow_py.config import TrainConfig
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.engine.update.row_update import TorchUpdate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.config_files import read_yaml
+from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train import main as train
 from experiments.common.arguments import seeds

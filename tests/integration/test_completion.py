@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crossbow_py import train
-from crossbow_py.completion import completion_script, words
+from crossbow_py.cli.completion import completion_script, words
 from crossbow_py.config import TrainConfig, compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.search_config import SearchConfig

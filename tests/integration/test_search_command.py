@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from crossbow_py import search as search_module
 from crossbow_py import search_build
-from crossbow_py.config_files import read_yaml
+from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.data.resident.resident_feed import ResidentFeed

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from crossbow_py.command_line import run_with_text
+from crossbow_py.cli.command_line import run_with_text
 
 
 @pytest.mark.parametrize(

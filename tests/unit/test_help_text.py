@@ -8,6 +8,7 @@ import shlex
 import pytest
 import yaml
 
+from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.config import (
     APPENDED_GROUPS,
     REGISTRIES,
@@ -17,7 +18,6 @@ from crossbow_py.config import (
     compose,
     group_options,
 )
-from crossbow_py.help_text import help_text, list_text
 from crossbow_py.packing.space import Space
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.search_config import MEANINGLESS, SearchConfig

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.config import TrainConfig, compose
-from crossbow_py.config_files import read_yaml
 from crossbow_py.core.errors import RankError, UserError
 from crossbow_py.distributed import launch as launching
 from crossbow_py.distributed.launch import Launch, write_launch

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from crossbow_py import search_folder
+from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.config import compose, config_to_mapping
-from crossbow_py.config_files import read_yaml, write_yaml
 from crossbow_py.core.errors import SearchError, UserError
 from crossbow_py.run_folder import new_folder
 from crossbow_py.search_config import SearchConfig

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from crossbow_py.command_line import say
+from crossbow_py.cli.command_line import say
 from experiments.common.arguments import count, seeds
 from experiments.common.cells.grid import Cell, Grid, chosen, in_turns
 from experiments.common.cells.running import Places, add_recorded, collect, run_cells

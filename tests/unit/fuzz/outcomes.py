@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.config import compose, config_to_mapping
-from crossbow_py.config_files import write_yaml
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.run_folder import RunFolder
 from crossbow_py.search_config import SearchConfig

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from crossbow_py.config_files import MOST_NESTED
+from crossbow_py.cli.config_files import MOST_NESTED
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import shown
 

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from crossbow_py.cli.config_files import config_dir, read_yaml
 from crossbow_py.config import (
     APPENDED_GROUPS,
     REGISTRIES,
@@ -15,7 +16,6 @@ from crossbow_py.config import (
     group_options,
     read_option,
 )
-from crossbow_py.config_files import config_dir, read_yaml
 from crossbow_py.core.settings import allowed, written
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.search_config import MEANINGLESS, SearchConfig

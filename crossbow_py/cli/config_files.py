@@ -31,7 +31,7 @@ _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndTo
 
 def config_dir() -> Path:
     """The folder with the YAML files: inside the package (wheel), else beside it (checkout, editable install)."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if folder.is_dir():
             return folder

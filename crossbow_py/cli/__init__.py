@@ -1,0 +1,1 @@
+"""The command line: composing a configuration, --help, completion, errors and exit codes."""
