@@ -16,7 +16,6 @@ from crossbow_py.averaging import (
     SlowMo,
     SynchronousSGD,
 )
-from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.core.errors import CheckpointError, CrossbowError, LearnerError, NonFiniteError, UserError
 from crossbow_py.core.version import __version__
 from crossbow_py.data.augmentation import Augmentation
@@ -24,10 +23,11 @@ from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.packing.ensemble import Ensemble
-from crossbow_py.reporter import Result
-from crossbow_py.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.telemetry.events import Listener
-from crossbow_py.trainer import Trainer
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.run_folder.reporter import Result
+from crossbow_py.train.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
+from crossbow_py.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from crossbow_py.trained_models import load_models

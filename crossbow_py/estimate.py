@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossbow_py.cli.command_line import run, say
-from crossbow_py.config import EstimateConfig
 from crossbow_py.core.given_path import given_path
 from crossbow_py.estimation import estimate
 from crossbow_py.estimation_report import as_text, write
+from crossbow_py.train.config import EstimateConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

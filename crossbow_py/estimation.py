@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from crossbow_py.config import EstimateConfig
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import Host, read_host
 from crossbow_py.data.datasets import Data, as_pair, num_samples
@@ -31,7 +30,8 @@ from crossbow_py.engine.sizing.speed import fetch_seconds, step_seconds
 from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
 from crossbow_py.measuring import reserved_bytes, with_learners, within
-from crossbow_py.run_settings import RunSettings
+from crossbow_py.train.config import EstimateConfig
+from crossbow_py.train.run_settings import RunSettings
 
 Method = Literal["counted", "measured"]
 

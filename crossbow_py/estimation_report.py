@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.config import config_to_mapping
 from crossbow_py.core.errors import unwritable
 from crossbow_py.core.text_table import columns
 from crossbow_py.core.versions import versions
@@ -14,6 +13,7 @@ from crossbow_py.engine.sizing.memory import breakdown
 from crossbow_py.engine.sizing.units import in_words
 from crossbow_py.estimation import Estimate
 from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.train.config import config_to_mapping
 
 JSON_FILE, PLOT_FILE = "estimate.json", "estimate.png"
 _POINTS = 200

@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from crossbow_py.assembly import DataSets, build_parts
 from crossbow_py.averaging import AveragingRule
-from crossbow_py.calibration import still_round
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.sizing.job import Sample
 from crossbow_py.engine.update.optimizers import Optimizer
-from crossbow_py.run_settings import RunSettings, choose
+from crossbow_py.train.build import DataSets, build_parts
+from crossbow_py.train.run_settings import RunSettings, choose
+from crossbow_py.train.tuning.calibration import still_round
 
 _ROUNDS = WARM_UP_ROUNDS + 3  # eager rounds, the one that is captured, and replays
 _BATCHES_THERE = 4  # a learner: what a streaming feed keeps on the device

@@ -10,8 +10,8 @@ from crossbow_py.core.given_path import given_path
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.prediction import predict
 from crossbow_py.prediction_report import as_text, write
-from crossbow_py.recorded_config import as_override
-from crossbow_py.run_folder import make_folder, new_folder
+from crossbow_py.train.run_folder.folder import make_folder, new_folder
+from crossbow_py.train.run_folder.recorded_config import as_override
 
 
 def main(argv: Sequence[str] | None = None) -> int:

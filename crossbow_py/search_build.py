@@ -15,9 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from crossbow_py.assembly import DataSets, count_classes, new_feed
 from crossbow_py.cli.config_files import write_yaml
-from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target
@@ -52,12 +50,14 @@ from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.storage import shown_address
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.recorded_config import train_command
-from crossbow_py.run_settings import Choices, RunSettings, choose
 from crossbow_py.search_config import SearchConfig, trial_config
 from crossbow_py.search_folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
-from crossbow_py.weights_file import MODEL_FILE
+from crossbow_py.train.build import DataSets, count_classes, new_feed
+from crossbow_py.train.checkpoints.weights import MODEL_FILE
+from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.run_folder.recorded_config import train_command
+from crossbow_py.train.run_settings import Choices, RunSettings, choose
 
 LOSS = nn.functional.cross_entropy
 

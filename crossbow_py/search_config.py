@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from crossbow_py.config import (
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting, suggestion
+from crossbow_py.packing.hyperband import Bracket, Method, make_brackets
+from crossbow_py.packing.policies import Policy
+from crossbow_py.packing.space import Space
+from crossbow_py.train.config import (
     REGISTRIES,
     TrainConfig,
     config_from_mapping,
@@ -16,12 +21,7 @@ from crossbow_py.config import (
     group_options,
     read_option,
 )
-from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import setting, suggestion
-from crossbow_py.packing.hyperband import Bracket, Method, make_brackets
-from crossbow_py.packing.policies import Policy
-from crossbow_py.packing.space import Space
-from crossbow_py.recorded_config import as_override
+from crossbow_py.train.run_folder.recorded_config import as_override
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip", "data.random_erasing")

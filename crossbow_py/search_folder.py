@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
-from crossbow_py.config import REGISTRIES, config_to_mapping
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.own_files import check_own
 from crossbow_py.core.plain_values import differences, without
 from crossbow_py.packing.search_events import SEARCH_FILE, brought_up
-from crossbow_py.run_folder import MAY_CHANGE, RUNS, make_folder, new_folder
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, TENSORBOARD_FOLDER, read_json, write_atomically
+from crossbow_py.train.config import REGISTRIES, config_to_mapping
+from crossbow_py.train.run_folder.folder import MAY_CHANGE, RUNS, make_folder, new_folder
 
 JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"

@@ -138,8 +138,9 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def known_executor() -> Iterator[None]:
     """What `executor=auto` takes is known beforehand, so that no test measures unless it means to."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("crossbow_py.calibration.RememberedChoices.recall", lambda choices, key: "threads")
-        patch.setattr("crossbow_py.calibration.RememberedChoices.remember", lambda choices, key, choice: None)
+        remembered = "crossbow_py.train.tuning.calibration.RememberedChoices"
+        patch.setattr(f"{remembered}.recall", lambda choices, key: "threads")
+        patch.setattr(f"{remembered}.remember", lambda choices, key, choice: None)
         yield
 
 

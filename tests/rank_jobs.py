@@ -16,14 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from crossbow_py import SGD, Augmentation, MultiStep, Trainer, run_settings
+from crossbow_py import SGD, Augmentation, MultiStep, Trainer
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.modules.precision import FP64
-from crossbow_py.learning_measurement import LearningMeasurement
-from crossbow_py.resuming import choose_alike
-from crossbow_py.tuning import LearnerTuning
+from crossbow_py.train import run_settings
+from crossbow_py.train.checkpoints.resume import choose_alike
+from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 Values = npt.NDArray[np.float64]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import write_yaml
-from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.telemetry.events import LearnerCount
 from crossbow_py.telemetry.records import CONFIG_FILE, file_listeners
 from crossbow_py.telemetry.timeline import TRACE_FILE, Timeline
+from crossbow_py.train.config import compose, config_to_mapping
 from tests.unit.telemetry.conftest import Events
 
 MS = 1_000_000  # in nanoseconds

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from crossbow_py import search, train
+from crossbow_py import search
 from crossbow_py.telemetry.records import read_metrics
+from crossbow_py.train import __main__ as train
 
 _CREATE_TRIAL, _END_TRIAL, _COMPLETE = 4, 6, 1  # as Optuna's journal has them
 # One trial at a time, which needs no measuring of how wide packs pay.

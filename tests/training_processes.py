@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.checkpoint import checkpoints
 from crossbow_py.telemetry.records import read_metrics
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.common.machine import ROOT
 from experiments.common.ports import free_port
 from experiments.faults import processes

@@ -19,7 +19,6 @@ from crossbow_py.cli.completion import FLAG as COMPLETION
 from crossbow_py.cli.completion import asked_shell, completion_script
 from crossbow_py.cli.help_text import help_text, list_text
 from crossbow_py.cli.overrides import expand_sweeps
-from crossbow_py.config import C, CommandConfig
 from crossbow_py.core.errors import (
     CentralModelError,
     CrossbowError,
@@ -37,9 +36,10 @@ from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.core.standard_streams import print_line, standard_streams
 from crossbow_py.engine.device.denormals import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.recorded_config import composed
-from crossbow_py.run_folder import RUNS, time_name
 from crossbow_py.run_report.sweep import sweep_lines
+from crossbow_py.train.config import C, CommandConfig
+from crossbow_py.train.run_folder.folder import RUNS, time_name
+from crossbow_py.train.run_folder.recorded_config import composed
 
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)

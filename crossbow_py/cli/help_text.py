@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossbow_py.cli.config_files import config_dir, read_yaml
-from crossbow_py.config import (
+from crossbow_py.core.settings import allowed, written
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.search_config import MEANINGLESS, SearchConfig
+from crossbow_py.train.config import (
     APPENDED_GROUPS,
     REGISTRIES,
     CommandConfig,
@@ -16,9 +19,6 @@ from crossbow_py.config import (
     group_options,
     read_option,
 )
-from crossbow_py.core.settings import allowed, written
-from crossbow_py.predict_config import PredictConfig
-from crossbow_py.search_config import MEANINGLESS, SearchConfig
 
 _TRAIN = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]

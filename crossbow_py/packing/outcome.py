@@ -19,7 +19,6 @@ from crossbow_py.core.file_locks import locked
 from crossbow_py.core.own_files import read_text
 from crossbow_py.engine.device.memory import raising_if_lost
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.packing.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
 from crossbow_py.packing.roster import SearchData
 from crossbow_py.packing.rules import SearchRules
@@ -28,9 +27,10 @@ from crossbow_py.packing.segment_claims import SegmentResult
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically
-from crossbow_py.weights_file import MODEL_FILE, save_weights
+from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
+from crossbow_py.train.run_settings import Choices
 
 
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:

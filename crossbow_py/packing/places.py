@@ -16,13 +16,13 @@ from crossbow_py.engine.device.memory import (
     raising_if_lost,
 )
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.evaluation import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.pack import Member, Pack, PackJob
 from crossbow_py.packing.roster import Described, Roster
 from crossbow_py.packing.side_by_side import advance
 from crossbow_py.packing.trial import Checkpoint
-from crossbow_py.run_settings import Choices
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
+from crossbow_py.train.run_settings import Choices
 
 
 @dataclass

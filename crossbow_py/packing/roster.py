@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from crossbow_py.calibration import Effort
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
@@ -21,9 +20,10 @@ from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.packing.trials_alike import TrialsAlike
 from crossbow_py.packing.width import Width
 from crossbow_py.packing.width_measurement import BUDGET_S, measured_width
-from crossbow_py.probe import probe, probe_evaluation
-from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.seeded_model import faithful_copy
+from crossbow_py.train.checks.probe import probe, probe_evaluation
+from crossbow_py.train.checks.seeded_model import faithful_copy
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.tuning.calibration import Effort
 
 MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from crossbow_py.packing.hyperband import Bracket
 from crossbow_py.packing.policies import Policy
-from crossbow_py.stopping import StopConditions
+from crossbow_py.train.stopping import StopConditions
 
 
 @dataclass(frozen=True)

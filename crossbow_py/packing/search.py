@@ -24,7 +24,6 @@ from crossbow_py.engine.device.memory import (
     raising_if_lost,
 )
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.evaluation import Evaluation
 from crossbow_py.packing.hyperband import Results, Segment, beaten, is_over, ready, standing, to_epochs
 from crossbow_py.packing.pack import Member, PackJob
 from crossbow_py.packing.places import Packs, Place
@@ -33,7 +32,8 @@ from crossbow_py.packing.roster import Described, Roster
 from crossbow_py.packing.rules import SearchRules, epoch_samples
 from crossbow_py.packing.states import TrialStates, Underway
 from crossbow_py.packing.study import SharedStudy
-from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.train.evaluation.evaluator import Evaluation
+from crossbow_py.train.run_settings import Choices, RunSettings
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left

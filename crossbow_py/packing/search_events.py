@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossbow_py.checkpoint import formerly
 from crossbow_py.core.plain_values import filled
 from crossbow_py.packing.hyperband import Bracket, TrialState
 from crossbow_py.packing.space import Space
+from crossbow_py.train.checkpoints.checkpoint import formerly
 
 SEARCH_FILE = "search.json"  # in the search's folder: how it stands, and in the end how it ended
 

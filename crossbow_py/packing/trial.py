@@ -14,8 +14,8 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.dropout import dropout_rates
 from crossbow_py.engine.update.optimizers import Optimizer
-from crossbow_py.schedules import Schedule
-from crossbow_py.seeded_model import seeded_model
+from crossbow_py.train.checks.seeded_model import seeded_model
+from crossbow_py.train.schedules import Schedule
 
 Row = dict[str, Any]  # one learner as `ReplicaBank.load_row` takes it: tensors and plain types
 

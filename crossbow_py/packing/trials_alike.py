@@ -10,7 +10,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.engine.fusion.fused_agreement import Comparison
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.train.run_settings import Choices, RunSettings
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,17 @@ from dataclasses import replace
 import torch
 
 from crossbow_py.averaging import Independent
-from crossbow_py.calibration import Calibration, Candidate, Effort, calibrate
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.update_choice import choose_update
-from crossbow_py.executor_choice import new_bank, still_runs, why_not_fused
-from crossbow_py.learner_bound import learner_bound
 from crossbow_py.packing.trials_alike import TrialsAlike
 from crossbow_py.packing.width import ASKED_FOR, Width, choose_width, has_packs
 from crossbow_py.packing.width_memory import Found, WidthMemory
 from crossbow_py.packing.width_sizes import LARGEST_ALWAYS, asked, steady
+from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, calibrate
+from crossbow_py.train.tuning.executor_choice import new_bank, still_runs, why_not_fused
+from crossbow_py.train.tuning.learner_bound import learner_bound
 
 BUDGET_S = 20.0
 _LITTLE = "which is not measured, as there is little to train"

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from crossbow_py.calibration import Effort, fingerprint
 from crossbow_py.core.user_cache import Remembered
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.packing.trials_alike import TrialsAlike
 from crossbow_py.packing.width import Rates
+from crossbow_py.train.tuning.calibration import Effort, fingerprint
 
 _RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
 

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.checkpoint import checkpoints
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
 from crossbow_py.core.own_files import check_own
 from crossbow_py.packing.search_events import SEARCH_FILE
-from crossbow_py.run_folder import LOCK_FILE
 from crossbow_py.telemetry.records import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -24,6 +22,8 @@ from crossbow_py.telemetry.records import (
     read_records,
 )
 from crossbow_py.telemetry.timeline import TRACE_FILE
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from crossbow_py.train.run_folder.folder import LOCK_FILE
 
 MOST_RUNS = 12  # more curves than that nobody tells apart
 _LARGEST = 1e30

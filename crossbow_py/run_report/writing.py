@@ -9,9 +9,9 @@ from pathlib import Path
 
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.file_writing import replacing
-from crossbow_py.run_folder import RUNS, make_folder, time_name
 from crossbow_py.run_report.reading import find_runs, read_runs
 from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.train.run_folder.folder import RUNS, make_folder, time_name
 
 PAGE_FILE = "report.html"
 REPORT_FOLDER = "report"

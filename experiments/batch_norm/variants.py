@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from crossbow_py.averaging import CentralRule
-from crossbow_py.build import build_trainer, stops
 from crossbow_py.cli.command_line import run
-from crossbow_py.config import TrainConfig
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.engine.update.row_update import TorchUpdate
-from crossbow_py.run import Run
-from crossbow_py.run_folder import open_run
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
+from crossbow_py.train.config import TrainConfig
+from crossbow_py.train.from_config import build_trainer, stops
+from crossbow_py.train.run import Run
+from crossbow_py.train.run_folder.folder import open_run
 from experiments.common.cells.parts import in_parts
 from experiments.common.cells.running import MEASURED_FILE
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from crossbow_py.checkpoint_writer import CheckpointWriter, save
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.freed_memory import keep_freed_memory
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models import MODELS
+from crossbow_py.train.checkpoints.writer import CheckpointWriter, save
 from experiments.checkpoint.training import BATCH_SIZE, Training
 from experiments.common.windows import MAX_FOREIGN_SHARE
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, read_metrics, read_summary
-from crossbow_py.train import main as train
+from crossbow_py.train.__main__ import main as train
 from experiments.common.arguments import seeds
 from experiments.common.machine import ROOT, machine
 from experiments.common.results import results_folder, write_result

@@ -20,7 +20,7 @@ from crossbow_py.core.foreign_load import foreign_share
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from crossbow_py.supply import WorkerSupply
+from crossbow_py.train.tuning.worker_autotuner import WorkerSupply
 from experiments.common.windows import Mark, Window, load_with_ended, window_of
 
 SIZE = 64

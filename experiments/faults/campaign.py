@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from experiments.faults.folder import BETWEEN, Seen, hidden, look_at, phase, resumed_from
 from experiments.faults.processes import Start, start
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from crossbow_py.checkpoint import FOLDER, MANIFEST, checkpoints, open_checkpoint, part_name
 from crossbow_py.core.errors import CheckpointError
+from crossbow_py.train.checkpoints.checkpoint import FOLDER, MANIFEST, checkpoints, open_checkpoint, part_name
 
 # In the order in which a checkpoint goes through them.
 WRITING = "parts being written"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from crossbow_py import train
+from crossbow_py.train import __main__ as train
 from experiments.common.ports import free_port
 
 _PATIENCE_S = 60.0
-_PRELOADED = ["torch", "crossbow_py.train", "crossbow_py.trainer"]
+_PRELOADED = ["torch", "crossbow_py.train.__main__"]
 
 
 @dataclass(frozen=True)

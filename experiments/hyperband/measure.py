@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from crossbow_py.config import compose
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.base import DataSource
@@ -24,6 +23,7 @@ from crossbow_py.packing.search_events import SearchListener
 from crossbow_py.search_build import SearchRun
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import open_search_folder
+from crossbow_py.train.config import compose
 from experiments.common.windows import spread
 from experiments.hyperband.default_loop import Images, search
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from crossbow_py import SGD, Trainer
-from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.models import MLP, LeNet
-from crossbow_py.reporter import Reporter
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.run_folder.reporter import Reporter
 from experiments.common.machine import ROOT
 from experiments.common.windows import MAX_FOREIGN_SHARE, spread
 

@@ -31,8 +31,8 @@ from crossbow_py.core.host import usable_core_ids
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from crossbow_py.engine.executors import Executor
-from crossbow_py.parts import Parts
 from crossbow_py.telemetry.timeline import Timeline
+from crossbow_py.train.components import Parts
 from experiments.common.rounds import build_model, input_shape, num_classes
 from experiments.common.windows import MAX_FOREIGN_SHARE
 

@@ -16,11 +16,11 @@ from unittest.mock import patch
 
 import torch
 
-from crossbow_py import executor_choice
-from crossbow_py.calibration import Calibration, Candidate, RememberedChoices, calibrate
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.auto_tuner import AutoTuner, Decision
-from crossbow_py.tuning import LearnerTuning
+from crossbow_py.train.tuning import executor_choice
+from crossbow_py.train.tuning.calibration import Calibration, Candidate, RememberedChoices, calibrate
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from experiments.throughput.gate import Gate
 
 

@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from crossbow_py.averaging import SMA, AveragingRule
-from crossbow_py.checkpoint import CheckpointSettings
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.precision import PrecisionName
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.telemetry.console import ConsoleListener
-from crossbow_py.trainer import Trainer
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.trainer import Trainer
 from experiments.common.machine import usable_cores
 from experiments.throughput.gate import Choice, Gate, Ready
 from experiments.throughput.one_model import compiled, mps_member

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, CheckpointSettings, MultiStep, Trainer
-from crossbow_py.checkpoint import FORMAT_VERSION
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.train.checkpoints.checkpoint import FORMAT_VERSION
 from tests.ranks import on_ranks
 
 GOLDEN = Path(__file__).parent

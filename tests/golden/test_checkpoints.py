@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from crossbow_py import SMA
-from crossbow_py.checkpoint import FORMAT_VERSION, checkpoints, find_newest
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.distributed.ranks import ALONE
+from crossbow_py.train.checkpoints.checkpoint import FORMAT_VERSION, checkpoints, find_newest
 from tests.golden.make import GOLDEN, NUM_RANKS, ROUNDS_AFTER, ROUNDS_BEFORE, train_on, trainer
 from tests.ranks import on_ranks
 

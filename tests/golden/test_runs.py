@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import crossbow_py
-from crossbow_py.train import main
+from crossbow_py.train.__main__ import main
 
 GOLDEN_RUN = Path(__file__).parent / "digits_run"
 ROUNDS_AFTER = 80

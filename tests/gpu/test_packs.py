@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py import SGD, Augmentation, run_settings
+from crossbow_py import SGD, Augmentation
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.device.memory import free_memory
@@ -23,6 +23,7 @@ from crossbow_py.packing.pack import NON_FINITE, Member, Pack
 from crossbow_py.packing.side_by_side import advance
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.packing.width import Width
+from crossbow_py.train import run_settings
 from tests.searches import report, search_digits, segments, values
 from tests.trainers import images
 from tests.unit.packing.test_pack import (

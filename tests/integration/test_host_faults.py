@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.checkpoint import checkpoints
 from crossbow_py.telemetry.records import read_summary
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.common.machine import ROOT
 from experiments.common.ports import free_port
 from experiments.faults.folder import resumed_from

@@ -18,16 +18,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import crossbow_py
-from crossbow_py import Ensemble, load_models, train
+from crossbow_py import Ensemble, load_models
 from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.cli.help_text import help_text
-from crossbow_py.config import TrainConfig
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.base import Declared
 from crossbow_py.data.sources.digits import Digits
 from crossbow_py.predict import main
 from crossbow_py.predict_config import PredictConfig
 from crossbow_py.prediction import SIZES
+from crossbow_py.train import __main__ as train
+from crossbow_py.train.config import TrainConfig
 from crossbow_py.trained_models import common_data, find_models
 
 TRAINED = ["+experiment=digits", "device=cpu", "precision=fp32", "executor=serial"]

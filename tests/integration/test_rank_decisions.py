@@ -20,10 +20,10 @@ from crossbow_py import (
     LocalSGD,
     SynchronousSGD,
 )
-from crossbow_py.checkpoint import checkpoints
-from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from crossbow_py.train.config import compose, config_to_mapping
 from tests import rank_jobs
 from tests.rank_results import assert_alike, results
 from tests.ranks import Raised, on_ranks

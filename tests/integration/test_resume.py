@@ -26,11 +26,11 @@ from crossbow_py import (
     SynchronousSGD,
     Trainer,
 )
-from crossbow_py.checkpoint import checkpoints
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.data.sources.digits import Digits
 from crossbow_py.engine.modules import precision
 from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from tests.trainers import Recorder, image_model, images, make_trainer
 from tests.training_processes import await_checkpoints, started, train
 

@@ -8,7 +8,7 @@ import pytest
 
 from crossbow_py.averaging import RULES
 from crossbow_py.telemetry.records import read_summary
-from crossbow_py.train import main
+from crossbow_py.train.__main__ import main
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import crossbow_py
 from crossbow_py.search import main
-from crossbow_py.train import main as train
+from crossbow_py.train.__main__ import main as train
 from tests.said import error_line
 from tests.searches import DIGITS, merged, report, search_digits, segments
 

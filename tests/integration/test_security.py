@@ -32,7 +32,7 @@ from crossbow_py.core.user_cache import Remembered
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_summary
-from crossbow_py.train import main
+from crossbow_py.train.__main__ import main
 from tests.caches import link_native
 from tests.unit.data.files import cifar10_batches, cifar_archive, write_cifar, write_mnist
 from tests.unit.data.images.pictures import write_part

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, Listener, Trainer
-from crossbow_py.checkpoint import checkpoints
 from crossbow_py.core.errors import BadSampleError, DataError
 from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from tests.trainers import Recorder, image_model, images, make_trainer
 
 

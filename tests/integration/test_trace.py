@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from crossbow_py import SMA, NonFiniteError, UserError
-from crossbow_py import trainer as trainer_module
 from crossbow_py.telemetry.timeline import Timeline
-from crossbow_py.train import main
+from crossbow_py.train import trainer as trainer_module
+from crossbow_py.train.__main__ import main
 from tests.trainers import Recorder, blobs, image_model, images, make_trainer
 
 NANOSECOND = 1e-3  # in the trace's microseconds

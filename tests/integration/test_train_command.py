@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import crossbow_py.train
+import crossbow_py.train.__main__
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_metrics, read_summary
-from crossbow_py.train import main
+from crossbow_py.train.__main__ import main
 from tests.event_files import read_events
 from tests.said import error_line
 
@@ -293,7 +293,7 @@ def test_memory_that_does_not_hold_a_run_is_one_error_line_and_exit_code_1(
 
 def test_list_into_a_closed_pipe_ends_quietly() -> None:
     shell = f"'{sys.executable}' -m crossbow_py.train --list | true; echo ${{PIPESTATUS[0]}}"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.train.__file__).parents[1])}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.train.__main__.__file__).parents[1])}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment, check=True)
     assert (done.stdout.strip(), done.stderr) == ("0", "")
 

@@ -24,10 +24,10 @@ from packaging.requirements import Requirement
 from tensorboard.plugins.core.core_plugin import CorePluginLoader
 from torch.distributed.run import get_args_parser
 
-from crossbow_py.config import EstimateConfig, TrainConfig, compose
 from crossbow_py.predict_config import PredictConfig
-from crossbow_py.recorded_config import composed
 from crossbow_py.search_config import SearchConfig
+from crossbow_py.train.config import EstimateConfig, TrainConfig, compose
+from crossbow_py.train.run_folder.recorded_config import composed
 from tests.pages.snippets import LANGUAGES, ROOT, Snippet, commands
 
 # What makes a command of minutes one of seconds; left out where the page says so itself.

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import crossbow_py
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, LearningStatistics, Summary
-from crossbow_py.train import main
+from crossbow_py.train.__main__ import main
 from tests.pages.snippets import ROOT
 
 REFERENCE = ROOT / "docs" / "reference"

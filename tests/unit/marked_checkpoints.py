@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from crossbow_py.checkpoint import find_newest
-from crossbow_py.checkpoint_writer import CheckpointWriter
+from crossbow_py.train.checkpoints.checkpoint import find_newest
+from crossbow_py.train.checkpoints.writer import CheckpointWriter
 
 
 def state(mark: float = 1.0, size: int = 6):

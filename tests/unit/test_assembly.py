@@ -10,9 +10,9 @@ from crossbow_py import SGD, SMA, Independent
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.modules.precision import BF16, FP32
-from crossbow_py.probe import probe
-from crossbow_py.run_settings import RunSettings, choose
-from crossbow_py.seeded_model import seeded_model
+from crossbow_py.train.checks.probe import probe
+from crossbow_py.train.checks.seeded_model import seeded_model
+from crossbow_py.train.run_settings import RunSettings, choose
 from tests.support import CPU, features
 from tests.trainers import image_model, images, make_trainer
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from crossbow_py import Trainer, training_loop
-from crossbow_py.busy_cores import BusyCores, busy_cores
+from crossbow_py import Trainer
 from crossbow_py.core.foreign_load import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.device.intra_op import SleepingThreads
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.tuning import LearnerTuning
+from crossbow_py.train import loop
+from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.trainers import Recorder, equal_states, image_model, images, make_trainer
 
 
@@ -69,15 +70,15 @@ def train(
     meter: type[ThroughputMeter] = ThroughputMeter,
 ) -> None:
     """So many rounds on the machine's clock."""
-    monkeypatch.setattr(training_loop, "ThroughputMeter", lambda: meter(lambda: machine.now_s))
-    submit = training_loop.RoundRunner.submit
+    monkeypatch.setattr(loop, "ThroughputMeter", lambda: meter(lambda: machine.now_s))
+    submit = loop.RoundRunner.submit
 
     def timed(self, plan):
         done = submit(self, plan)
         machine.train()
         return done
 
-    monkeypatch.setattr(training_loop.RoundRunner, "submit", timed)
+    monkeypatch.setattr(loop.RoundRunner, "submit", timed)
     trainer.fit(max_rounds=rounds)
 
 
@@ -175,14 +176,14 @@ def test_threads_that_sleep_and_spin_in_turn_give_the_bits_of_those_that_spin(ex
 )
 @pytest.mark.usefixtures("two_threads")
 def test_executors_whose_operators_use_several_threads_are_looked_after(monkeypatch, executor, looked_after):
-    monkeypatch.setattr("crossbow_py.busy_cores.usable_core_ids", lambda: {0, 1})
+    monkeypatch.setattr("crossbow_py.train.tuning.busy_cores.usable_core_ids", lambda: {0, 1})
     assert (busy_cores(executor, "cpu") is not None) is looked_after
     assert busy_cores(executor, "cuda") is None
 
 
 @pytest.mark.parametrize(("num_threads", "looked_after"), [(1, False), (2, True), (3, False)])
 def test_one_thread_waits_for_nobody_and_more_than_there_are_cores_sleep_anyway(monkeypatch, num_threads, looked_after):
-    monkeypatch.setattr("crossbow_py.busy_cores.usable_core_ids", lambda: {0, 1})
+    monkeypatch.setattr("crossbow_py.train.tuning.busy_cores.usable_core_ids", lambda: {0, 1})
     torch.set_num_threads(num_threads)
     assert (busy_cores("serial", "cpu") is not None) is looked_after
     torch.set_num_threads(1)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import Trainer, calibration
-from crossbow_py.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
+from crossbow_py import Trainer
 from crossbow_py.core.errors import CrossbowError, DeviceLostError, UserError
 from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.train.tuning import calibration
+from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
 from tests.caches import use_cache
 from tests.trainers import Recorder, image_model, images, make_trainer
 
@@ -256,7 +257,7 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
         calls.append([(side.executor, side.num_learners) for side in candidates])
         return calibrate(candidates, batch_size, device, effort)
 
-    monkeypatch.setattr("crossbow_py.executor_choice.calibrate", counting)
+    monkeypatch.setattr("crossbow_py.train.tuning.executor_choice.calibrate", counting)
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
     options = {"model": image_model, "train_data": images(96), "batch_size": 4, "num_learners": 2, "device": "cpu"}
     first = Trainer(**options)
@@ -274,7 +275,7 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
 
 def test_measuring_leaves_no_trace_in_the_run(memory, monkeypatch):
     monkeypatch.setattr(calibration, "_WINDOW_S", 0.01)
-    monkeypatch.setattr("crossbow_py.executor_choice.candidates", lambda device: ["threads"])
+    monkeypatch.setattr("crossbow_py.train.tuning.executor_choice.candidates", lambda device: ["threads"])
     options = {"model": image_model, "train_data": images(96), "batch_size": 4, "num_learners": 2, "device": "cpu"}
     measured, asked = Trainer(**options), Trainer(**options, executor="threads")
     results = [trainer.fit(max_rounds=6) for trainer in (measured, asked)]

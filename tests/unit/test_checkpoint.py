@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossbow_py.checkpoint import CheckpointSettings, checkpoints, find_newest, open_checkpoint
-from crossbow_py.checkpoint_writer import save
 from crossbow_py.core.errors import CheckpointError, UserError
 from crossbow_py.core.plain_values import differences
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, checkpoints, find_newest, open_checkpoint
+from crossbow_py.train.checkpoints.writer import save
 
 
 def state(mark: float = 1.0):

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossbow_py.checkpoint import find_newest
-from crossbow_py.checkpoint_writer import save
+from crossbow_py.train.checkpoints.checkpoint import find_newest
+from crossbow_py.train.checkpoints.writer import save
 from tests.unit.marked_checkpoints import discard_together, mark_of, newest_mark, state, write_together, writers
 
 MOST_STEPS = 200

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossbow_py.checkpoint import checkpoints, find_newest, open_checkpoint
-from crossbow_py.checkpoint_writer import CheckpointWriter, save
+from crossbow_py.train.checkpoints.checkpoint import checkpoints, find_newest, open_checkpoint
+from crossbow_py.train.checkpoints.writer import CheckpointWriter, save
 from tests.unit.marked_checkpoints import discard_together, mark_of, newest_mark, state, write_together, writers
 
 

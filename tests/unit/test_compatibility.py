@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, AdamW, Constant, Independent
-from crossbow_py.compatibility import check_compatible
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.run_settings import RunSettings
+from crossbow_py.train.checks.compatibility import check_compatible
+from crossbow_py.train.run_settings import RunSettings
 from tests.thread_ranks import ThreadRanks, on_threads
 
 AUTO = RunSettings()

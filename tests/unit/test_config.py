@@ -13,7 +13,14 @@ from omegaconf import OmegaConf
 from crossbow_py.averaging import RULES, SMA, Independent
 from crossbow_py.cli.config_files import config_dir, read_yaml, write_yaml
 from crossbow_py.cli.overrides import expand_sweeps
-from crossbow_py.config import (
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting
+from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
+from crossbow_py.engine.executors import _executors as executors_from
+from crossbow_py.engine.update.optimizers import SGD, AdamW
+from crossbow_py.models import MLP, LeNet
+from crossbow_py.search_config import SearchConfig
+from crossbow_py.train.config import (
     REGISTRIES,
     TrainConfig,
     compose,
@@ -22,13 +29,6 @@ from crossbow_py.config import (
     group_options,
     read_option,
 )
-from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import setting
-from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
-from crossbow_py.engine.executors import _executors as executors_from
-from crossbow_py.engine.update.optimizers import SGD, AdamW
-from crossbow_py.models import MLP, LeNet
-from crossbow_py.search_config import SearchConfig
 
 
 def test_compose_without_overrides_is_the_classes_defaults() -> None:

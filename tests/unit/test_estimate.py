@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.config import EstimateConfig, compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.sizing.job import Sample
 from crossbow_py.estimate import main
 from crossbow_py.estimation import estimate
 from crossbow_py.estimation_report import as_text
-from crossbow_py.run_settings import RunSettings
+from crossbow_py.train.config import EstimateConfig, compose
+from crossbow_py.train.run_settings import RunSettings
 
 GIB = 2**30
 

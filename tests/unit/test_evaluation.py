@@ -10,7 +10,13 @@ from torch import nn
 
 from crossbow_py.core.errors import DeviceLostError
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
-from crossbow_py.evaluation import NUM_EXAMPLES, Evaluation, Evaluator, evaluate_in_memory, mean_evaluation
+from crossbow_py.train.evaluation.evaluator import (
+    NUM_EXAMPLES,
+    Evaluation,
+    Evaluator,
+    evaluate_in_memory,
+    mean_evaluation,
+)
 from tests.support import features, feed_of, linear_model, norm_model
 
 INPUTS, TARGETS = features(10)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from crossbow_py.data.normalisation import Normalisation
-from crossbow_py.evaluation import Examples
-from crossbow_py.example_predictions import example_predictions
+from crossbow_py.train.evaluation.evaluator import Examples
+from crossbow_py.train.run_folder.example_predictions import example_predictions
 
 TARGETS, OUTPUTS = torch.tensor([1, 0]), torch.tensor([[0.0, 2.0], [0.0, 0.0]])
 

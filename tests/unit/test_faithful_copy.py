@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.modules.precision import BF16, FP32
-from crossbow_py.seeded_model import faithful_copy
+from crossbow_py.train.checks.seeded_model import faithful_copy
 from tests.support import features
 from tests.trainers import blobs, image_model, images, make_trainer
 

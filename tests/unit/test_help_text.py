@@ -9,7 +9,10 @@ import pytest
 import yaml
 
 from crossbow_py.cli.help_text import help_text, list_text
-from crossbow_py.config import (
+from crossbow_py.packing.space import Space
+from crossbow_py.predict_config import PredictConfig
+from crossbow_py.search_config import MEANINGLESS, SearchConfig
+from crossbow_py.train.config import (
     APPENDED_GROUPS,
     REGISTRIES,
     CommandConfig,
@@ -18,9 +21,6 @@ from crossbow_py.config import (
     compose,
     group_options,
 )
-from crossbow_py.packing.space import Space
-from crossbow_py.predict_config import PredictConfig
-from crossbow_py.search_config import MEANINGLESS, SearchConfig
 
 
 def test_help_text_has_every_key_of_every_option_once_for_each_meaning() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-import crossbow_py.learner_bound as learner_bound_module
+import crossbow_py.train.tuning.learner_bound as learner_bound_module
 from crossbow_py import Trainer
 from crossbow_py.core.user_cache import Remembered
 from tests.trainers import Recorder, make_trainer

@@ -12,13 +12,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from crossbow_py import SGD, SMA, Augmentation, CheckpointSettings, Independent
-from crossbow_py import training_loop as loop_module
 from crossbow_py.core.errors import DataError
 from crossbow_py.data.feed import Batch
-from crossbow_py.learning_measurement import LearningMeasurement, gradient_norms, hessian_eigenvalue
-from crossbow_py.learning_statistics import gradient_noise
 from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train import loop as loop_module
+from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement, gradient_norms, hessian_eigenvalue
+from crossbow_py.train.evaluation.learning_statistics import gradient_noise
 from tests.rank_jobs import measure_with_a_failure, train_measured
 from tests.rank_results import assert_alike, results
 from tests.ranks import on_ranks
@@ -239,7 +239,7 @@ def test_memory_that_is_short_ends_measuring_and_not_the_run(monkeypatch):
     def refuse(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("crossbow_py.learning_measurement.gradient_norms", refuse)
+    monkeypatch.setattr("crossbow_py.train.evaluation.learning_measurement.gradient_norms", refuse)
     records, trainer, recorder = measured()
     assert trainer.state.closed_epochs == 2
     assert records[-1].learning.gradient_variance is None

@@ -8,7 +8,12 @@ import math
 import pytest
 import torch
 
-from crossbow_py.learning_statistics import GradientNoise, agreement, gradient_noise, largest_eigenvalue
+from crossbow_py.train.evaluation.learning_statistics import (
+    GradientNoise,
+    agreement,
+    gradient_noise,
+    largest_eigenvalue,
+)
 
 ENDLESS = 10**15  # samples
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from crossbow_py import SGD
 from crossbow_py.core.errors import UserError
-from crossbow_py.losses import misfit, remarks, settled_loss, untrained
+from crossbow_py.train.checks.losses import misfit, remarks, settled_loss, untrained
 from tests.trainers import blobs, make_trainer
 
 F = nn.functional

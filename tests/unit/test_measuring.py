@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossbow_py.assembly import DataSets
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.engine.sizing.job import Sample
 from crossbow_py.measuring import _made_up
-from crossbow_py.run_settings import RunSettings
+from crossbow_py.train.build import DataSets
+from crossbow_py.train.run_settings import RunSettings
 
 SETTINGS = RunSettings(num_learners=3, batch_size=2)
 COUNT = 4 * 2 * 3  # batches that are there, of 2 samples, for 3 learners

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import packed_evaluation
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP64
-from crossbow_py.evaluation import Evaluator
-from crossbow_py.packed_evaluation import evaluate_bank, prediction_bank
+from crossbow_py.train.evaluation import packed_evaluation
+from crossbow_py.train.evaluation.evaluator import Evaluator
+from crossbow_py.train.evaluation.packed_evaluation import evaluate_bank, prediction_bank
 from tests import networks
 from tests.support import CPU, features, feed_of, linear_model, norm_model
 

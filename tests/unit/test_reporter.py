@@ -10,12 +10,12 @@ from crossbow_py.core.versions import versions
 from crossbow_py.engine.bank.measures import correction_norm, squared_distances
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP64
-from crossbow_py.evaluation import Evaluation
-from crossbow_py.reporter import Reporter
-from crossbow_py.run import SavedModels
-from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import RunInfo
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train.evaluation.evaluator import Evaluation
+from crossbow_py.train.run import SavedModels
+from crossbow_py.train.run_folder.reporter import Reporter
+from crossbow_py.train.run_state import RunState
 from tests.support import CPU
 from tests.trainers import Recorder
 

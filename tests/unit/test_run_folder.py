@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from crossbow_py.cli.config_files import read_yaml
-from crossbow_py.config import TrainConfig, compose
 from crossbow_py.core.errors import RankError, UserError
 from crossbow_py.distributed import launch as launching
 from crossbow_py.distributed.launch import Launch, write_launch
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.run_folder import RunFolder, open_run
+from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.run_folder.folder import RunFolder, open_run
 from tests.thread_ranks import on_threads
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

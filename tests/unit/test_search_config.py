@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from crossbow_py.config import TrainConfig, compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.packing.hyperband import make_brackets
 from crossbow_py.packing.space import Space
-from crossbow_py.recorded_config import train_command
 from crossbow_py.search_config import SearchConfig, trial_config
+from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.run_folder.recorded_config import train_command
 
 DIGITS = ["+experiment=search_digits"]
 TWO_OPTIMIZERS = [

@@ -13,9 +13,7 @@ import pytest
 
 from crossbow_py import search_folder
 from crossbow_py.cli.config_files import read_yaml, write_yaml
-from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.core.errors import SearchError, UserError
-from crossbow_py.run_folder import new_folder
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import (
     TRIALS_FOLDER,
@@ -24,6 +22,8 @@ from crossbow_py.search_folder import (
     kept_unless_refused,
     open_search_folder,
 )
+from crossbow_py.train.config import compose, config_to_mapping
+from crossbow_py.train.run_folder.folder import new_folder
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 BASE = compose(["+experiment=search_digits"], SearchConfig)

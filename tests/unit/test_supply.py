@@ -10,7 +10,7 @@ import torch
 
 from crossbow_py.core.host import Host
 from crossbow_py.data.streaming.streaming_feed import LoadingTimes
-from crossbow_py.supply import WorkerSupply, first_workers
+from crossbow_py.train.tuning.worker_autotuner import WorkerSupply, first_workers
 
 HOST = Host(cores=4, memory_bytes=2**34, shared_bytes=2**30)
 

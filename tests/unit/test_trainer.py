@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
-from crossbow_py.config import compose
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
-from crossbow_py.weights_file import save_weights
+from crossbow_py.train.checkpoints.weights import save_weights
+from crossbow_py.train.config import compose
 from tests.support import linear_model
 from tests.trainers import Recorder, blobs, equal_states, image_model, images, make_trainer
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError, checkpoint_keeping
-from crossbow_py import training_loop as loop_module
-from crossbow_py.checkpoint import checkpoints
-from crossbow_py.checkpoint_writer import CheckpointWriter
+from crossbow_py import SGD, SMA, CheckpointSettings, Independent, MultiStep, NonFiniteError
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train import loop as loop_module
+from crossbow_py.train.checkpoints import manager
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
+from crossbow_py.train.checkpoints.writer import CheckpointWriter
 from tests.trainers import Recorder, blobs, equal_states, make_trainer
 
 EXECUTORS = ["serial", "threads"]
@@ -232,7 +233,7 @@ def test_checkpoint_that_is_due_while_one_is_being_written_waits_for_a_later_rou
     tmp_path, monkeypatch, rounds, written
 ):
     monkeypatch.setattr(HeldWriter, "ROUNDS", rounds)
-    monkeypatch.setattr(checkpoint_keeping, "CheckpointWriter", HeldWriter)
+    monkeypatch.setattr(manager, "CheckpointWriter", HeldWriter)
     settings = CheckpointSettings(every_epochs=None, every_s=1e-9, keep=9)
     _, recorder, _ = run({"max_epochs": 3}, output_dir=tmp_path, checkpoint=settings)
     assert [samples for _, samples in recorder.of("checkpoint")] == written

@@ -12,10 +12,10 @@ from crossbow_py import SGD, Independent, Listener, Trainer
 from crossbow_py.core.errors import LearnerError, UserError
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.reporter import run_info
-from crossbow_py.stopping import StopConditions
-from crossbow_py.training_loop import TrainingLoop
-from crossbow_py.tuning import LearnerTuning
+from crossbow_py.train.loop import TrainingLoop
+from crossbow_py.train.run_folder.reporter import run_info
+from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.networks import LstmClassifier, inputs_for
 from tests.trainers import Recorder, blobs, image_model, images, make_trainer
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from crossbow_py.core import file_writing
 from crossbow_py.core.errors import CheckpointError
-from crossbow_py.weights_file import load_weights, save_weights
+from crossbow_py.train.checkpoints.weights import load_weights, save_weights
 from tests.support import linear_model, norm_model
 
 

@@ -8,7 +8,8 @@ stream, on which the gradient mean waits for all of these marks, before correcti
 
 Learning and correction are one graph each, in the learner's own memory pool, so learners run side by side and share
 nothing but z, which corrections read and averaging writes. What changes from round to round is in tensors on the device
-(`engine/device/device_tasks.py`), so nothing is captured twice. Waits are CUDA events, and exactly those the scheduler names.
+(`engine/device/device_tasks.py`), so nothing is captured twice. Waits are CUDA events, and exactly those that the
+scheduler names.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
-from crossbow_py.config import REGISTRIES, TrainConfig, compose, config_to_mapping
 from crossbow_py.core.errors import UserError
+from crossbow_py.train.config import REGISTRIES, TrainConfig, compose, config_to_mapping
 
 TRAIN = "crossbow_py.train"
 PARTS = "experiments.common.cells.parts"

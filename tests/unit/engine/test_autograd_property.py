@@ -18,7 +18,7 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.update.optimizers import SGD
-from crossbow_py.seeded_model import faithful_copy
+from crossbow_py.train.checks.seeded_model import faithful_copy
 from tests.support import features, make_tasks, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")

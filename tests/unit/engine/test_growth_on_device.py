@@ -9,7 +9,7 @@ from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.tuning import LearnerTuning
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.recording_streams import RecordingStreams
 from tests.trainers import blobs, make_trainer
 

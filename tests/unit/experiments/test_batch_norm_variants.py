@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.train import main as train
+from crossbow_py.train.__main__ import main as train
 from experiments.averaging_rules.run import RESNET8
 from experiments.batch_norm import variants
 from experiments.batch_norm.variants import MEAN, VARIANTS

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.checkpoint import checkpoints
 from crossbow_py.telemetry.records import read_metrics
-from crossbow_py.train import main as train
+from crossbow_py.train.__main__ import main as train
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from experiments.common.cells import parts, running
 from experiments.common.cells.command import run_grid
 from experiments.common.cells.grid import Cell, Grid

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.checkpoint_writer import save
+from crossbow_py.train.checkpoints.writer import save
 from experiments.faults import folder, kill9, plot, recording, report
 from experiments.faults.campaign import figures
 from experiments.faults.folder import PHASES, hidden, phase

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from crossbow_py.config import REGISTRIES, TrainConfig
+from crossbow_py.train.config import REGISTRIES, TrainConfig
 from experiments.common.keys import table
 from experiments.common.machine import ROOT
 from experiments.tables import build

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.trainer import Trainer
+from crossbow_py.train.trainer import Trainer
 from experiments.common.results import EXPERIMENTS
 from experiments.throughput import run, sides, tuned, workloads
 from experiments.throughput.gate import FinishedError

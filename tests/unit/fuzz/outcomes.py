@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from crossbow_py.cli.config_files import write_yaml
-from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.predict_config import PredictConfig
-from crossbow_py.run_folder import RunFolder
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import SearchFolder
+from crossbow_py.train.config import compose, config_to_mapping
+from crossbow_py.train.run_folder.folder import RunFolder
 from crossbow_py.trained_models import common_data, find_models
 from tests.run_folders import write_run
 
@@ -192,7 +192,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
             common_data(models, config.targets)
         return 0
 
-    patch.setattr("crossbow_py.train.build_trainer", build_trainer)
+    patch.setattr("crossbow_py.train.__main__.build_trainer", build_trainer)
     patch.setattr("crossbow_py.search_build.SearchRun", SearchRun)
     patch.setattr("crossbow_py.predict.answer", answer)
     patch.setattr("crossbow_py.estimate.answer", lambda config: 0)

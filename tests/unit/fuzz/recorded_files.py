@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from crossbow_py.config import compose, config_to_mapping
 from crossbow_py.search_config import SearchConfig
+from crossbow_py.train.config import compose, config_to_mapping
 from tests.unit.fuzz.command_lines import KEYS, odd_value
 
 Path = tuple[str, ...]

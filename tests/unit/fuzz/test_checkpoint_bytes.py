@@ -16,10 +16,10 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from crossbow_py.checkpoint import find_newest
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
-from crossbow_py.weights_file import load_weights, save_weights
+from crossbow_py.train.checkpoints.checkpoint import find_newest
+from crossbow_py.train.checkpoints.weights import load_weights, save_weights
 from tests.unit.fuzz.examining import damaged, depths, examine
 
 STATE = {

@@ -16,8 +16,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from crossbow_py.checkpoint import checkpoints
-from crossbow_py.train import main
+from crossbow_py.train.__main__ import main
+from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from tests.unit.fuzz.examining import depths, examine
 
 ARGUMENTS = ["+debug=fast", "device=cpu", "precision=fp32", "executor=serial", "num_learners=2", "model.hidden=[8]",

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from crossbow_py.config import REGISTRIES, TrainConfig
 from crossbow_py.telemetry.records import read_summary
-from crossbow_py.train import main
+from crossbow_py.train.__main__ import main
+from crossbow_py.train.config import REGISTRIES, TrainConfig
 from tests.caches import link_native
 from tests.unit.fuzz.examining import depths, examine
 from tests.unit.fuzz.test_config_values import keys_of

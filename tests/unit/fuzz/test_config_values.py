@@ -13,7 +13,11 @@ from hypothesis import strategies as st
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.cli.overrides import expand_sweeps
-from crossbow_py.config import (
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import from_mapping
+from crossbow_py.data.sources.synthetic import Synthetic
+from crossbow_py.engine.update.optimizers import SGD
+from crossbow_py.train.config import (
     APPENDED_GROUPS,
     REGISTRIES,
     EstimateConfig,
@@ -22,10 +26,6 @@ from crossbow_py.config import (
     config_from_mapping,
     config_to_mapping,
 )
-from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import from_mapping
-from crossbow_py.data.sources.synthetic import Synthetic
-from crossbow_py.engine.update.optimizers import SGD
 from tests.unit.fuzz.examining import damaged, depths, examine, memory_of_at_most
 
 MOST_JOBS = 10_000

@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer, run_settings
+from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer
 from crossbow_py.data.feeds import Feed, make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
-from crossbow_py.evaluation import Evaluator
 from crossbow_py.packing.pack import NON_FINITE, Member, Pack, PackJob
 from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.schedules import Schedule
+from crossbow_py.train import run_settings
+from crossbow_py.train.evaluation.evaluator import Evaluator
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.schedules import Schedule
 from tests.trainers import images
 
 ORDER_SEED = 7

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, Constant
-from crossbow_py.calibration import Effort
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
@@ -19,7 +18,8 @@ from crossbow_py.packing.space import Space
 from crossbow_py.packing.trial import TrialSettings
 from crossbow_py.packing.width import Width
 from crossbow_py.packing.width_measurement import BUDGET_S
-from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.tuning.calibration import Effort
 from tests.trainers import blobs
 
 SPACE = Space.from_mapping({"model.width": [1, 2, 3]})

@@ -17,7 +17,6 @@ from torch import nn
 
 from crossbow_py.core.errors import CheckpointError, DeviceLostError, UserError
 from crossbow_py.core.file_locks import locked
-from crossbow_py.evaluation import Evaluation, Evaluator
 from crossbow_py.packing import outcome
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of
@@ -25,7 +24,8 @@ from crossbow_py.packing.places import Place
 from crossbow_py.packing.search_events import BestTrial
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.telemetry.records import read_summary
-from crossbow_py.weights_file import load_weights
+from crossbow_py.train.checkpoints.weights import load_weights
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
 from tests.unit.packing.tiny_search import (
     CHOICES,
     LOSS,

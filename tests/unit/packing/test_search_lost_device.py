@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from crossbow_py import evaluation
 from crossbow_py.core.errors import DataError, DeviceLostError, UserError
-from crossbow_py.evaluation import Evaluator
 from crossbow_py.packing import places, roster
 from crossbow_py.packing import search as search_module
 from crossbow_py.packing.pack import Pack
+from crossbow_py.train.evaluation import evaluator
+from crossbow_py.train.evaluation.evaluator import Evaluator
 from tests.unit.packing.shared_studies import why_failed
 from tests.unit.packing.tiny_search import (
     LOST,
@@ -71,7 +71,7 @@ def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(places, "free_memory"), (places, "evaluate_in_memory"), (evaluation, "free_memory")]
+    ("owner", "name"), [(places, "free_memory"), (places, "evaluate_in_memory"), (evaluator, "free_memory")]
 )
 @pytest.mark.usefixtures("as_on_cuda")
 def test_device_that_is_lost_while_packs_make_room_for_evaluation_ends_the_search(

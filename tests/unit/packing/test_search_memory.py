@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.evaluation import Evaluator
 from crossbow_py.packing import places, roster
 from crossbow_py.packing.hyperband import Segment
 from crossbow_py.packing.pack import Pack
+from crossbow_py.train.evaluation.evaluator import Evaluator
 from tests.unit.packing.shared_studies import why_failed
 from tests.unit.packing.tiny_search import (
     ONE_SIZE,

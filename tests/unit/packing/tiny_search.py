@@ -25,7 +25,7 @@ from crossbow_py.packing.space import Space
 from crossbow_py.packing.states import TrialStates
 from crossbow_py.packing.study import SharedStudy
 from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.train.run_settings import Choices, RunSettings
 from tests.trainers import blobs
 
 SPACE = Space.from_mapping({"optimizer.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}, "batch_size": [4, 8]})

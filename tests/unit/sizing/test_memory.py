@@ -28,7 +28,7 @@ from crossbow_py.engine.sizing.memory import (
 )
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.outer_step import mean_of_learners
-from crossbow_py.evaluation import Evaluator
+from crossbow_py.train.evaluation.evaluator import Evaluator
 
 # 64 parameters of 4 bytes: a row is 3 + 1 state = 4 times 256 bytes, z and its company 3 times 256.
 SIZES = ModelSizes((64,), (), 0, num_states=1, master_bytes=4, compute_bytes=4)

@@ -11,10 +11,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crossbow_py.checkpoint import formerly
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.cli.overrides import read_text
-from crossbow_py.config import (
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.given_path import given_path
+from crossbow_py.core.plain_values import filled
+from crossbow_py.telemetry.records import CONFIG_FILE
+from crossbow_py.train.checkpoints.checkpoint import formerly
+from crossbow_py.train.config import (
     REGISTRIES,
     C,
     TrainConfig,
@@ -23,10 +27,6 @@ from crossbow_py.config import (
     config_to_mapping,
     group_options,
 )
-from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
-from crossbow_py.core.plain_values import filled
-from crossbow_py.telemetry.records import CONFIG_FILE
 
 _KEY = "config="
 _OF_THE_RUN = {"output_dir": None, "resume": None}  # where that run wrote, and what it went on from

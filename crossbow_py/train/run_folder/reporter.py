@@ -11,16 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossbow_py.assembly import DataSets
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.settings import apart_from_defaults, flat, to_mapping, written
 from crossbow_py.core.versions import versions
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.bank.measures import correction_norm
-from crossbow_py.evaluation import Evaluation, Examples
-from crossbow_py.example_predictions import example_predictions
-from crossbow_py.run import Run, SavedModels
-from crossbow_py.run_state import RunState
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -32,6 +27,11 @@ from crossbow_py.telemetry.events import (
 )
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
+from crossbow_py.train.build import DataSets
+from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
+from crossbow_py.train.run import Run, SavedModels
+from crossbow_py.train.run_folder.example_predictions import example_predictions
+from crossbow_py.train.run_state import RunState
 
 _PROGRESS_EVERY_S = 0.2
 _SHOWN_GROWTH = 1.5  # of the samples seen, from one look at predictions to the next

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging.rule import GradientMean
-from crossbow_py.calibration import Candidate, Effort, RememberedChoices, calibrate, fingerprint, still_round
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
@@ -23,8 +22,16 @@ from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.rounds import Loss, Round, RoundTasks
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
-from crossbow_py.losses import copied_loss
-from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.train.checks.losses import copied_loss
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.tuning.calibration import (
+    Candidate,
+    Effort,
+    RememberedChoices,
+    calibrate,
+    fingerprint,
+    still_round,
+)
 
 
 def settle_executor(

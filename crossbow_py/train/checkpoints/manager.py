@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from crossbow_py.checkpoint_writer import CheckpointWriter, Status
-from crossbow_py.reporter import Reporter
-from crossbow_py.run import Run
+from crossbow_py.train.checkpoints.writer import CheckpointWriter, Status
+from crossbow_py.train.run import Run
+from crossbow_py.train.run_folder.reporter import Reporter
 
 
 class CheckpointKeeper:

@@ -13,9 +13,9 @@ from crossbow_py.distributed.process_group import launched
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
-from crossbow_py.losses import settled_loss, untrained
-from crossbow_py.run_settings import RunSettings
-from crossbow_py.schedules import Schedule
+from crossbow_py.train.checks.losses import settled_loss, untrained
+from crossbow_py.train.run_settings import RunSettings
+from crossbow_py.train.schedules import Schedule
 
 _LONGEST_SHOWN = 60
 

@@ -22,9 +22,9 @@ from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.optimizers import Optimizer, for_learner
 from crossbow_py.engine.update.outer_step import bring_up_to_date, mean_of_learners, take_outer_step
 from crossbow_py.engine.update.row_update import TorchUpdate
-from crossbow_py.evaluation import Evaluation, Evaluator, State, mean_evaluation
-from crossbow_py.run_settings import Choices
 from crossbow_py.telemetry.timeline import Timeline
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, State, mean_evaluation
+from crossbow_py.train.run_settings import Choices
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.checkpoint import FOLDER as CHECKPOINTS_FOLDER
-from crossbow_py.checkpoint import checkpoints, formerly, holds_run
 from crossbow_py.cli.config_files import read_yaml, write_yaml
-from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.core.errors import RankError, UserError, unwritable
 from crossbow_py.core.file_locks import is_locked, locked
 from crossbow_py.core.given_path import given_path
@@ -39,7 +36,10 @@ from crossbow_py.telemetry.records import (
     write_atomically,
 )
 from crossbow_py.telemetry.timeline import TRACE_FILE
-from crossbow_py.weights_file import MODEL_FILE
+from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
+from crossbow_py.train.checkpoints.checkpoint import checkpoints, formerly, holds_run
+from crossbow_py.train.checkpoints.weights import MODEL_FILE
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 
 RUNS = Path("runs")
 LOCK_FILE = ".lock"

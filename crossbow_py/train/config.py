@@ -41,9 +41,9 @@ from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
 from crossbow_py.packing.space import laid_over
-from crossbow_py.run_settings import RunSettings
-from crossbow_py.schedules import SCHEDULES
-from crossbow_py.stopping import StopConditions
+from crossbow_py.train.run_settings import RunSettings
+from crossbow_py.train.schedules import SCHEDULES
+from crossbow_py.train.stopping import StopConditions
 
 REGISTRIES: dict[str, Mapping[str, type[Any]]] = {
     "model": MODELS,

@@ -23,11 +23,16 @@ from crossbow_py.engine.device.intra_op import faster_threads, intra_op_threads
 from crossbow_py.engine.device.memory import free_memory, raise_if_lost
 from crossbow_py.engine.modules.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.rounds import Loss, is_classification
-from crossbow_py.evaluation import State
-from crossbow_py.learning_statistics import GradientNoise, agreement, gradient_noise, largest_eigenvalue
-from crossbow_py.parts import Parts, smoothing_rows
-from crossbow_py.run import Run
 from crossbow_py.telemetry.events import LearningStatistics
+from crossbow_py.train.components import Parts, smoothing_rows
+from crossbow_py.train.evaluation.evaluator import State
+from crossbow_py.train.evaluation.learning_statistics import (
+    GradientNoise,
+    agreement,
+    gradient_noise,
+    largest_eigenvalue,
+)
+from crossbow_py.train.run import Run
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from crossbow_py.core.errors import LearnerError
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.rounds import Round, RoundOutcome, taken
 from crossbow_py.engine.tasks import AveragingTask
-from crossbow_py.reporter import Reporter
-from crossbow_py.run import Run
+from crossbow_py.train.run import Run
+from crossbow_py.train.run_folder.reporter import Reporter
 
 _SUMS_REMEMBERED = 8  # more than an executor has rounds in flight
 

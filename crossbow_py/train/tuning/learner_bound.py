@@ -13,7 +13,7 @@ from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit
 from crossbow_py.engine.sizing.job import Job
 from crossbow_py.engine.update.optimizers import Optimizer
-from crossbow_py.run_settings import Choices, RunSettings
+from crossbow_py.train.run_settings import Choices, RunSettings
 
 
 def learner_bound(

@@ -10,10 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from crossbow_py import checkpoint
-from crossbow_py.assembly import DataSets
-from crossbow_py.busy_cores import BusyCores
-from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, formerly, taking_from
 from crossbow_py.core.errors import CentralModelError, CheckpointError, UserError
 from crossbow_py.core.plain_values import differences, filled
 from crossbow_py.core.settings import to_mapping
@@ -24,14 +20,18 @@ from crossbow_py.engine.bank.gradient_mean import align_groups
 from crossbow_py.engine.bank.measures import squared_distances
 from crossbow_py.engine.bank.saved_bank import CENTRAL, mean_weights, num_saved
 from crossbow_py.engine.update.outer_step import mean_of_learners
-from crossbow_py.evaluation import Evaluation
-from crossbow_py.parts import Parts
-from crossbow_py.run_settings import RunSettings
-from crossbow_py.run_state import RunState
-from crossbow_py.schedules import Schedule
-from crossbow_py.supply import WorkerSupply
-from crossbow_py.tuning import LearnerTuning
-from crossbow_py.weights_file import MODEL_FILE, save_weights
+from crossbow_py.train.build import DataSets
+from crossbow_py.train.checkpoints import checkpoint
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, formerly, taking_from
+from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
+from crossbow_py.train.components import Parts
+from crossbow_py.train.evaluation.evaluator import Evaluation
+from crossbow_py.train.run_settings import RunSettings
+from crossbow_py.train.run_state import RunState
+from crossbow_py.train.schedules import Schedule
+from crossbow_py.train.tuning.busy_cores import BusyCores
+from crossbow_py.train.tuning.learner_tuning import LearnerTuning
+from crossbow_py.train.tuning.worker_autotuner import WorkerSupply
 
 # Settings that do not decide what comes out, or are kept with what `auto` chose.
 _CHANGEABLE = (

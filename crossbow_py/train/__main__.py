@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
-from crossbow_py.build import build_trainer, stops
 from crossbow_py.cli.command_line import run
-from crossbow_py.config import TrainConfig, config_to_mapping
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.rank_agreement import check_alike
-from crossbow_py.run_folder import open_run
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.telemetry.events import Listener
+from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.from_config import build_trainer, stops
+from crossbow_py.train.run_folder.folder import open_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

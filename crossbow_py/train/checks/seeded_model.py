@@ -29,7 +29,7 @@ from crossbow_py.engine.modules.agreement import (
 )
 from crossbow_py.engine.modules.dropout import without_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
-from crossbow_py.weights_file import load_weights
+from crossbow_py.train.checkpoints.weights import load_weights
 
 _MOST_WORK = 100_000  # of finding out whether two tensors share a value
 MakeModel = Callable[[], nn.Module]

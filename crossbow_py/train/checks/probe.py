@@ -19,8 +19,8 @@ from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
 from crossbow_py.engine.rounds import Loss
-from crossbow_py.evaluation import Metric
-from crossbow_py.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
+from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
+from crossbow_py.train.evaluation.evaluator import Metric
 
 _KEEPS_STATE = (
     "The model's forward changes its attribute {}, which every learner has for itself, and which evaluations, saved "

@@ -11,11 +11,7 @@ from typing import Literal
 
 from torch import nn
 
-from crossbow_py.assembly import DataSets, build_parts
 from crossbow_py.averaging import SMA, AveragingRule
-from crossbow_py.busy_cores import busy_cores
-from crossbow_py.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
-from crossbow_py.compatibility import check_compatible
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.signals import StopSignal
@@ -27,22 +23,26 @@ from crossbow_py.engine.device.denormals import flushed_denormals
 from crossbow_py.engine.modules.precision import PrecisionName, device_uuids, ordinary_modes
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
-from crossbow_py.evaluation import Evaluation, Metric
-from crossbow_py.reporter import Result
-from crossbow_py.resuming import choose_alike, saved_run
-from crossbow_py.run import Run
-from crossbow_py.run_settings import RunSettings
-from crossbow_py.run_state import RunState
-from crossbow_py.schedules import Constant, Schedule
-from crossbow_py.seeded_model import MakeModel
-from crossbow_py.stopping import StopConditions
-from crossbow_py.supply import worker_supply
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
-from crossbow_py.training_loop import TrainingLoop
-from crossbow_py.tuning import learner_tuning
+from crossbow_py.train.build import DataSets, build_parts
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
+from crossbow_py.train.checkpoints.resume import choose_alike, saved_run
+from crossbow_py.train.checks.compatibility import check_compatible
+from crossbow_py.train.checks.seeded_model import MakeModel
+from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
+from crossbow_py.train.loop import TrainingLoop
+from crossbow_py.train.run import Run
+from crossbow_py.train.run_folder.reporter import Result
+from crossbow_py.train.run_settings import RunSettings
+from crossbow_py.train.run_state import RunState
+from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.tuning.busy_cores import busy_cores
+from crossbow_py.train.tuning.learner_tuning import learner_tuning
+from crossbow_py.train.tuning.worker_autotuner import worker_supply
 
 _BUILDING = threading.RLock()
 

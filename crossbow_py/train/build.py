@@ -25,16 +25,16 @@ from crossbow_py.engine.modules.precision import FP32, Precision
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.update_choice import choose_update
-from crossbow_py.evaluation import Evaluator, Metric, evaluation_batch_size
-from crossbow_py.executor_choice import new_bank, settle_executor
-from crossbow_py.learner_bound import learner_bound
-from crossbow_py.losses import loss_on
-from crossbow_py.parts import Parts
-from crossbow_py.probe import probe, probe_evaluation
-from crossbow_py.run_settings import Choices, RunSettings
-from crossbow_py.seeded_model import MakeModel, faithful_copy, seeded_model
-from crossbow_py.supply import first_workers
 from crossbow_py.telemetry.timeline import Timeline
+from crossbow_py.train.checks.losses import loss_on
+from crossbow_py.train.checks.probe import probe, probe_evaluation
+from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
+from crossbow_py.train.components import Parts
+from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.tuning.executor_choice import new_bank, settle_executor
+from crossbow_py.train.tuning.learner_bound import learner_bound
+from crossbow_py.train.tuning.worker_autotuner import first_workers
 
 _FEW_ITEMS = 32  # to be looked at before training
 

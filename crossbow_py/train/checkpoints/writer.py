@@ -23,9 +23,9 @@ from typing import IO, Any, Literal
 
 import torch
 
-from crossbow_py.checkpoint import FOLDER, FORMAT_VERSION, MANIFEST, checkpoints, part_name
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.file_writing import sync
+from crossbow_py.train.checkpoints.checkpoint import FOLDER, FORMAT_VERSION, MANIFEST, checkpoints, part_name
 
 Status = Literal["idle", "writing", "written", "failed"]
 # A piece is hashed and written while a cache still holds it. Both let go of the interpreter's lock; larger pieces would

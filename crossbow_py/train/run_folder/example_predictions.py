@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.data.normalisation import IDENTITY, Normalisation
-from crossbow_py.evaluation import Examples
 from crossbow_py.telemetry.events import Predictions
+from crossbow_py.train.evaluation.evaluator import Examples
 
 _CHANNELS = (1, 3)
 

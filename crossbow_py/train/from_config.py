@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from crossbow_py.checkpoint import CheckpointSettings
-from crossbow_py.config import TrainConfig
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources import DataSource
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.models import CustomModel
-from crossbow_py.run_folder import RunFolder
 from crossbow_py.telemetry.events import Listener
-from crossbow_py.trainer import Trainer
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
+from crossbow_py.train.config import TrainConfig
+from crossbow_py.train.run_folder.folder import RunFolder
+from crossbow_py.train.trainer import Trainer
 
 
 def build_trainer(

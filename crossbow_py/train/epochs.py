@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from crossbow_py.evaluation import Evaluation, non_finite_remark
-from crossbow_py.learning_measurement import LearningMeasurement
-from crossbow_py.reporter import Reporter, epoch_record
-from crossbow_py.run import Run
-from crossbow_py.stopping import StopConditions
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train.evaluation.evaluator import Evaluation, non_finite_remark
+from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
+from crossbow_py.train.run import Run
+from crossbow_py.train.run_folder.reporter import Reporter, epoch_record
+from crossbow_py.train.stopping import StopConditions
 
 Measured = tuple[Evaluation, tuple[Evaluation, ...]]
 

@@ -12,21 +12,21 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Literal
 
-from crossbow_py.busy_cores import BusyCores
-from crossbow_py.checkpoint_keeping import CheckpointKeeper
 from crossbow_py.core.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.synchronisation import Meetings, Report, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
-from crossbow_py.epoch_closing import EpochCloser
-from crossbow_py.reporter import Reporter, Result, run_info
-from crossbow_py.round_runner import RoundRunner
-from crossbow_py.run import Run, SavedModels
-from crossbow_py.stopping import StopConditions
-from crossbow_py.supply import WorkerSupply
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.throughput import ThroughputMeter
+from crossbow_py.train.checkpoints.manager import CheckpointKeeper
+from crossbow_py.train.epochs import EpochCloser
+from crossbow_py.train.rounds import RoundRunner
+from crossbow_py.train.run import Run, SavedModels
+from crossbow_py.train.run_folder.reporter import Reporter, Result, run_info
+from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.tuning.busy_cores import BusyCores
+from crossbow_py.train.tuning.worker_autotuner import WorkerSupply
 
 
 class TrainingLoop:

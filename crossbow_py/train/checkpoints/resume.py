@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from crossbow_py.checkpoint import SavedCheckpoint, checkpoints, find_newest, open_checkpoint, taking_from
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.plain_values import differences
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.run_settings import Choices, RunSettings, choose
+from crossbow_py.train.checkpoints.checkpoint import (
+    SavedCheckpoint,
+    checkpoints,
+    find_newest,
+    open_checkpoint,
+    taking_from,
+)
+from crossbow_py.train.run_settings import Choices, RunSettings, choose
 
 
 def saved_run(

@@ -1,0 +1,1 @@
+"""`python -m crossbow_py.train`: one model, trained by several learners; the trainer, its loop and their components."""

@@ -1,0 +1,1 @@
+"""Measuring models that are not being trained."""
