@@ -22,7 +22,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.update.optimizers import SGD, AdamW
-from crossbow_py.packing.ensemble import Ensemble
+from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Result
@@ -30,14 +30,14 @@ from crossbow_py.train.schedules import Constant, Cosine, Exponential, Inverse, 
 from crossbow_py.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from crossbow_py.trained_models import load_models
+    from crossbow_py.predict.trained_models import load_models
 else:
 
     def __getattr__(name: str) -> object:
         """`load_models`, imported when it is asked for: it brings the command line's configuration, and Hydra."""
         if name != "load_models":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from crossbow_py.trained_models import load_models  # noqa: PLC0415
+        from crossbow_py.predict.trained_models import load_models  # noqa: PLC0415
 
         return load_models
 

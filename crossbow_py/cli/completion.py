@@ -12,7 +12,7 @@ from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_mean
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.predict_config import PredictConfig
+from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, CommandConfig, EstimateConfig, TrainConfig, compose
 

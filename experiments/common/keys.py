@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
-from crossbow_py.predict_config import PredictConfig
+from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, TrainConfig
 

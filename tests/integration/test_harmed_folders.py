@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py import predict, report, search
+from crossbow_py import report, search
+from crossbow_py.predict import __main__ as predict
 from crossbow_py.train import __main__ as train
 from tests.caches import link_native
 from tests.searches import DIGITS

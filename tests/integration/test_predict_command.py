@@ -24,12 +24,12 @@ from crossbow_py.cli.help_text import help_text
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.base import Declared
 from crossbow_py.data.sources.digits import Digits
-from crossbow_py.predict import main
-from crossbow_py.predict_config import PredictConfig
-from crossbow_py.prediction import SIZES
+from crossbow_py.predict.__main__ import main
+from crossbow_py.predict.config import PredictConfig
+from crossbow_py.predict.prediction import SIZES
+from crossbow_py.predict.trained_models import common_data, find_models
 from crossbow_py.train import __main__ as train
 from crossbow_py.train.config import TrainConfig
-from crossbow_py.trained_models import common_data, find_models
 
 TRAINED = ["+experiment=digits", "device=cpu", "precision=fp32", "executor=serial"]
 ON_CPU = ["device=cpu", "latency_s=0"]

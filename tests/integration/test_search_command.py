@@ -26,9 +26,9 @@ from crossbow_py.packing import roster, study
 from crossbow_py.packing.report.search_file import SearchFile
 from crossbow_py.packing.search_events import TrialRecord
 from crossbow_py.packing.storage import open_storage
+from crossbow_py.predict.trained_models import load_models
 from crossbow_py.search_build import SearchRun
 from crossbow_py.telemetry.records import read_summary
-from crossbow_py.trained_models import load_models
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

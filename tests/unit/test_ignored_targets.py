@@ -16,8 +16,8 @@ from crossbow_py.data.normalisation import IDENTITY
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.rounds import correct_of_batch
-from crossbow_py.prediction import Prediction
-from crossbow_py.prediction_report import as_text
+from crossbow_py.predict.prediction import Prediction
+from crossbow_py.predict.report import as_text
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.evaluation.packed_evaluation import evaluate_bank
 from crossbow_py.train.run_folder.example_predictions import example_predictions

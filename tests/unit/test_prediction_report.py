@@ -9,9 +9,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from crossbow_py import prediction_report
 from crossbow_py.core.errors import UserError
-from crossbow_py.prediction import Prediction
+from crossbow_py.predict import report
+from crossbow_py.predict.prediction import Prediction
 
 FOUND = cast(
     Prediction,
@@ -33,7 +33,7 @@ def test_probabilities_that_the_disk_refuses_leave_the_old_ones_and_no_part(
     (tmp_path / "predictions.npz").write_bytes(b"old")
     monkeypatch.setattr(np, "savez", full)
     with pytest.raises(UserError, match=r"cannot be written \(No space left on device\); choose another folder"):
-        prediction_report.write(FOUND, tmp_path)
+        report.write(FOUND, tmp_path)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("predictions.npz", b"old")]
 
 
@@ -46,4 +46,4 @@ def test_accuracy_of_probabilities_that_are_not_finite_counts_them_as_wrong() ->
     )  # fmt: skip
     assert found.accuracies == [0.5, 1.0]
     assert found.accuracy == 0.5  # the mean of both members is not finite either
-    assert "ill: the outputs of 1 of 2 samples are not finite" in prediction_report.as_text(found)
+    assert "ill: the outputs of 1 of 2 samples are not finite" in report.as_text(found)

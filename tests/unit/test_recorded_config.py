@@ -13,11 +13,11 @@ from crossbow_py.averaging import LocalSGD
 from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import UserError
-from crossbow_py.predict_config import PredictConfig
+from crossbow_py.predict.config import PredictConfig
+from crossbow_py.predict.trained_models import find_models
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.train.config import EstimateConfig, TrainConfig, compose, config_to_mapping, group_options
 from crossbow_py.train.run_folder.recorded_config import composed, overrides_of, recorded
-from crossbow_py.trained_models import find_models
 
 RECIPES = [name for name in group_options("experiment") if not name.startswith("search_")]
 TOLD = [

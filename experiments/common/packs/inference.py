@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from crossbow_py.packing.ensemble import Ensemble
-from crossbow_py.packing.predictors import PredictorName
+from crossbow_py.predict.ensemble import Ensemble
+from crossbow_py.predict.predictors import PredictorName
 from experiments.common.machine import usable_cores
 from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide
 from experiments.common.packs.workloads import PackWorkload

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 
-from crossbow_py.predict_config import PredictConfig
+from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, group_options
 from tests.pages.snippets import commands, pages, snippets

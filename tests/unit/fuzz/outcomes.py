@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from crossbow_py.cli.config_files import write_yaml
-from crossbow_py.predict_config import PredictConfig
+from crossbow_py.predict.config import PredictConfig
+from crossbow_py.predict.trained_models import common_data, find_models
 from crossbow_py.search_config import SearchConfig
 from crossbow_py.search_folder import SearchFolder
 from crossbow_py.train.config import compose, config_to_mapping
 from crossbow_py.train.run_folder.folder import RunFolder
-from crossbow_py.trained_models import common_data, find_models
 from tests.run_folders import write_run
 
 SECONDS = 20  # of CPU time, for what takes a tenth of one; pytest's own clock ends what only waits
@@ -194,7 +194,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
 
     patch.setattr("crossbow_py.train.__main__.build_trainer", build_trainer)
     patch.setattr("crossbow_py.search_build.SearchRun", SearchRun)
-    patch.setattr("crossbow_py.predict.answer", answer)
+    patch.setattr("crossbow_py.predict.__main__.answer", answer)
     patch.setattr("crossbow_py.estimate.answer", lambda config: 0)
     patch.setattr("crossbow_py.run_report.charts.all_charts", lambda runs: ())
     original = importlib.import_module("crossbow_py.run_report.writing").make_folder

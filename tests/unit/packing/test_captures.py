@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crossbow_py.engine.executors.on_device import CaptureError
-from crossbow_py.packing.captures import CapturedRun, Captures, OrderedRun
+from crossbow_py.predict.captures import CapturedRun, Captures, OrderedRun
 from tests.recording_streams import RecordingStreams
 
 

@@ -17,10 +17,10 @@ from crossbow_py import Ensemble
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS as EXECUTORS_OF_TRAINING
 from crossbow_py.engine.executors.on_device import CaptureError
-from crossbow_py.packing import ensemble as ensembles
-from crossbow_py.packing import predictors
-from crossbow_py.packing.architecture import same_architecture
-from crossbow_py.packing.predictors import PREDICTORS, PredictorName, candidates
+from crossbow_py.predict import ensemble as ensembles
+from crossbow_py.predict import predictors
+from crossbow_py.predict.architecture import same_architecture
+from crossbow_py.predict.predictors import PREDICTORS, PredictorName, candidates
 from tests import networks
 from tests.support import norm_model
 

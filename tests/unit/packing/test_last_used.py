@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crossbow_py.packing.last_used import LastUsed
+from crossbow_py.predict.last_used import LastUsed
 
 
 def test_values_used_last_are_kept_and_the_others_dropped_after_the_next_is_made() -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.packing.recording import recorded
+from crossbow_py.predict.recording import recorded
 from tests import networks
 from tests.support import CPU
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from crossbow_py.packing.timing import fastest
+from crossbow_py.predict.timing import fastest
 
 
 def test_fastest_takes_the_least_median_and_leaves_the_first_call_out():

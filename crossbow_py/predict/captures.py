@@ -11,7 +11,7 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Graph, Pool
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
-from crossbow_py.packing.recording import Forward
+from crossbow_py.predict.recording import Forward
 
 _NAME = "the models"
 

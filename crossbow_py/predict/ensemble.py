@@ -22,9 +22,9 @@ from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusionError
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
-from crossbow_py.packing.architecture import same_architecture
-from crossbow_py.packing.predictors import PREDICTORS, FusedPredictor, Predictor, PredictorName, candidates
-from crossbow_py.packing.timing import fastest
+from crossbow_py.predict.architecture import same_architecture
+from crossbow_py.predict.predictors import PREDICTORS, FusedPredictor, Predictor, PredictorName, candidates
+from crossbow_py.predict.timing import fastest
 from crossbow_py.train.evaluation.packed_evaluation import load_state
 
 Shape = tuple[torch.Size, torch.dtype]

@@ -18,11 +18,11 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.label_smoothing import IGNORED
-from crossbow_py.packing.ensemble import Ensemble
-from crossbow_py.predict_config import PredictConfig
+from crossbow_py.predict.config import PredictConfig
+from crossbow_py.predict.ensemble import Ensemble
+from crossbow_py.predict.trained_models import TrainedModel, common_data, find_models
 from crossbow_py.train.evaluation.evaluator import evaluation_batch_size
 from crossbow_py.train.tuning.worker_autotuner import first_workers
-from crossbow_py.trained_models import TrainedModel, common_data, find_models
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # of batches whose latency is measured
 _FEWEST_CALLS, _MOST_CALLS = 20, 10_000

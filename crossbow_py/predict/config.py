@@ -10,7 +10,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.settings import check, setting
 from crossbow_py.engine.modules.precision import PrecisionName
-from crossbow_py.packing.predictors import PredictorName
+from crossbow_py.predict.predictors import PredictorName
 
 
 @dataclass(frozen=True, kw_only=True)

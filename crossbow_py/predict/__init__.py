@@ -1,0 +1,1 @@
+"""`python -m crossbow_py.predict`: trained models, and ensembles of them, on test data."""
