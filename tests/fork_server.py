@@ -15,7 +15,7 @@ from unittest.mock import patch
 _ROOT = Path(__file__).parents[1]
 _PRELOADED = [
     "torch", "torch.export._trace", "torch._functorch.aot_autograd", "torch._inductor.decomposition",
-    "crossbow_py.train.__main__", "crossbow_py.search_build", "crossbow_py.packing.report.listeners",
+    "crossbow_py.train.__main__", "crossbow_py.search.build", "crossbow_py.search.report.listeners",
     "experiments.throughput.sides", "tests.ranks", "tests.search_processes",
 ]  # fmt: skip
 

@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 
-from crossbow_py import search
-from crossbow_py.packing import roster
-from crossbow_py.packing.width import Width
+from crossbow_py.search import __main__ as search
+from crossbow_py.search.packs import trial_registry
+from crossbow_py.search.packs.width import Width
 from tests.searches import merged
 
 PATIENCE_S = 90.0
@@ -33,7 +33,7 @@ _PACK_SIZE = 4
 def started(folder: Path, *options: str) -> Iterator[ForkServerProcess]:
     """`python -m crossbow_py.search`, in `folder`'s parent and writing to it; killed in the end, if it runs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "crossbow_py.search_build", "crossbow_py.packing.report.listeners"])
+    context.set_forkserver_preload([__name__, "crossbow_py.search.build", "crossbow_py.search.report.listeners"])
     arguments = merged(NINE_TRIALS, (f"output_dir={folder.name}", *options))
     process = context.Process(target=_search_here, args=(arguments, str(folder.parent), f"{folder}.log"))
     process.start()
@@ -73,5 +73,5 @@ def _search_here(arguments: Sequence[str], where: str, log: str) -> None:
     os.chdir(where)
     torch.set_num_threads(1)
     width = Width(_PACK_SIZE, {("serial", 1): 1.0, ("serial", _PACK_SIZE): 2.0}, "Packs of 4, for a test.")
-    with mock.patch.object(roster, "measured_width", return_value=(width, [])):
+    with mock.patch.object(trial_registry, "measured_width", return_value=(width, [])):
         sys.exit(search.main(arguments))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from crossbow_py import search
+from crossbow_py.search import __main__ as search
 from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train import __main__ as train
 

@@ -13,7 +13,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, CommandConfig, EstimateConfig, TrainConfig, compose
 
 FLAG = "--completion"

@@ -9,7 +9,7 @@ from typing import Any
 from crossbow_py.cli.config_files import config_dir, read_yaml
 from crossbow_py.core.settings import allowed, written
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.search_config import MEANINGLESS, SearchConfig
+from crossbow_py.search.config import MEANINGLESS, SearchConfig
 from crossbow_py.train.config import (
     APPENDED_GROUPS,
     REGISTRIES,

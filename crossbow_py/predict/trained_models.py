@@ -16,7 +16,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.own_files import check_own
 from crossbow_py.core.settings import to_mapping
-from crossbow_py.packing.search_events import SEARCH_FILE
+from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE, read_json, read_summary
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, load_weights
 from crossbow_py.train.config import TrainConfig, config_from_mapping

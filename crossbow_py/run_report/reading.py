@@ -12,7 +12,7 @@ from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
 from crossbow_py.core.own_files import check_own
-from crossbow_py.packing.search_events import SEARCH_FILE
+from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.records import (
     CONFIG_FILE,
     METRICS_FILE,

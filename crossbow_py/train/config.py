@@ -40,7 +40,7 @@ from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
-from crossbow_py.packing.space import laid_over
+from crossbow_py.search.space import laid_over
 from crossbow_py.train.run_settings import RunSettings
 from crossbow_py.train.schedules import SCHEDULES
 from crossbow_py.train.stopping import StopConditions

@@ -10,7 +10,7 @@ from functools import partial
 
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, TrainConfig
 
 NAME = "keys"

@@ -19,10 +19,10 @@ from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.base import DataSource
 from crossbow_py.engine.device.denormals import flush_denormals
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.packing.search_events import SearchListener
-from crossbow_py.search_build import SearchRun
-from crossbow_py.search_config import SearchConfig
-from crossbow_py.search_folder import open_search_folder
+from crossbow_py.search.build import SearchRun
+from crossbow_py.search.config import SearchConfig
+from crossbow_py.search.events import SearchListener
+from crossbow_py.search.folder import open_search_folder
 from crossbow_py.train.config import compose
 from experiments.common.windows import spread
 from experiments.hyperband.default_loop import Images, search

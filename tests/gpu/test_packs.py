@@ -18,11 +18,11 @@ from crossbow_py.engine.device.memory import free_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
 from crossbow_py.measuring import within
-from crossbow_py.packing import roster
-from crossbow_py.packing.pack import NON_FINITE, Member, Pack
-from crossbow_py.packing.side_by_side import advance
-from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.packing.width import Width
+from crossbow_py.search.packs import trial_registry
+from crossbow_py.search.packs.pack import NON_FINITE, Member, Pack
+from crossbow_py.search.packs.side_by_side import advance
+from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.width import Width
 from crossbow_py.train import run_settings
 from tests.searches import report, search_digits, segments, values
 from tests.trainers import images
@@ -218,7 +218,7 @@ ON_CUDA = ["device=cuda", "executor=auto", "packing=signature"]
 def packs_of(size: int, executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs are that wide without measuring, and a trial left over runs by `serial`."""
     width = Width(size, {("serial", 1): 1.0, (executor, size): 2.0}, f"Packs of {size}, for a test.")
-    monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))
+    monkeypatch.setattr(trial_registry, "measured_width", lambda *_: (width, []))
 
 
 def assert_every_rung_keeps_the_top_third(folder: str = "search") -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from crossbow_py.packing import roster
-from crossbow_py.packing.report import listeners
-from crossbow_py.packing.report.search_file import SearchFile
-from crossbow_py.packing.width import Width
+from crossbow_py.search.packs import trial_registry
+from crossbow_py.search.packs.width import Width
+from crossbow_py.search.report import listeners
+from crossbow_py.search.report.search_file import SearchFile
 
 
 @pytest.fixture
@@ -20,4 +20,4 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 def packs_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs are that wide without measuring."""
     width = Width(3, {("serial", 1): 1.0, ("fused", 3): 2.0}, "Packs of 3, for a test.")
-    monkeypatch.setattr(roster, "measured_width", lambda *_: (width, []))
+    monkeypatch.setattr(trial_registry, "measured_width", lambda *_: (width, []))

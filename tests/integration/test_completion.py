@@ -10,7 +10,7 @@ import pytest
 
 from crossbow_py.cli.completion import completion_script, words
 from crossbow_py.core.errors import UserError
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train import __main__ as train
 from crossbow_py.train.config import TrainConfig, compose
 

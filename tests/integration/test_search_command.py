@@ -14,20 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from crossbow_py import search as search_module
-from crossbow_py import search_build
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import EXIT_INTERRUPTED, EXIT_TERMINATED
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.data.sources.digits import Digits
-from crossbow_py.packing import roster, study
-from crossbow_py.packing.report.search_file import SearchFile
-from crossbow_py.packing.search_events import TrialRecord
-from crossbow_py.packing.storage import open_storage
 from crossbow_py.predict.trained_models import load_models
-from crossbow_py.search_build import SearchRun
+from crossbow_py.search import __main__ as search_module
+from crossbow_py.search import build
+from crossbow_py.search.build import SearchRun
+from crossbow_py.search.events import TrialRecord
+from crossbow_py.search.packs import trial_registry
+from crossbow_py.search.report.search_file import SearchFile
+from crossbow_py.search.study import study
+from crossbow_py.search.study.storage import open_storage
 from crossbow_py.telemetry.records import read_summary
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
@@ -109,14 +110,14 @@ def test_finished_search_is_told_again_without_training() -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_loading_and_the_test_of_the_best_are_no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    load, kept_best = Digits.load, search_build.kept_best
+    load, kept_best = Digits.load, build.kept_best
 
     def slowly(data: Digits, *args: Any, **own: Any) -> DataSource:
         time.sleep(0.5)
         return load(data, *args, **own)
 
     monkeypatch.setattr(Digits, "load", slowly)
-    monkeypatch.setattr(search_build, "kept_best", lambda *args: (kept_best(*args)[0], 100.0))
+    monkeypatch.setattr(build, "kept_best", lambda *args: (kept_best(*args)[0], 100.0))
     assert search_digits("num_trials=1") == 0
     found = report()
     assert found["loading_time_s"] >= 0.5 and found["evaluation_time_s"] >= 100
@@ -131,7 +132,7 @@ def test_finished_search_without_its_report_finds_its_best_again_and_measures_no
     assert search_digits("packing=signature") == 0
     before = report()["best"]
     Path("search/search.json").unlink()
-    monkeypatch.setattr(roster, "measured_width", lambda *_: pytest.fail("nothing is to be packed"))
+    monkeypatch.setattr(trial_registry, "measured_width", lambda *_: pytest.fail("nothing is to be packed"))
     assert search_digits("packing=signature") == 0
     assert (report()["best"], report()["samples"]) == (before, 0)
 
@@ -159,8 +160,8 @@ def test_data_of_a_search_is_closed_when_it_ends_and_when_it_is_refused(
 ) -> None:
     made: list[ResidentFeed] = []
     closed: list[int] = []
-    new_feed, close = search_build.new_feed, ResidentFeed.close
-    monkeypatch.setattr(search_build, "new_feed", lambda *args, **own: made.append(new_feed(*args, **own)) or made[-1])
+    new_feed, close = build.new_feed, ResidentFeed.close
+    monkeypatch.setattr(build, "new_feed", lambda *args, **own: made.append(new_feed(*args, **own)) or made[-1])
     monkeypatch.setattr(ResidentFeed, "close", lambda feed: closed.append(id(feed)) or close(feed))
     assert search_digits(*(["batch_size=5000"] if refused else ["num_trials=1"])) == 2 * refused
     assert len(made) == 3  # training, validation and test

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py import search
+from crossbow_py.search import __main__ as search
 from tests.caches import use_cache
 from tests.searches import report, segments, values
 

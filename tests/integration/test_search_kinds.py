@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.search import main
+from crossbow_py.search.__main__ import main
 from tests.searches import DIGITS, report, search_digits, segments, trained_by_command, values
 
 MLP = ["data=digits", "model=mlp", "model.hidden=[16]", "optimizer=digits"]

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 import crossbow_py
-from crossbow_py.search import main
+from crossbow_py.search.__main__ import main
 from crossbow_py.train.__main__ import main as train
 from tests.said import error_line
 from tests.searches import DIGITS, merged, report, search_digits, segments

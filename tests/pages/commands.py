@@ -25,7 +25,7 @@ from tensorboard.plugins.core.core_plugin import CorePluginLoader
 from torch.distributed.run import get_args_parser
 
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import EstimateConfig, TrainConfig, compose
 from crossbow_py.train.run_folder.recorded_config import composed
 from tests.pages.snippets import LANGUAGES, ROOT, Snippet, commands

@@ -19,7 +19,7 @@ from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor
 from crossbow_py.engine.executors import _executors as executors_from
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MLP, LeNet
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import (
     REGISTRIES,
     TrainConfig,

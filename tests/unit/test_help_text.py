@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from crossbow_py.cli.help_text import help_text, list_text
-from crossbow_py.packing.space import Space
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.search_config import MEANINGLESS, SearchConfig
+from crossbow_py.search.config import MEANINGLESS, SearchConfig
+from crossbow_py.search.space import Space
 from crossbow_py.train.config import (
     APPENDED_GROUPS,
     REGISTRIES,

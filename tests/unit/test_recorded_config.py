@@ -15,7 +15,7 @@ from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import UserError
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.trained_models import find_models
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import EstimateConfig, TrainConfig, compose, config_to_mapping, group_options
 from crossbow_py.train.run_folder.recorded_config import composed, overrides_of, recorded
 

@@ -13,9 +13,9 @@ import yaml
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.update.optimizers import SGD
-from crossbow_py.packing.hyperband import make_brackets
-from crossbow_py.packing.space import Space
-from crossbow_py.search_config import SearchConfig, trial_config
+from crossbow_py.search.config import SearchConfig, trial_config
+from crossbow_py.search.hyperband import make_brackets
+from crossbow_py.search.space import Space
 from crossbow_py.train.config import TrainConfig, compose
 from crossbow_py.train.run_folder.recorded_config import train_command
 

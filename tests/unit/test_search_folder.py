@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 
-from crossbow_py import search_folder
 from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.core.errors import SearchError, UserError
-from crossbow_py.search_config import SearchConfig
-from crossbow_py.search_folder import (
-    TRIALS_FOLDER,
-    SearchFolder,
-    identity,
-    kept_unless_refused,
-    open_search_folder,
-)
+from crossbow_py.search import folder
+from crossbow_py.search.config import SearchConfig
+from crossbow_py.search.folder import TRIALS_FOLDER, SearchFolder, identity, kept_unless_refused, open_search_folder
 from crossbow_py.train.config import compose, config_to_mapping
 from crossbow_py.train.run_folder.folder import new_folder
 
@@ -73,7 +67,7 @@ def test_folder_is_begun_once_by_workers_that_start_at_once(monkeypatch: pytest.
         assert is_made.wait(10)
         found.append(open_search_folder(config()))
 
-    monkeypatch.setattr(search_folder, "new_folder", slowly)
+    monkeypatch.setattr(folder, "new_folder", slowly)
     second = threading.Thread(target=join)
     second.start()
     first = open_search_folder(config())
@@ -232,7 +226,7 @@ def test_search_that_is_taken_back_while_another_would_join_begins_anew(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, found = open_search_folder(config(**changes)), []
-    take_back = search_folder._take_back
+    take_back = folder._take_back
     other = threading.Thread(target=lambda: found.append(open_search_folder(config(**changes))))
 
     def slowly(folder: SearchFolder) -> None:
@@ -240,7 +234,7 @@ def test_search_that_is_taken_back_while_another_would_join_begins_anew(
         other.join(0.2)
         take_back(folder)
 
-    monkeypatch.setattr(search_folder, "_take_back", slowly)
+    monkeypatch.setattr(folder, "_take_back", slowly)
     refuse(first, UserError("a mistake"))
     other.join(10)
     assert not found[0].is_known and (found[0].path / "config.yaml").exists()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import compose
 from experiments.common import pictures
 from experiments.hyperband import measure, plot, report, run

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 
 from crossbow_py.predict.config import PredictConfig
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, group_options
 from tests.pages.snippets import commands, pages, snippets
 from tests.unit.fuzz.test_config_values import ODD, keys_of

@@ -20,8 +20,8 @@ import pytest
 from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.trained_models import common_data, find_models
-from crossbow_py.search_config import SearchConfig
-from crossbow_py.search_folder import SearchFolder
+from crossbow_py.search.config import SearchConfig
+from crossbow_py.search.folder import SearchFolder
 from crossbow_py.train.config import compose, config_to_mapping
 from crossbow_py.train.run_folder.folder import RunFolder
 from tests.run_folders import write_run
@@ -193,7 +193,7 @@ def _stop_before_work(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
         return 0
 
     patch.setattr("crossbow_py.train.__main__.build_trainer", build_trainer)
-    patch.setattr("crossbow_py.search_build.SearchRun", SearchRun)
+    patch.setattr("crossbow_py.search.build.SearchRun", SearchRun)
     patch.setattr("crossbow_py.predict.__main__.answer", answer)
     patch.setattr("crossbow_py.estimate.answer", lambda config: 0)
     patch.setattr("crossbow_py.run_report.charts.all_charts", lambda runs: ())

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from crossbow_py.search_config import SearchConfig
+from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import compose, config_to_mapping
 from tests.unit.fuzz.command_lines import KEYS, odd_value
 

@@ -14,18 +14,11 @@ import pytest
 import torch
 
 from crossbow_py.engine.device import memory
-from crossbow_py.packing.hyperband import TrialState, make_brackets
-from crossbow_py.packing.search_events import (
-    BestTrial,
-    RunningTrial,
-    SearchInfo,
-    SearchProgress,
-    SearchSummary,
-    TrialRecord,
-)
-from crossbow_py.packing.space import Space
-from crossbow_py.packing.storage import open_storage
-from crossbow_py.packing.width import Width
+from crossbow_py.search.events import BestTrial, RunningTrial, SearchInfo, SearchProgress, SearchSummary, TrialRecord
+from crossbow_py.search.hyperband import TrialState, make_brackets
+from crossbow_py.search.packs.width import Width
+from crossbow_py.search.space import Space
+from crossbow_py.search.study.storage import open_storage
 from tests.unit.packing.shared_studies import OPENED
 from tests.unit.packing.tiny_search import Setting
 
@@ -149,7 +142,7 @@ def setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setting:
     def width(trials: Any, limit: int, *_: Any) -> Any:
         return Width(limit, {("serial", 1): 1.0}, "four by four"), []
 
-    monkeypatch.setattr("crossbow_py.packing.roster.measured_width", width)
+    monkeypatch.setattr("crossbow_py.search.packs.trial_registry.measured_width", width)
     return Setting(tmp_path / "trials")
 
 

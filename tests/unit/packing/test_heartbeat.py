@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from crossbow_py.packing.heartbeat import Heartbeat
+from crossbow_py.search.study.heartbeat import Heartbeat
 
 
 class Beats:

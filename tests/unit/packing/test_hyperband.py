@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.pruners import BasePruner, HyperbandPruner, SuccessiveHalvingPruner
 
-from crossbow_py.packing.hyperband import (
+from crossbow_py.search.hyperband import (
     Bracket,
     Outcome,
     Segment,

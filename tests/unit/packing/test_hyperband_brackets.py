@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing.hyperband import Bracket, Segment, bracket_of, make_brackets, to_epochs
+from crossbow_py.search.hyperband import Bracket, Segment, bracket_of, make_brackets, to_epochs
 
 # 9 at 1, 3, 9 epochs; 5 at 3, 9; 3 at 9.
 SMALL = make_brackets("hyperband", num_trials=None, min_epochs=1, max_epochs=9, eta=3)

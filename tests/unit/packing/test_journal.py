@@ -12,7 +12,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from crossbow_py.core.file_locks import locked
-from crossbow_py.packing.journal import JournalFile, StorageError
+from crossbow_py.search.study.journal import JournalFile, StorageError
 
 
 def records(count: int) -> list[dict[str, int]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from crossbow_py.packing.leases import Lease
+from crossbow_py.search.study.leases import Lease
 
 
 @pytest.mark.parametrize(("now", "is_over"), [(100.0, False), (110.0, False), (110.9, False), (111.0, True)])

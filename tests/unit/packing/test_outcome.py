@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from crossbow_py.packing.hyperband import Segment, TrialState, make_brackets
-from crossbow_py.packing.outcome import find_leader, trial_records
-from crossbow_py.packing.rules import SearchRules
-from crossbow_py.packing.segment_claims import SegmentResult
-from crossbow_py.packing.study import SharedStudy
+from crossbow_py.search.hyperband import Segment, TrialState, make_brackets
+from crossbow_py.search.outcome import find_leader, trial_records
+from crossbow_py.search.rules import SearchRules
+from crossbow_py.search.study.claims import SegmentResult
+from crossbow_py.search.study.study import SharedStudy
 
 # 3 trials at 1 and 3 epochs.
 RULES = SearchRules(

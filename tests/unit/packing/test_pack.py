@@ -18,8 +18,8 @@ from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import RoundTasks
-from crossbow_py.packing.pack import NON_FINITE, Member, Pack, PackJob
-from crossbow_py.packing.trial import TrialSettings, own_dropout_rate, signature
+from crossbow_py.search.packs.pack import NON_FINITE, Member, Pack, PackJob
+from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.train import run_settings
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from crossbow_py.train.run_settings import Choices, RunSettings

@@ -14,7 +14,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import FixedTrial
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing.parameter import Value, contains, parse_parameter
+from crossbow_py.search.parameter import Value, contains, parse_parameter
 
 
 class Asked:

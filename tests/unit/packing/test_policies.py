@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing.policies import Policy, Waiting, admit, fair_share, few_kinds
+from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
 
 
 def trial(

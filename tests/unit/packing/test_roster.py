@@ -12,12 +12,12 @@ from crossbow_py import SGD, Constant
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.packing import roster as module
-from crossbow_py.packing.roster import Roster, SearchData
-from crossbow_py.packing.space import Space
-from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.packing.width import Width
-from crossbow_py.packing.width_measurement import BUDGET_S
+from crossbow_py.search.packs import trial_registry as module
+from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.trial_registry import Roster, SearchData
+from crossbow_py.search.packs.width import Width
+from crossbow_py.search.packs.width_measurement import BUDGET_S
+from crossbow_py.search.space import Space
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort
 from tests.trainers import blobs

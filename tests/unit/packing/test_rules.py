@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from crossbow_py.packing.hyperband import make_brackets
-from crossbow_py.packing.rules import planned_epochs, total_samples
+from crossbow_py.search.hyperband import make_brackets
+from crossbow_py.search.rules import planned_epochs, total_samples
 
 
 def test_samples_of_a_search_are_those_of_every_rung_from_the_one_before() -> None:

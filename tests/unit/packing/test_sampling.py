@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from crossbow_py.packing.sampling import SamplerName, Sampling
-from crossbow_py.packing.space import Space
-from crossbow_py.packing.storage import silence_optuna
+from crossbow_py.search.space import Space
+from crossbow_py.search.study.sampling import SamplerName, Sampling
+from crossbow_py.search.study.storage import silence_optuna
 
 SPACE = Space.from_mapping(
     {

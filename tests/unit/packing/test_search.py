@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import LearnerError
-from crossbow_py.packing import places, roster
-from crossbow_py.packing.hyperband import Segment, TrialState, ready, standing
-from crossbow_py.packing.outcome import trial_records
-from crossbow_py.packing.pack import Pack
-from crossbow_py.packing.policies import Policy
-from crossbow_py.packing.search import Search
+from crossbow_py.search.hyperband import Segment, TrialState, ready, standing
+from crossbow_py.search.loop import Search
+from crossbow_py.search.outcome import trial_records
+from crossbow_py.search.packs import slots, trial_registry
+from crossbow_py.search.packs.pack import Pack
+from crossbow_py.search.packs.policies import Policy
 from tests.unit.packing.shared_studies import why_failed
 from tests.unit.packing.tiny_search import (
     ONE_SIZE,
@@ -70,7 +70,7 @@ def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_siz
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # of packs there are no more than cores
     seen: list[set[int]] = []
-    advance = places.advance
+    advance = slots.advance
 
     def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
         sizes = [{member.settings.batch_size for member in pack.members} for pack in packs]
@@ -78,7 +78,7 @@ def test_trials_of_two_batch_sizes_run_side_by_side_each_with_batches_of_its_siz
         seen.append(set().union(*sizes))
         return advance(packs, *args, **kwargs)
 
-    monkeypatch.setattr(places, "advance", spied)
+    monkeypatch.setattr(slots, "advance", spied)
     assert setting.search().run(never)
     assert {4, 8} in seen
 
@@ -88,13 +88,13 @@ def test_hyperband_interleaves_brackets_so_that_packs_stay_full(
 ) -> None:
     setting.method, setting.space, setting.num_trials = "hyperband", ONE_SIZE, 17
     rows: list[int] = []
-    advance = places.advance
+    advance = slots.advance
 
     def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
         rows.append(sum(len(pack.members) for pack in packs))
         return advance(packs, *args, **kwargs)
 
-    monkeypatch.setattr(places, "advance", spied)
+    monkeypatch.setattr(slots, "advance", spied)
     assert setting.search().run(never)
     states = {
         where.state for where in standing(setting.rules().brackets, setting.study().results(), maximize=True).values()
@@ -135,7 +135,7 @@ def test_stopped_search_goes_on_in_the_middle_of_its_segments(
     whole = Setting(tmp_path / "whole" / "trials", space=ONE_SIZE)
     assert whole.search().run(never)
     setting.space = ONE_SIZE
-    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(slots, "advance", one_round)
     samples, turns = 0, iter(range(10_000))
     for stop in (3, 14, 40, 10_000):  # of 10 rounds in the first rung; 10 more samples a round for each of four rows
         search = setting.search()
@@ -154,7 +154,7 @@ def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting.space, setting.checkpoint_every_s = ONE_SIZE, 0.0
-    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(slots, "advance", one_round)
     search = setting.search()
     search.close = lambda: None  # type: ignore[method-assign]
     assert not search.run(lambda: search.spent.samples >= 4 * 7 * 4)  # rows, rounds, samples
@@ -169,8 +169,9 @@ def test_search_killed_within_long_segments_goes_on_where_they_were_kept(
 def test_workers_that_live_take_their_share_of_a_rung_each(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.space, setting.width = ONE_SIZE, 9
     alone: list[bool] = []
-    measured = roster.measured_width
-    monkeypatch.setattr(roster, "measured_width", lambda *args: alone.append(args[-1].is_alone) or measured(*args))
+    measured = trial_registry.measured_width
+    noted = lambda *args: alone.append(args[-1].is_alone) or measured(*args)  # noqa: E731
+    monkeypatch.setattr(trial_registry, "measured_width", noted)
     other = setting.study("other")
     other.renew()  # it lives
     search = setting.search(setting.study("first"))
@@ -190,7 +191,7 @@ def test_workers_on_other_hosts_share_the_trials_and_are_no_company_while_packs_
 ) -> None:
     setting.space, setting.width = ONE_SIZE, 9
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("crossbow_py.packing.leases._host", lambda: "another 1 0")
+        elsewhere.setattr("crossbow_py.search.study.leases._host", lambda: "another 1 0")
         setting.study("other").renew()
     search = setting.search(setting.study("first"))
     search._admit()
@@ -219,7 +220,7 @@ def test_signal_while_packs_are_measured_ends_the_search_before_it_trains(
 ) -> None:
     setting.width = 9
     signals: list[str] = []
-    measured = roster.measured_width
+    measured = trial_registry.measured_width
     asked: list[bool] = []
 
     def signalled(*args: Any) -> Any:
@@ -227,7 +228,7 @@ def test_signal_while_packs_are_measured_ends_the_search_before_it_trains(
         asked.append(args[-1].stopped())
         return measured(*args)
 
-    monkeypatch.setattr(roster, "measured_width", signalled)
+    monkeypatch.setattr(trial_registry, "measured_width", signalled)
     search = setting.search()
     assert not search.run(lambda: bool(signals))
     assert asked[0] and search.study.held == () and search.spent.samples == 0
@@ -337,7 +338,7 @@ def test_segments_that_others_took_leave_their_rows_and_the_search_goes_on(
 ) -> None:
     setting.space = ONE_SIZE
 
-    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(slots, "advance", one_round)
     study = setting.study()
     renew, lost = study.renew, []
 
@@ -401,12 +402,12 @@ def test_packs_on_a_cpu_are_no_more_than_its_cores(setting: Setting, monkeypatch
     setting.make = lambda trial: partial(nn.Linear, 4, 3, bias=trial % 2 == 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     counts: list[int] = []
-    advance = places.advance
+    advance = slots.advance
 
     def spied(packs: Any, *args: Any, **kwargs: Any) -> Any:
         counts.append(len(packs))
         return advance(packs, *args, **kwargs)
 
-    monkeypatch.setattr(places, "advance", spied)
+    monkeypatch.setattr(slots, "advance", spied)
     assert setting.search().run(never)
     assert 1 < max(counts) <= 3

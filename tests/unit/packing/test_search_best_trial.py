@@ -17,12 +17,12 @@ from torch import nn
 
 from crossbow_py.core.errors import CheckpointError, DeviceLostError, UserError
 from crossbow_py.core.file_locks import locked
-from crossbow_py.packing import outcome
-from crossbow_py.packing.hyperband import Segment
-from crossbow_py.packing.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of
-from crossbow_py.packing.places import Place
-from crossbow_py.packing.search_events import BestTrial
-from crossbow_py.packing.states import TrialStates
+from crossbow_py.search import outcome
+from crossbow_py.search.events import BestTrial
+from crossbow_py.search.hyperband import Segment
+from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, lock_of
+from crossbow_py.search.packs.slots import Place
+from crossbow_py.search.study.states import TrialStates
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.weights import load_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
@@ -184,7 +184,7 @@ def test_seconds_of_the_best_trial_are_those_of_its_measurement(kept: Keep, monk
 
     monkeypatch.setattr(outcome, "save_weights", saved)
     monkeypatch.setattr(Evaluator, "evaluate", measured)
-    monkeypatch.setattr("crossbow_py.packing.outcome.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("crossbow_py.search.outcome.time.perf_counter", lambda: now[0])
     found, seconds = kept("seed: 1\n")
     assert (found.test_accuracy, seconds) == (0.75, 3)
 

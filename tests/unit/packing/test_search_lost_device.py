@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from crossbow_py.core.errors import DataError, DeviceLostError, UserError
-from crossbow_py.packing import places, roster
-from crossbow_py.packing import search as search_module
-from crossbow_py.packing.pack import Pack
+from crossbow_py.search import loop as search_module
+from crossbow_py.search.packs import slots, trial_registry
+from crossbow_py.search.packs.pack import Pack
 from crossbow_py.train.evaluation import evaluator
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from tests.unit.packing.shared_studies import why_failed
@@ -35,8 +35,8 @@ def lost_samples(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "raises"),
     [
-        (roster, "probe", lost_in_a_loss),
-        (roster, "measured_width", lost),
+        (trial_registry, "probe", lost_in_a_loss),
+        (trial_registry, "measured_width", lost),
         (Pack, "seat", lost),
         (Pack, "step", lost),
         (Pack, "step", lost_samples),
@@ -44,7 +44,7 @@ def lost_samples(*_: Any, **__: Any) -> Any:
         (Pack, "evaluate", lost),
         (Pack, "checkpoint", lost),
         (Pack, "evaluate", lost_samples),
-        (places, "Evaluator", lost),
+        (slots, "Evaluator", lost),
     ],
 )
 @pytest.mark.usefixtures("as_on_cuda")
@@ -63,7 +63,7 @@ def test_device_that_is_lost_ends_the_search_and_fails_no_trial(
 def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(slots, "advance", one_round)
     monkeypatch.setattr(Pack, "checkpoint", lost)
     search = setting.search()
     with pytest.raises(DeviceLostError, match="device-side assert"):
@@ -71,7 +71,7 @@ def test_device_that_is_lost_when_a_stop_keeps_segments_says_so(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(places, "free_memory"), (places, "evaluate_in_memory"), (evaluator, "free_memory")]
+    ("owner", "name"), [(slots, "free_memory"), (slots, "evaluate_in_memory"), (evaluator, "free_memory")]
 )
 @pytest.mark.usefixtures("as_on_cuda")
 def test_device_that_is_lost_while_packs_make_room_for_evaluation_ends_the_search(

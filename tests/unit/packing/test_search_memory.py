@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing import places, roster
-from crossbow_py.packing.hyperband import Segment
-from crossbow_py.packing.pack import Pack
+from crossbow_py.search.hyperband import Segment
+from crossbow_py.search.packs import slots, trial_registry
+from crossbow_py.search.packs.pack import Pack
 from crossbow_py.train.evaluation.evaluator import Evaluator
 from tests.unit.packing.shared_studies import why_failed
 from tests.unit.packing.tiny_search import (
@@ -55,7 +55,7 @@ def side_by_side(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> Setting:
 def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
     side_by_side: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance, failed = places.advance, []
+    advance, failed = slots.advance, []
 
     def short(packs: Any, *args: Any, **kwargs: Any) -> Any:
         if len(packs) == 1:
@@ -63,7 +63,7 @@ def test_trials_whose_packs_run_out_of_memory_at_once_train_alone(
         failed.append(len(packs))
         return {number: torch.OutOfMemoryError("CUDA out of memory") for number in range(len(packs))}
 
-    monkeypatch.setattr(places, "advance", short)
+    monkeypatch.setattr(slots, "advance", short)
     assert side_by_side.search().run(never)
     assert failed and not why_failed(side_by_side.study())
 
@@ -110,10 +110,10 @@ def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_w
 ) -> None:
     setting.policy, setting.make, setting.width = "random", two_architectures, 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(slots, "advance", one_round)
     whole = expected(setting)
     search = setting.search()
-    probe, beside = roster.probe, []
+    probe, beside = trial_registry.probe, []
 
     def short(*args: Any, **kwargs: Any) -> Any:
         if search.packs.count:
@@ -121,7 +121,7 @@ def test_trial_that_cannot_be_described_in_the_memory_packs_leave_is_described_w
             raise error from (MemoryError() if isinstance(error, UserError) else None)
         return probe(*args, **kwargs)
 
-    monkeypatch.setattr(roster, "probe", short)
+    monkeypatch.setattr(trial_registry, "probe", short)
     assert search.run(never)
     assert 0 < max(beside) < 1 and not why_failed(setting.study())  # in the middle of a segment
     assert values_of(setting) == whole
@@ -131,7 +131,7 @@ def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
-    search, probe = setting.search(), roster.probe
+    search, probe = setting.search(), trial_registry.probe
     counts: dict[nn.Module, list[int]] = {}
 
     def short(template: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
             raise MemoryError
         return probe(template, *args, **kwargs)
 
-    monkeypatch.setattr(roster, "probe", short)
+    monkeypatch.setattr(trial_registry, "probe", short)
     assert search.run(never)
     assert why_failed(setting.study()) == dict.fromkeys(range(3, 9), "MemoryError")
     assert max(map(max, counts.values())) > 0
@@ -150,9 +150,9 @@ def test_trial_that_no_memory_describes_fails_once_no_pack_holds_any(
 def test_width_of_a_kind_is_found_in_all_of_the_memory(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     setting.policy, setting.space, setting.make, setting.width = "random", ONE_SIZE, two_architectures, 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(slots, "advance", one_round)
     search = setting.search()
-    measured, counts = roster.measured_width, []
+    measured, counts = trial_registry.measured_width, []
 
     def bounded(*args: Any) -> Any:
         make_room = args[-2]
@@ -160,7 +160,7 @@ def test_width_of_a_kind_is_found_in_all_of_the_memory(setting: Setting, monkeyp
         counts.append((before, make_room(), search.packs.count))
         return measured(*args)
 
-    monkeypatch.setattr(roster, "measured_width", bounded)
+    monkeypatch.setattr(trial_registry, "measured_width", bounded)
     assert search.run(never)
     assert counts[0] == (0, False, 0) and counts[1] in ((1, True, 0), (2, True, 0)) and len(counts) == 2
     assert len(setting.finished) == len(set(setting.finished)) == 13
@@ -171,9 +171,9 @@ def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
 ) -> None:
     setting.policy, setting.make, setting.width = "random", two_architectures, 2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(places, "advance", one_round)
+    monkeypatch.setattr(slots, "advance", one_round)
     whole, search = expected(setting), setting.search()
-    measured, signals = roster.measured_width, []
+    measured, signals = trial_registry.measured_width, []
 
     def signalled(*args: Any) -> Any:
         if any(0 < place.progress < 1 for place in search.places) and args[-2]():
@@ -181,7 +181,7 @@ def test_stop_while_packs_have_made_room_keeps_where_segments_stand(
         return measured(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(roster, "measured_width", signalled)
+        patched.setattr(trial_registry, "measured_width", signalled)
         assert not search.run(lambda: bool(signals))
     later = setting.search()
     assert later.run(never)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from optuna.trial import TrialState as OptunaState
 
-from crossbow_py.packing import leases
-from crossbow_py.packing.hyperband import Segment
-from crossbow_py.packing.journal import StorageError
-from crossbow_py.packing.storage import open_storage
+from crossbow_py.search.hyperband import Segment
+from crossbow_py.search.study import leases
+from crossbow_py.search.study.journal import StorageError
+from crossbow_py.search.study.storage import open_storage
 from tests.unit.packing.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, why_failed, worker
 
 

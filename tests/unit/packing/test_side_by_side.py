@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.packing import side_by_side
-from crossbow_py.packing.side_by_side import advance
+from crossbow_py.search.packs import side_by_side
+from crossbow_py.search.packs.side_by_side import advance
 
 
 class Counted:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from optuna.trial import FixedTrial
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing.parameter import Value
-from crossbow_py.packing.space import Space
+from crossbow_py.search.parameter import Value
+from crossbow_py.search.space import Space
 
 # Momentum only with sgd, Nesterov's only with some momentum; conditions are written before what they name.
 NESTED: Mapping[str, Any] = {

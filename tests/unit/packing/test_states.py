@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing.hyperband import Segment
-from crossbow_py.packing.states import TrialStates, Underway
-from crossbow_py.packing.trial import Checkpoint
+from crossbow_py.search.hyperband import Segment
+from crossbow_py.search.packs.trial import Checkpoint
+from crossbow_py.search.study.states import TrialStates, Underway
 
 
 def checkpoint(value: float) -> Checkpoint:

@@ -14,8 +14,8 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing.journal import StorageError
-from crossbow_py.packing.storage import Patience, open_storage, shown_address
+from crossbow_py.search.study.journal import StorageError
+from crossbow_py.search.study.storage import Patience, open_storage, shown_address
 
 
 @pytest.mark.parametrize("address", ["journal:{}/a", "{}/a.log", "{}/a.journal", "sqlite:///{}/a.db"])
@@ -58,7 +58,7 @@ def test_storage_of_a_data_base_without_its_driver_names_it(monkeypatch: pytest.
     def fail(*_: object) -> None:
         raise ImportError("Please install appropriate one.") from ModuleNotFoundError("No module named 'psycopg2'")
 
-    monkeypatch.setattr("crossbow_py.packing.storage.RDBStorage", fail)
+    monkeypatch.setattr("crossbow_py.search.study.storage.RDBStorage", fail)
     said = r"^storage: the Python driver for postgresql://me:\*\*\*@host/x is not installed .*psycopg2"
     with pytest.raises(UserError, match=said):
         open_storage("postgresql://me:secret@host/x")

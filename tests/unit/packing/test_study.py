@@ -19,11 +19,11 @@ from optuna.trial import create_trial
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
-from crossbow_py.packing.hyperband import Segment, TrialState
-from crossbow_py.packing.journal import StorageError
-from crossbow_py.packing.sampling import SamplerName
-from crossbow_py.packing.storage import open_storage
-from crossbow_py.packing.study import SharedStudy
+from crossbow_py.search.hyperband import Segment, TrialState
+from crossbow_py.search.study.journal import StorageError
+from crossbow_py.search.study.sampling import SamplerName
+from crossbow_py.search.study.storage import open_storage
+from crossbow_py.search.study.study import SharedStudy
 from tests.unit.packing.shared_studies import SEGMENTS, SPACE, Failing, done, optuna_trials, worker
 
 # --- trials -----------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.packing.hyperband import Segment
-from crossbow_py.packing.space import Space
-from crossbow_py.packing.study import SharedStudy
+from crossbow_py.search.hyperband import Segment
+from crossbow_py.search.space import Space
+from crossbow_py.search.study.study import SharedStudy
 
 SEGMENTS = [Segment(trial, rung) for rung in range(2) for trial in range(6)]
 SPACE = Space.from_mapping({"rate": {"low": 0.001, "high": 0.5, "log": True}, "rule": ["sgd", "adam"]})

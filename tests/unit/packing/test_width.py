@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Constant
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.packing import width_measurement, width_memory, width_sizes
-from crossbow_py.packing.trial import TrialSettings
-from crossbow_py.packing.trials_alike import TrialsAlike
-from crossbow_py.packing.width import choose_width
-from crossbow_py.packing.width_measurement import measured_width
+from crossbow_py.search.packs import width_measurement, width_memory, width_sizes
+from crossbow_py.search.packs.compatible_trials import TrialsAlike
+from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.width import choose_width
+from crossbow_py.search.packs.width_measurement import measured_width
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, Refusal
 from tests.caches import use_cache

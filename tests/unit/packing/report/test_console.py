@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from crossbow_py.packing.report.console import SearchConsole
-from crossbow_py.packing.report.lines import final_lines, header_lines, progress_line, value_line
-from crossbow_py.packing.search_events import RunningTrial
+from crossbow_py.search.events import RunningTrial
+from crossbow_py.search.report.console import SearchConsole
+from crossbow_py.search.report.lines import final_lines, header_lines, progress_line, value_line
 from crossbow_py.telemetry.screen import Screen
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.packing.report.listeners import search_listeners
+from crossbow_py.search.report.listeners import search_listeners
 
 
 def test_listeners_leave_a_whole_folder_and_are_closed(tmp_path: Path, searched: Any, capsys: Any) -> None:

@@ -14,11 +14,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from crossbow_py.packing.hyperband import TrialState, make_brackets
-from crossbow_py.packing.parameter import Parameter
-from crossbow_py.packing.report.curves import bracket_colour, draw_curves, rung_labels
-from crossbow_py.packing.report.parallel import NOTHING, draw_parallel, parameter_ticks, places, value_ticks
-from crossbow_py.packing.report.pictures import SearchPictures
+from crossbow_py.search.hyperband import TrialState, make_brackets
+from crossbow_py.search.parameter import Parameter
+from crossbow_py.search.report.curves import bracket_colour, draw_curves, rung_labels
+from crossbow_py.search.report.parallel import NOTHING, draw_parallel, parameter_ticks, places, value_ticks
+from crossbow_py.search.report.pictures import SearchPictures
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

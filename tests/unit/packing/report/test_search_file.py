@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.packing.report.search_file import SearchFile, ended_plain, recorded_summary, running_plain
-from crossbow_py.packing.search_events import BestTrial
+from crossbow_py.search.events import BestTrial
+from crossbow_py.search.report.search_file import SearchFile, ended_plain, recorded_summary, running_plain
 
 
 def _refuse(constant: str) -> float:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.packing.hyperband import Segment, TrialState, best
-from crossbow_py.packing.report.standing import (
+from crossbow_py.search.events import RunningTrial
+from crossbow_py.search.hyperband import Segment, TrialState, best
+from crossbow_py.search.report.standing import (
     as_text,
     leader,
     ranked,
@@ -17,8 +18,7 @@ from crossbow_py.packing.report.standing import (
     trained_epochs,
     value_range,
 )
-from crossbow_py.packing.rules import planned_epochs
-from crossbow_py.packing.search_events import RunningTrial
+from crossbow_py.search.rules import planned_epochs
 
 
 def test_ranked_trials_that_trained_longer_come_before_better_values(searched: Any) -> None:

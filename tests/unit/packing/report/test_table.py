@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from crossbow_py.packing.hyperband import TrialState
-from crossbow_py.packing.report.table import choose_rows, counts_line, live_table
-from crossbow_py.packing.search_events import RunningTrial
+from crossbow_py.search.events import RunningTrial
+from crossbow_py.search.hyperband import TrialState
+from crossbow_py.search.report.table import choose_rows, counts_line, live_table
 
 
 def _drawn(

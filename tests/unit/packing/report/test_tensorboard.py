@@ -13,16 +13,10 @@ import pytest
 from tensorboard.plugins.hparams import api_pb2, metadata
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.packing.hyperband import TrialState
-from crossbow_py.packing.report.tensorboard import (
-    BEST_TAG,
-    PACE_TAG,
-    SearchTensorBoard,
-    experiment_summary,
-    trial_files,
-)
-from crossbow_py.packing.search_events import RunningTrial
-from crossbow_py.packing.space import Space
+from crossbow_py.search.events import RunningTrial
+from crossbow_py.search.hyperband import TrialState
+from crossbow_py.search.report.tensorboard import BEST_TAG, PACE_TAG, SearchTensorBoard, experiment_summary, trial_files
+from crossbow_py.search.space import Space
 from tests.event_files import read_events
 
 TAG = "search/validation_accuracy_by_samples_seen"

@@ -1,1 +1,0 @@
-"""Packs: trials and ensembles that share a device, and the search that chooses among trials."""

@@ -1,0 +1,1 @@
+"""`python -m crossbow_py.search`: many configurations trained side by side, and the best of them to the end."""

@@ -1,0 +1,444 @@
+"""From the command line's configuration to one worker of a search: the only place where one becomes the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from crossbow_py.cli.config_files import write_yaml
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import to_mapping
+from crossbow_py.core.targets import import_target
+from crossbow_py.core.versions import versions
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.labels import Classes
+from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.data.sources import DataSource
+from crossbow_py.engine.modules.dropout import counter_seed
+from crossbow_py.engine.modules.label_smoothing import IGNORED
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.models.custom import CustomModel
+from crossbow_py.search.config import SearchConfig, trial_config
+from crossbow_py.search.events import (
+    SEARCH_FILE,
+    BestTrial,
+    RunningTrial,
+    SearchInfo,
+    SearchListener,
+    SearchProgress,
+    SearchSummary,
+    TrialRecord,
+)
+from crossbow_py.search.folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
+from crossbow_py.search.hyperband import Results, best, is_over, is_reached
+from crossbow_py.search.loop import Search, SearchHooks
+from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
+from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.trial_registry import Roster, SearchData
+from crossbow_py.search.report.search_file import recorded_summary
+from crossbow_py.search.rules import SearchRules, epoch_samples, total_samples
+from crossbow_py.search.study.journal import BadStorageError
+from crossbow_py.search.study.states import TrialStates
+from crossbow_py.search.study.storage import shown_address
+from crossbow_py.search.study.study import SharedStudy
+from crossbow_py.telemetry.records import BEST_FOLDER, read_json
+from crossbow_py.train.build import DataSets, count_classes, new_feed
+from crossbow_py.train.checkpoints.weights import MODEL_FILE
+from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.run_folder.recorded_config import train_command
+from crossbow_py.train.run_settings import Choices, RunSettings, choose
+
+LOSS = nn.functional.cross_entropy
+
+
+class SearchRun:
+    """A search as one worker process runs it; close it.
+
+    Args:
+        config: what was asked for.
+        folder: where it is recorded.
+        listeners: are told; closed by who made them.
+
+    Raises UserError, or StorageError when the storage cannot be used.
+    """
+
+    def __init__(self, config: SearchConfig, folder: SearchFolder, listeners: Sequence[SearchListener] = ()) -> None:
+        self._begun = time.perf_counter()
+        self._closing = ExitStack()
+        self._told: dict[str, None] = {}  # in their order
+        self._is_news = False
+        self._notes: list[str] = []
+        self.config, self.folder, self.listeners = config, folder, listeners
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            self._build()
+            stack.pop_all()
+
+    def _build(self) -> None:
+        config, folder = self.config, self.folder
+        self.settings = dataclasses.replace(RunSettings.of(vars(config)), num_learners=1)
+        self.choices = _choices(self.settings)
+        brackets = config.brackets()
+        num_trials = sum(bracket.num_trials for bracket in brackets)
+        most = 1 if config.packing == "none" else min(config.max_pack_size, num_trials)
+        self.rules = SearchRules(
+            brackets, config.metric, config.packing, config.seed, lookahead=most,
+            checkpoint_every_s=config.checkpoint_every_s,
+        )  # fmt: skip
+        self.source: DataSource = config.data.load(progress=sys.stderr.isatty())
+        space = config.parsed_space
+        data = self._search_data()
+        self.roster = Roster(
+            self.trial_settings, space, data, self.settings, self.choices, LOSS, most, self._say,
+            total_samples=total_samples(self.rules.brackets, data.num_samples),
+        )  # fmt: skip
+        self._check_corners()
+        self._loading_s = time.perf_counter() - self._begun
+        # Last, so that a mistake that is found out before leaves nothing in a storage.
+        self._address = config.storage or f"journal:{folder.path / JOURNAL_FILE}"
+        self._worker = f"{socket.gethostname()}:{os.getpid()}"
+        self.study = SharedStudy(
+            self._address, config.study or config.experiment, sampler=config.sampler, space=space, seed=config.seed,
+            maximize=self.rules.maximize, worker=self._worker, lease_s=config.lease_s,
+        )  # fmt: skip
+        self._closing.enter_context(closing(self.study))
+        own = identity(config)
+        self.study.open({**own, "precision": self.choices.precision.name}, defaults_of(own))
+        self._check_segments()
+        self.states = TrialStates(folder.path / TRIALS_FOLDER)
+
+    def close(self) -> None:
+        """End the threads of its data and of its study. Does not raise."""
+        self._closing.close()
+
+    # --- trials -------------------------------------------------------------------------------------------------------
+
+    @property
+    def order_seed(self) -> int:
+        """Of the order of samples, which all trials share."""
+        return self.settings.sample_order_seed
+
+    def _seed_of(self, trial: int, params: Mapping[str, Any]) -> int:
+        given = params.get("seed")
+        return int(given) if given is not None else counter_seed(self.config.seed, "trial", 0, trial) >> 32
+
+    def _trial_config(self, trial: int, params: Mapping[str, Any]) -> TrainConfig:
+        return trial_config(self.config, params, self._seed_of(trial, params))
+
+    def trial_settings(self, trial: int, params: Mapping[str, Any]) -> TrialSettings:
+        """What a trial trains. Raises UserError when its parameters do not fit each other."""
+        own = self._trial_config(trial, params)
+        model = {name: value for name, value in to_mapping(own.model).items() if name != "dropout"}
+
+        def make_model() -> nn.Module:
+            module: nn.Module = own.model.build(self.source.input_shape, self.source.num_classes or 0)
+            return module
+
+        return TrialSettings(
+            seed=own.seed,
+            make_model=make_model,
+            model_key=json.dumps([own.model.NAME, model], sort_keys=True, default=str),
+            batch_size=own.batch_size,
+            optimizer=own.optimizer,
+            schedule=own.schedule,
+            label_smoothing=own.label_smoothing,
+            augmentation=own.data.augmentation,
+            name=_name(own.model, params),
+        )
+
+    def _check_corners(self) -> None:
+        """Refuse now what would make trials fail one after another. Raises UserError."""
+        for own in self._corners():
+            self.roster.data.feed_of(own.batch_size).close()
+            if isinstance(own.model, CustomModel):
+                import_target("model.target", own.model.target)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        """Refuse what would make every trial fail; one that can train is enough. Raises UserError."""
+        mistakes: list[UserError] = []
+        for params in self.config.parsed_space.corners():
+            try:
+                self.roster.check(params)
+                return
+            except UserError as error:
+                mistakes.append(error)
+            except Exception:  # of the user's model: a trial's, which records it
+                return
+        if mistakes:
+            raise mistakes[0]
+
+    def _corners(self) -> list[TrainConfig]:
+        return [trial_config(self.config, params, seed=0) for params in self.config.parsed_space.corners()]
+
+    def _check_segments(self) -> None:
+        """Refuse results of segments that the search does not have. Raises BadStorageError."""
+        known = {trial: len(bracket.epochs) for bracket in self.rules.brackets for trial in bracket.trials}
+        for each in self.study.results():
+            if each.rung >= known.get(each.trial, 0):
+                found = f"trial {each.trial} has a result at rung {each.rung}, and there is no such rung"
+                raise BadStorageError(shown_address(self._address), found)
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _search_data(self) -> SearchData:
+        source, config = self.source, self.config
+        if source.validation is None:
+            raise UserError("a search compares trials on validation data, got none; set data.validation_fraction=0.1.")
+        data = DataSets(
+            source.train, source.test, source.validation, source.num_classes, mean=source.mean, std=source.std
+        )
+
+        def feed(dataset: Any, size: int, augmentation: Augmentation | None, what: str = "training") -> Feed:
+            made = new_feed(
+                dataset, size, augmentation, data, self.settings, self.choices, training=what == "training"
+            )
+            if source.num_classes is not None:
+                made.check_labels(Classes(source.num_classes, IGNORED), what)
+            return made
+
+        def kept(dataset: Any, augmentation: Augmentation | None, what: str) -> Feed:
+            return self._closing.enter_context(closing(feed(dataset, 1, augmentation, what)))
+
+        train = kept(source.train, self._most_augmentation(), "training")
+        if train.rounded is not None and self.settings.precision == "auto" and self.choices.precision != FP32:
+            self._notes = [f"precision is fp32, because {train.rounded.remark(self.choices.precision.compute)}."]
+            self.choices = dataclasses.replace(self.choices, precision=FP32)
+            train = kept(source.train, self._most_augmentation(), "training")
+        self._notes += train.take_notes()
+        feed_of: Callable[[int], Feed]
+        if isinstance(train, ResidentFeed):
+            feed_of = train.without_augmentation().with_batch_size
+        else:  # samples of a stream are augmented once, for all trials
+            _check_shared_augmentation(config)
+            feed_of = partial(feed, source.train, augmentation=source.augmentation)
+        return SearchData(
+            feed_of=feed_of,
+            num_samples=train.num_samples,
+            validation=kept(source.validation, None, "validation"),
+            test=None if source.test is None else kept(source.test, None, "test"),
+            num_classes=count_classes(data, LOSS),
+            streams=train.STREAMS,
+        )
+
+    def _most_augmentation(self) -> Augmentation:
+        """What images are stored for: the most that any trial does to them."""
+        corners = [own.data.augmentation for own in self._corners()]
+        return Augmentation(
+            crop_padding=max(each.crop_padding for each in corners),
+            flip=any(each.flip for each in corners),
+            random_erasing=max(each.random_erasing for each in corners),
+        )
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def run(self, stopped: Callable[[], str | None]) -> SearchSummary:
+        """Search until nothing is left, the time is over, the target is reached or `stopped` gives a status."""
+        info, records = self._info(), trial_records(self.rules, self.study)
+        before = self._ended_before(info, records)
+        for listener in self.listeners:
+            listener.on_start(info)
+        if before is not None:
+            return self._told_again(before)
+        for listener in self.listeners:
+            listener.on_trials(records)
+        for note in (*self.source.notes, *self._notes):
+            self._say(note)
+        hooks = SearchHooks(message=self._say, progress=self._progress, finished=self._finished)
+        search = Search(self.rules, self.study, self.roster, self.states, self.settings, self.choices, LOSS, hooks)
+        self._search = search
+        done = search.run(lambda: stopped() is not None or self._is_enough())
+        status = "finished" if done else stopped() or "stopped"
+        return self._end(info, status, search)
+
+    def _is_enough(self) -> bool:
+        config, spent = self.config, time.perf_counter() - self._begun
+        if config.max_time_s is not None and spent >= config.max_time_s:
+            return True
+        return self._is_target_reached(self._search.results)
+
+    def _is_target_reached(self, results: Results) -> bool:
+        target = self.config.target_accuracy
+        return target is not None and is_reached(self.rules.brackets, results, target)
+
+    def _ended_before(self, info: SearchInfo, records: tuple[TrialRecord, ...]) -> SearchSummary | None:
+        """How the search ended here before, where nothing is left to search and search.json has it."""
+        results = self.study.results()
+        if is_over(self.rules.brackets, results, maximize=self.rules.maximize):
+            status = "finished"
+        elif self._is_target_reached(results):
+            status = "stopped"
+        else:
+            return None
+        found = recorded_summary(read_json(self.folder.path / SEARCH_FILE), info, records)
+        if found is None or found.status != status:
+            return None
+        leader = find_leader(self.rules, self.study)
+        if leader is None or found.best is None:
+            return found if leader is None and found.best is None else None
+        best = self._confirmed(found.best, leader)
+        return None if best is None else dataclasses.replace(found, best=best)
+
+    def _confirmed(self, told: BestTrial, leader: Leader) -> BestTrial | None:
+        """The best trial by the study, with what search.json, which may be anybody's, says was measured of it.
+
+        None where that is of another trial, or no number.
+        """
+        if leader.trial != told.trial or leader.value != told.value:
+            return None
+        if not all(isinstance(each, float | None) for each in (told.test_accuracy, told.test_loss)):
+            return None
+        own, model = self._run_of(leader), self.folder.path / BEST_FOLDER / MODEL_FILE
+        return BestTrial(
+            trial=leader.trial,
+            value=leader.value,
+            epochs=leader.epochs,
+            params=leader.params,
+            seed=own.settings.seed,
+            test_accuracy=told.test_accuracy,
+            test_loss=told.test_loss,
+            model_path=str(model) if model.exists() else None,
+            command=own.command,
+        )
+
+    def _told_again(self, summary: SearchSummary) -> SearchSummary:
+        self._say("Nothing is left to search; what follows is what came of it.")
+        for listener in self.listeners:
+            listener.on_end(summary)
+        return summary
+
+    def _end(self, info: SearchInfo, status: str, search: Search) -> SearchSummary:
+        spent = search.spent
+        found, test_s = self._best() if status in ("finished", "stopped") else (None, 0.0)
+        spent.evaluation_s += test_s
+        wall_s = time.perf_counter() - self._begun
+        known_s = self._loading_s + spent.train_s + spent.evaluation_s + spent.tuning_s + spent.waiting_s
+        summary = SearchSummary(
+            info=info,
+            status=status,
+            trials=trial_records(self.rules, self.study),
+            best=found,
+            samples=spent.samples,
+            loading_time_s=self._loading_s,
+            train_time_s=spent.train_s,
+            evaluation_time_s=spent.evaluation_s,
+            tuning_time_s=spent.tuning_s,
+            waiting_time_s=spent.waiting_s,
+            overhead_time_s=wall_s - known_s,
+            wall_time_s=wall_s,
+            images_per_s=spent.samples / spent.train_s if spent.train_s else 0.0,
+            notes=tuple(self._told),
+            versions=versions(),
+        )
+        for listener in self.listeners:
+            listener.on_end(summary)
+        return summary
+
+    def _best(self) -> tuple[BestTrial | None, float]:
+        """The best trial, in a folder as a run's is: `predict` and fine-tuning take it; and the seconds of its test."""
+        return kept_best(
+            partial(find_leader, self.rules, self.study), self._run_of, self.roster.data, self.states, self.choices,
+            LOSS, self.folder.path / BEST_FOLDER,
+        )  # fmt: skip
+
+    def _run_of(self, leader: Leader) -> LeaderRun:
+        own = self._trial_config(leader.trial, leader.params)
+        if not leader.is_at_end:  # a stop that leaves the length its schedule was planned for
+            samples = epoch_samples(leader.epochs, self.roster.data.num_samples)
+            own = dataclasses.replace(own, max_rounds=-(-samples // own.batch_size))
+        settings = self.trial_settings(leader.trial, leader.params)
+        return LeaderRun(settings, train_command(own), write_yaml(config_to_mapping(own)))
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _say(self, message: str) -> None:
+        if message in self._told:
+            return
+        self._told[message] = None
+        for listener in self.listeners:
+            listener.on_message(message)
+
+    def _finished(self, search: Search, _: object) -> None:
+        self._is_news = True
+
+    def _progress(self, search: Search) -> None:
+        if self._is_news:  # once for all segments that ended together
+            self._is_news, records = False, trial_records(self.rules, self.study)
+            for listener in self.listeners:
+                listener.on_trials(records)
+        results = search.results
+        leader = best(self.rules.brackets, results, maximize=self.rules.maximize)
+        values = [value for segment, value in results.items() if segment.trial == leader and value is not None]
+        progress = SearchProgress(
+            running=tuple(
+                RunningTrial(place.segment.trial, place.segment.rung, place.progress, search.packs.number_of(place))
+                for place in search.places
+            ),
+            num_finished=len(results),
+            num_segments=sum(sum(bracket.sizes) for bracket in self.rules.brackets),
+            images_per_s=search.spent.samples / search.spent.train_s if search.spent.train_s else 0.0,
+            elapsed_s=time.perf_counter() - self._begun,
+            best_trial=leader,
+            best_value=values[-1] if values else None,
+        )
+        for listener in self.listeners:
+            listener.on_progress(progress)
+
+    def _info(self) -> SearchInfo:
+        config, rules = self.config, self.rules
+        return SearchInfo(
+            experiment=config.experiment,
+            data=self.source.name,
+            num_trials=sum(bracket.num_trials for bracket in rules.brackets),
+            num_brackets=len(rules.brackets),
+            method=config.method,
+            sampler=config.sampler,
+            metric=f"validation_{config.metric}",
+            maximize=rules.maximize,
+            max_epochs=config.max_epochs or 0,
+            device=str(self.choices.device),
+            precision=self.choices.precision.name,
+            policy=config.packing,
+            seed=config.seed,
+            storage=shown_address(self._address),
+            worker=self._worker,
+            num_train_samples=self.roster.data.num_samples,
+            brackets=rules.brackets,
+            space=config.parsed_space,
+            num_finished_segments=len(self.study.results()),
+            output_dir=str(self.folder.path),
+        )
+
+
+def _name(model: Any, params: Mapping[str, Any]) -> str:
+    """How people call a trial's model: with what is searched of it."""
+    name = model.target if isinstance(model, CustomModel) else model.NAME
+    own = {key.removeprefix("model."): value for key, value in params.items() if key.startswith("model.")}
+    given = ", ".join(f"{key.removeprefix('args.')}={value}" for key, value in own.items() if key != "dropout")
+    return f"{name}({given})" if given else name
+
+
+def _choices(settings: RunSettings) -> Choices:
+    """`auto` stays, for every pack to choose its executor."""
+    chosen = choose(dataclasses.replace(settings, num_learners="auto"), None)
+    return dataclasses.replace(chosen, executor=settings.executor)
+
+
+def _check_shared_augmentation(config: SearchConfig) -> None:
+    searched = [parameter.key for parameter in config.parsed_space.parameters if parameter.key.startswith("data.")]
+    if searched:
+        raise UserError(
+            f"space: {searched[0]} can be searched for images that live on the device, and data={config.data.NAME} is "
+            "streamed: all trials share its samples; leave it out."
+        )

@@ -1,0 +1,210 @@
+"""What a search can be told, and what one of its trials is as a training run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import setting, suggestion
+from crossbow_py.search.hyperband import Bracket, Method, make_brackets
+from crossbow_py.search.packs.policies import Policy
+from crossbow_py.search.space import Space
+from crossbow_py.train.config import (
+    REGISTRIES,
+    TrainConfig,
+    config_from_mapping,
+    config_to_mapping,
+    group_options,
+    read_option,
+)
+from crossbow_py.train.run_folder.recorded_config import as_override
+
+_SEARCHED_GROUPS = ("model", "optimizer", "schedule")
+_SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip", "data.random_erasing")
+# What says something of the whole search: a trial alone has the default of a run.
+_OF_THE_SEARCH = (
+    "output_dir", "resume", "max_time_s", "target_accuracy", "checkpoint_every_epochs", "checkpoint_every_s",
+)  # fmt: skip
+# What a trial does not do, and the value that says so.
+MEANINGLESS: dict[str, Any] = {
+    "max_samples": None, "max_rounds": None, "target_loss": None, "init_from": None, "max_evaluation_batches": None,
+    "trace": False, "profile": False, "compile_model": False, "on_nonfinite": "stop", "learning_statistics": False,
+    "checkpoint_every_epochs": None, "keep_checkpoints": TrainConfig.keep_checkpoints,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchConfig(TrainConfig):
+    """Everything `crossbow_py.search` can be told: what its trials are, and how they are searched and packed."""
+
+    CONF: ClassVar[str] = "search"
+
+    space: dict[str, Any] = setting({}, "what is searched: a mapping from keys of a run to ranges or choices")
+    sampler: Literal["random", "tpe", "grid"] = setting("random", "how trials are sampled: random, tpe or grid")
+    method: Method = setting(
+        "hyperband", "which trials train on: hyperband, successive_halving, or none (all of them to the end)"
+    )
+    num_trials: int | None = setting(None, "trials in all; null is one pass of the method", minimum=1)
+    min_epochs: float = setting(1.0, "epochs before trials are compared for the first time", above=0)
+    eta: int = setting(3, "one of so many trials goes on from rung to rung", minimum=2)
+    metric: Literal["accuracy", "loss"] = setting(
+        "accuracy", "what is compared, of the validation data: accuracy (greater is better) or loss"
+    )
+    packing: Policy = setting(
+        "signature",
+        "which trials train side by side: signature (those that fuse), batch_size, random, knn, or none (one by one)",
+    )
+    max_pack_size: int = setting(32, "most trials side by side", minimum=1)
+    storage: str | None = setting(
+        None, "journal:PATH, or an address of a database as Optuna has it; null is a journal in the search's folder"
+    )
+    study: str | None = setting(None, "name of the search in the storage; null is the experiment's")
+    checkpoint_every_epochs: int | None = setting(None, "not in a search", minimum=1)
+    checkpoint_every_s: float | None = setting(
+        300.0, "trials are kept on their way to a rung every that many seconds; null only when stopped", above=0
+    )
+    lease_s: float = setting(60.0, "seconds without a sign after which other workers take over what one held", above=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_epochs is None:
+            raise UserError("max_epochs must be set in a search, got null: it is how long a trial trains to the end.")
+        for key, neutral in MEANINGLESS.items():
+            if getattr(self, key) != neutral:
+                got = as_override(getattr(self, key))
+                raise UserError(f"{key} means nothing in a search, got {got}; leave it out.")
+        if self.averaging.average_ema is not None:
+            raise UserError(
+                f"averaging.average_ema means nothing in a search, got {self.averaging.average_ema:g}; leave it out."
+            )
+        if self.num_learners != 1:
+            raise UserError(
+                f"num_learners must be 1 in a search, got {self.num_learners}: a trial is one learner; set "
+                "num_learners=1, and max_pack_size for how many trials train side by side."
+            )
+        if self.target_accuracy is not None and self.metric != "accuracy":
+            raise UserError(
+                f"target_accuracy ends a search by metric=accuracy, got metric={self.metric}; leave one of them out."
+            )
+        _check_space(self)
+        self.brackets()
+
+    @property
+    def parsed_space(self) -> Space:
+        """What `space` says."""
+        return Space.from_mapping(self.space)
+
+    def brackets(self) -> tuple[Bracket, ...]:
+        """Who trains how far; a grid has as many trials as points. Raises UserError when that cannot be."""
+        num_trials = self.num_trials
+        if self.sampler == "grid":
+            points = len(self.parsed_space.grid())
+            if num_trials is not None and num_trials > points:
+                raise UserError(
+                    f"num_trials={num_trials} is more than the {points} points of the grid; set "
+                    "num_trials=null for all of them, or lower it."
+                )
+            num_trials = num_trials or points
+        return make_brackets(
+            self.method, num_trials=num_trials, min_epochs=self.min_epochs, max_epochs=self.max_epochs or 0,
+            eta=self.eta,
+        )  # fmt: skip
+
+
+def _check_space(config: SearchConfig) -> None:
+    """Refuse keys that cannot be searched, and values that a run would refuse. Raises UserError."""
+    space = config.parsed_space
+    for parameter in space.parameters:
+        _check_key(parameter.key)
+    for params in space.corners():
+        _check_options(config, params)
+        trial_config(config, params, seed=0)
+
+
+def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
+    """Refuse a key that the option taken of a searched group lacks, and another option of the search has."""
+    for key in params:
+        group, _, name = key.partition(".")
+        if not name or params.get(group) not in group_options(group):
+            continue
+        choices = next(each for each in config.parsed_space.parameters if each.key == group).ends()
+        having = [choice for choice in choices if name.split(".")[0] in _option_fields(group, choice)]
+        if having and params[group] not in having:
+            wanted = as_override(having[0] if len(having) == 1 else having)
+            raise UserError(
+                f"space: {key} is searched with {group}={params[group]} too, which has no such key; "
+                f"give it when: {{{group}: {wanted}}}."
+            )
+
+
+def _option_fields(group: str, option: Any) -> set[str]:
+    """The keys beneath a group when an option of it is taken; none for an unknown option."""
+    if option not in group_options(group):
+        return set()
+    name = read_option(group, option).get("name", option)
+    return {field.name for field in dataclasses.fields(REGISTRIES[group][name])}
+
+
+def _check_key(key: str) -> None:
+    group, _, field = key.partition(".")
+    if field and group in _SEARCHED:
+        raise UserError(_nothing_beneath(key, group))
+    if key.endswith(".name") and group in _SEARCHED_GROUPS:
+        raise UserError(f"space: {key} comes with its own settings; search {group}, with names of its options.")
+    if key in _SEARCHED or group in _SEARCHED_GROUPS:
+        return
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    if group not in known:
+        raise UserError(f"space has no key {key!r}{suggestion(group, [*_SEARCHED, *_SEARCHED_GROUPS])}")
+    raise UserError(
+        f"space: {key} is the same for all trials of a search; what can be searched are "
+        f"{', '.join(f'{own}, {own}.*' for own in _SEARCHED_GROUPS)}, {', '.join(_SEARCHED)}."
+    )
+
+
+def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> TrainConfig:
+    """A trial as a run of its own, with one learner. Raises UserError when its parameters do not fit each other."""
+    plain = _base(config)
+    order_seed = config.seed if config.order_seed is None else config.order_seed
+    # Its own name: `train` takes an experiment's for a choice.
+    plain.update(
+        experiment=TrainConfig.experiment, num_learners=1, seed=seed, order_seed=order_seed,
+        averaging={"name": "sma", "batch_norm": "mean"},  # trials are compared with their running statistics
+    )  # fmt: skip
+    meant = config.parsed_space.meant(params)
+    for key, value in sorted(meant.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
+        if key in REGISTRIES:
+            if value not in group_options(key):
+                raise UserError(f"space: unknown {key} {value!r}{suggestion(str(value), group_options(key))}")
+            if value != plain[key]["name"]:  # what is configured keeps what it was given
+                plain[key] = read_option(key, value)
+        else:
+            _set(plain, key, value)
+    return config_from_mapping(plain)
+
+
+def _base(config: SearchConfig) -> dict[str, Any]:
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    own = {key: copy.deepcopy(value) for key, value in config_to_mapping(config).items() if key in known}
+    return {**own, **{key: getattr(TrainConfig, key) for key in _OF_THE_SEARCH}}
+
+
+def _set(plain: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for depth, name in enumerate(path):
+        found = plain.get(name)
+        if not isinstance(found, dict):
+            raise UserError(_nothing_beneath(key, ".".join(path[: depth + 1])))
+        plain = found
+    plain[last] = value
+
+
+def _nothing_beneath(key: str, known: str) -> str:
+    return (
+        f"space has {key!r}, and a run has nothing beneath {known!r}; a range is written "
+        f"{known}: {{low: ..., high: ...}}, and --help shows the keys."
+    )

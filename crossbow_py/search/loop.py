@@ -1,0 +1,401 @@
+"""The loop of one worker process: it takes segments from the shared study, packs them, trains, measures and tells.
+
+Everything that is decided about trials follows from the study's results alone (`hyperband`), so a search may be killed
+at any moment and started again, or shared by any number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from crossbow_py.core.errors import CrossbowError, DataError, UserError, one_line
+from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.memory import (
+    forget_frames,
+    free_memory,
+    is_out_of_memory,
+    raise_if_lost,
+    raising_if_lost,
+)
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.search.hyperband import Results, Segment, beaten, is_over, ready, standing, to_epochs
+from crossbow_py.search.packs.pack import Member, PackJob
+from crossbow_py.search.packs.policies import Waiting, admit, fair_share, few_kinds
+from crossbow_py.search.packs.slots import Packs, Place
+from crossbow_py.search.packs.trial_registry import Described, Roster
+from crossbow_py.search.rules import SearchRules, epoch_samples
+from crossbow_py.search.study.states import TrialStates, Underway
+from crossbow_py.search.study.study import SharedStudy
+from crossbow_py.train.evaluation.evaluator import Evaluation
+from crossbow_py.train.run_settings import Choices, RunSettings
+
+_TURN_S = 1.0  # between looks at leases, signals and the clock
+_POLL_S = 0.5  # while others hold all that is left
+
+
+@dataclass
+class Spent:
+    """Where a worker's time went, in seconds, and the samples it trained on."""
+
+    train_s: float = 0.0
+    evaluation_s: float = 0.0
+    waiting_s: float = 0.0
+    tuning_s: float = 0.0
+    samples: int = 0
+
+
+@dataclass
+class SearchHooks:
+    """What a search calls, in its own thread; every one may be left out."""
+
+    message: Callable[[str], None] = lambda _: None
+    progress: Callable[[Search], None] = lambda _: None
+    finished: Callable[[Search, Segment], None] = lambda _, __: None
+    clock: Callable[[], float] = field(default=time.perf_counter)
+    sleep: Callable[[float], None] = field(default=time.sleep)
+
+
+class Search:
+    """One worker of a search. Used from one thread; close it.
+
+    Args:
+        rules: what it goes by.
+        study: shared with other workers, open.
+        roster: what is known of trials.
+        states: where trials are kept between segments.
+        settings, choices, loss: of all trials.
+        hooks: what it calls.
+    """
+
+    def __init__(
+        self,
+        rules: SearchRules,
+        study: SharedStudy,
+        roster: Roster,
+        states: TrialStates,
+        settings: RunSettings,
+        choices: Choices,
+        loss: Loss,
+        hooks: SearchHooks,
+    ) -> None:
+        self.rules, self.study, self.roster, self.states = rules, study, roster, states
+        self.choices, self.loss, self.hooks = choices, loss, hooks
+        self.num_samples = roster.data.num_samples
+        longest = max(bracket.epochs[-1] for bracket in rules.brackets)
+        planned = epoch_samples(longest, self.num_samples)
+        self._job = PackJob(settings, choices, loss, planned, roster.executor)
+        self.packs = Packs(self._job, roster, choices, loss, hooks.message)
+        roster.make_room, roster.has_packs = self._make_room, lambda: self.packs.count > 0
+        self.places: list[Place] = []
+        self._alone: set[int] = set()
+        self._concluded: set[int] = set()
+        self._forgotten: set[int] = set()  # whose files are removed
+        self.spent = Spent()
+        self.results: Results = {}
+        self._admitted_at: tuple[int, tuple[Segment, ...]] = (-1, ())
+        self._num_failed = 0
+        self._is_stale = False  # whether packs hold members that have no place
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    @flushed_denormals()
+    def run(self, stopped: Callable[[], bool]) -> bool:
+        """Train until nothing is left, or `stopped`; then what is held is given back. Whether nothing is left.
+
+        Segments that a stop ends are kept on their way, for who goes on here.
+
+        Raises:
+            StorageError: the storage is gone; what was finished is in it.
+            DataError: the data cannot be loaded.
+            DeviceLostError: the device fails whatever it is asked for.
+        """
+        self.roster.stopped = stopped
+        try:
+            while not stopped():
+                self._drop_lost(self.study.renew())
+                self.results = self.study.results()
+                self._conclude()
+                if is_over(self.rules.brackets, self.results, maximize=self.rules.maximize):
+                    return True
+                num_failed = self._num_failed
+                self._admit()
+                if stopped():  # packs that made room are not there
+                    break
+                if not self.places:
+                    if num_failed == self._num_failed:
+                        self._wait()
+                    continue
+                self._train(stopped)
+                self._settle()
+                self.hooks.progress(self)
+            self._keep_underway(0.0)
+            return False
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give back what is held and end all packs. Does not raise what the storage says: leases end by themselves."""
+        self.packs.close()
+        with suppress(CrossbowError):  # once is enough: every call waits for a storage that is gone
+            for place in self.places:
+                self.study.release(place.segment)
+            self.study.leave()
+        self.places = []
+        self.study.close()
+
+    def _wait(self) -> None:
+        """For others, who hold all that may train."""
+        begun = self.hooks.clock()
+        self.hooks.sleep(_POLL_S)
+        self.spent.waiting_s += self.hooks.clock() - begun
+
+    # --- who trains ---------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Claim what the policy wants beside what runs, and give it seats; where nothing changed, nothing is wanted."""
+        now = (len(self.results), tuple(place.segment for place in self.places))
+        if self.places and now == self._admitted_at and not self._is_stale:
+            return
+        segments = ready(self.rules.brackets, self.results, maximize=self.rules.maximize)
+        self.roster.is_alone = self.study.num_searchers(here=True) == 1
+        waiting, running = self._waiting(segments), self._running()
+        if self.roster.stopped():  # while packs were measured
+            return
+        chosen = admit(self.rules.policy, [each for _, each in waiting], running, seed=self.rules.seed)
+        chosen = few_kinds(chosen, running, self._most_packs(len(running) + len(chosen)))
+        quota = fair_share(len(segments), self.study.num_searchers()) - len(running)
+        wanted = {each.trial for each in chosen[: max(0, quota)]}
+        claimed = self.study.claim([segment for segment, each in waiting if each.trial in wanted])
+        self.places += [self._placed(segment) for segment in claimed]
+        self._admitted_at = (len(self.results), tuple(place.segment for place in self.places))
+        if claimed or self._is_stale:
+            self._is_stale = False
+            self._give_up_all(self.packs.seat(self.places))
+
+    def _make_room(self) -> bool:
+        """Park all packs, which are drained, until members are seated again; whether there were any."""
+        self._is_stale = True
+        return self.packs.park()
+
+    def _most_packs(self, num_trials: int) -> int:
+        """Side by side: one where samples are streamed, as each loads its own; as many as cores on a CPU."""
+        if self.roster.data.streams:
+            return 1
+        return torch.get_num_threads() if self.choices.device.type == "cpu" else num_trials
+
+    def _waiting(self, segments: Sequence[Segment]) -> list[tuple[Segment, Waiting]]:
+        """Which of these may be claimed, as far as the policy looks ahead; what cannot be described has failed."""
+        held = {place.segment for place in self.places}
+        free = self.study.free([each for each in segments if each not in held])
+        found: list[tuple[Segment, Waiting]] = []
+        num_new = 0
+        for segment in sorted(free, key=self._is_elsewhere):
+            num_new += segment.rung == 0
+            if num_new > self.rules.lookahead or (segment.rung == 0 and self._is_full([each for _, each in found])):
+                break
+            known = self._described(segment)
+            if known is not None:
+                found.append((segment, self._as_waiting(segment, known)))
+        return found
+
+    def _is_elsewhere(self, segment: Segment) -> bool:
+        """Whether who trained the trial has its files, in a folder of its own: it had better go on with it."""
+        return segment.rung > 0 and not self.states.has(Segment(segment.trial, segment.rung - 1))
+
+    def _is_full(self, found: list[Waiting]) -> bool:
+        """Whether those fill the device that run or were found, for a policy that takes them in their order.
+
+        What is sampled later knows more results.
+        """
+        taken = sum(each.share for each in [*self._running(), *found])
+        return self.rules.policy == "signature" and taken > 1 - 1e-9
+
+    def _described(self, segment: Segment) -> Described | None:
+        params, begun = self.study.params(segment.trial), self.hooks.clock()
+        known = self.roster.of(segment.trial, params)
+        self.spent.tuning_s += self.hooks.clock() - begun
+        if isinstance(known, Described):
+            return known
+        if self.study.claim([segment]):
+            self._fail(segment, known)
+        return None
+
+    def _as_waiting(self, segment: Segment, described: Described) -> Waiting:
+        return self.roster.waiting(
+            segment.trial, described, segment.trial in self._alone, self._first_sample(segment, described)
+        )
+
+    def _running(self) -> list[Waiting]:
+        return [
+            self.roster.waiting(place.segment.trial, place.described, place.alone, place.member.samples_seen)
+            for place in self.places
+        ]
+
+    def _first_sample(self, segment: Segment, described: Described) -> int:
+        """Where its training goes on; -1 where that is known only when it does."""
+        if not segment.rung:
+            return -1 if self.states.is_underway(segment) else 0
+        before = Segment(segment.trial, segment.rung - 1)
+        if self.states.is_underway(segment) or not self.states.has(before):
+            return -1
+        batch = described.settings.batch_size
+        return -(-epoch_samples(to_epochs(self.rules.brackets, before), self.num_samples) // batch) * batch
+
+    def _placed(self, segment: Segment) -> Place:
+        """A claimed segment, ready to train from where its trial stood; from its beginning when that is lost."""
+        known = self.roster.of(segment.trial, self.study.params(segment.trial))
+        assert isinstance(known, Described), "what is claimed can train"
+        underway = self.states.load_underway(segment)
+        begun = underway.checkpoint if underway is not None else None
+        if begun is None and segment.rung:
+            begun = self.states.load(Segment(segment.trial, segment.rung - 1))
+            if begun is None:
+                self.hooks.message(f"Trial {segment.trial} is trained from its beginning: its files are not here.")
+        end = epoch_samples(to_epochs(self.rules.brackets, segment), self.num_samples)
+        member = Member(segment.trial, known.settings, begun, end, known.dropout_rate)
+        place = Place(segment, member, known, segment.trial in self._alone, kept_at=self.hooks.clock())
+        if underway is not None:
+            member.loss_sum, member.num_losses = underway.loss_sum, underway.num_losses
+            place.seconds = underway.seconds
+        return place
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _train(self, stopped: Callable[[], bool]) -> None:
+        """Until a segment is over, or a turn has passed."""
+        clock = self.hooks.clock
+        begun, samples = clock(), self._samples()
+        failures = self.packs.advance(lambda: clock() - begun >= _TURN_S or stopped())
+        seconds = clock() - begun
+        self.spent.train_s += seconds
+        self.spent.samples += self._samples() - samples
+        for place in self.places:
+            place.seconds += seconds / len(self.places)
+        self._give_up_all(failures)
+        if self.rules.checkpoint_every_s is not None:
+            self._keep_underway(self.rules.checkpoint_every_s)
+
+    def _keep_underway(self, every_s: float) -> None:
+        """Keep where segments stand that train on, and were last kept that long ago; their packs are drained."""
+        now = self.hooks.clock()
+        for place in self.places:
+            member = place.member
+            if member.is_over or now - place.kept_at < every_s or not place.progress:
+                continue
+            checkpoint = self.packs.checkpoint(place)
+            underway = Underway(checkpoint, member.loss_sum, member.num_losses, place.seconds)
+            self.states.save_underway(place.segment, underway)
+            place.kept_at = now
+
+    def _samples(self) -> int:
+        return sum(place.member.samples_seen for place in self.places)
+
+    def _give_up_all(self, failures: Mapping[str, Exception]) -> None:
+        """Packs failed, by key: each of them beside the others, whichever of those failed with it."""
+        is_beside = len({place.pack_key for place in self.places}) > 1
+        for key, error in failures.items():
+            self._give_up(key, error, is_beside=is_beside)
+
+    def _give_up(self, key: str, error: Exception, *, is_beside: bool) -> None:
+        """A pack failed: its trials begin their segments anew, fewer of them where memory was short, else alone.
+
+        A trial that fails alone has failed; for want of memory only where no other pack could hold any. Raises what is
+        no trial's fault.
+        """
+        raise_if_lost(error, self.choices.device)
+        if isinstance(error, DataError) or not isinstance(error, CrossbowError | RuntimeError | MemoryError):
+            raise error
+        self.packs.end(key)
+        mine = [place for place in self.places if place.pack_key == key]
+        self.places = [place for place in self.places if place.pack_key != key]
+        cause = error.__cause__ or error
+        self._admitted_at = (-1, ())  # what is given back may be admitted again
+        if len(mine) == 1 and is_beside and is_out_of_memory(cause):
+            self._alone.add(mine[0].segment.trial)
+            self.study.release(mine[0].segment)
+        elif len(mine) == 1:
+            self._fail(mine[0].segment, one_line(cause))
+        elif is_out_of_memory(cause):
+            self.roster.narrow(mine[0].described.signature, len(mine) // 2)
+            self.hooks.message(f"Memory does not hold {len(mine)} trials side by side; {len(mine) // 2} are tried.")
+        else:
+            self._alone.update(place.segment.trial for place in mine)
+            self.hooks.message(f"A pack of {len(mine)} failed ({one_line(cause)}); its trials train one at a time now.")
+        for place in mine if len(mine) > 1 else ():
+            self.study.release(place.segment)
+        forget_frames(error)
+        with raising_if_lost(self.choices.device):
+            free_memory(self.choices.device)
+
+    # --- measuring and telling ----------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Measure the trials whose segments are over, keep where they stand, and tell the study."""
+        over = [place for place in self.places if place.member.is_over]
+        if not over:
+            return
+        healthy = [place for place in over if place.member.failure is None]
+        begun = self.hooks.clock()
+        measured = self.packs.measure(healthy)
+        self.spent.evaluation_s += self.hooks.clock() - begun
+        for place, evaluation in zip(healthy, measured, strict=True):
+            if isinstance(evaluation, str):
+                place.member.failure = evaluation
+            elif not math.isfinite(evaluation.loss):
+                place.member.failure = "its loss on the validation data is not finite"
+            else:
+                self._finish(place, evaluation)
+        for place in over:
+            if place.member.failure is not None:
+                self._fail(place.segment, place.member.failure)
+        self.places = [place for place in self.places if not place.member.is_over]
+        self._is_stale = True  # who is admitted next takes their rows
+
+    def _finish(self, place: Place, evaluation: Evaluation) -> None:
+        value = evaluation.accuracy if self.rules.metric == "accuracy" else evaluation.loss
+        if value is None:
+            raise UserError("metric=accuracy needs targets that are classes; set metric=loss.")
+        segment, member = place.segment, place.member
+        self.states.save(segment, self.packs.checkpoint(place))
+        attrs = {
+            "train_loss": member.loss_sum / member.num_losses if member.num_losses else None,
+            "validation_loss": evaluation.loss if math.isfinite(evaluation.loss) else None,
+            "validation_accuracy": evaluation.accuracy,
+            "samples": member.samples_seen,
+        }
+        epochs = to_epochs(self.rules.brackets, segment)
+        if self.study.finish(segment, value, epochs=epochs, seconds=place.seconds, attrs=attrs):
+            self.states.forget(segment.trial, before_rung=segment.rung)
+        self.hooks.finished(self, segment)
+
+    def _fail(self, segment: Segment, reason: str) -> None:
+        self._num_failed += 1
+        if self.study.fail(segment, reason):
+            self.states.forget(segment.trial)
+        self.hooks.message(f"Trial {segment.trial} failed: {reason.rstrip('.')}.")
+        self.hooks.finished(self, segment)
+
+    def _conclude(self) -> None:
+        """Tell how trials ended that have, by the results of all workers; the files of those beaten are removed."""
+        brackets, maximize = self.rules.brackets, self.rules.maximize
+        standings = standing(brackets, self.results, maximize=maximize)
+        for trial, where in standings.items():
+            if where.state.has_ended and trial not in self._concluded:
+                self._concluded.add(trial)
+                self.study.conclude(trial, where.state, where.value)
+        for trial in beaten(brackets, standings, maximize=maximize) - self._forgotten:
+            self._forgotten.add(trial)
+            self.states.forget(trial)
+
+    def _drop_lost(self, segments: Sequence[Segment]) -> None:
+        """Others have taken these, as this worker seemed dead."""
+        if segments:
+            self.places = [place for place in self.places if place.segment not in segments]
+            self._is_stale = True
+            self.hooks.message(f"{len(segments)} trials were taken over by another worker.")

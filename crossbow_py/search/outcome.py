@@ -1,0 +1,216 @@
+"""What came of a search: its trials as records, and the best of them as a model, measured once on the test data."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.file_locks import locked
+from crossbow_py.core.own_files import read_text
+from crossbow_py.engine.device.memory import raising_if_lost
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.search.events import BestTrial, TrialRecord
+from crossbow_py.search.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
+from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.search.packs.trial_registry import SearchData
+from crossbow_py.search.rules import SearchRules
+from crossbow_py.search.study.claims import SegmentResult
+from crossbow_py.search.study.states import TrialStates
+from crossbow_py.search.study.study import SharedStudy
+from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically
+from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
+from crossbow_py.train.run_settings import Choices
+
+
+def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
+    """All trials as they stand by the results of all workers; those not yet sampled have no parameters."""
+    found = study.segment_results()
+    by_trial: dict[int, list[SegmentResult]] = defaultdict(list)
+    for segment in sorted(found):
+        by_trial[segment.trial].append(found[segment])
+    params = study.sampled()
+    states = standing(rules.brackets, {s: own.value for s, own in found.items()}, maximize=rules.maximize)
+    return tuple(_record(rules, trial, states[trial], by_trial[trial], params.get(trial)) for trial in states)
+
+
+def _record(
+    rules: SearchRules,
+    trial: int,
+    where: TrialStanding,
+    results: Sequence[SegmentResult],
+    params: Mapping[str, Any] | None,
+) -> TrialRecord:
+    """A trial from its own results, by rung."""
+    bracket = bracket_of(rules.brackets, trial)
+    values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
+    return TrialRecord(
+        trial=trial,
+        bracket=bracket.index,
+        state=where.state,
+        rung=where.rung,
+        value=where.value,
+        values={epochs: value for epochs, value in values.items() if value is not None},
+        params=params,
+        seconds=sum(own.seconds for own in results),
+        worker=results[-1].worker if results else None,
+        reason=next((own.reason for own in results if own.reason), None),
+    )
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The best trial of a search so far.
+
+    Attributes:
+        last: its segment that was measured last, after `epochs`; `value` came of it.
+        is_at_end: whether it was trained to the end.
+    """
+
+    trial: int
+    last: Segment
+    epochs: float
+    value: float
+    params: Mapping[str, Any]
+    is_at_end: bool
+
+
+def find_leader(rules: SearchRules, study: SharedStudy) -> Leader | None:
+    """By the results of all workers; None while no trial that has not failed has a value."""
+    results = study.results()
+    trial = best(rules.brackets, results, maximize=rules.maximize)
+    if trial is None:
+        return None
+    last = max(segment for segment in results if segment.trial == trial)
+    value = results[last]
+    assert value is not None, "the best trial has not failed"
+    epochs = to_epochs(rules.brackets, last)
+    is_at_end = epochs == bracket_of(rules.brackets, trial).epochs[-1]
+    return Leader(trial, last, epochs, value, study.params(trial), is_at_end)
+
+
+@dataclass(frozen=True)
+class LeaderRun:
+    """How the best trial is trained: its settings, and the command line and the text of the configuration that do."""
+
+    settings: TrialSettings
+    command: str
+    config: str
+
+
+def kept_best(
+    find: Callable[[], Leader | None],
+    run_of: Callable[[Leader], LeaderRun],
+    data: SearchData,
+    states: TrialStates,
+    choices: Choices,
+    loss: Loss,
+    folder: Path,
+) -> tuple[BestTrial | None, float]:
+    """The best trial, its model and configuration written to `folder` and the model measured on the test data.
+
+    Its files are with the worker that trained it; where they are not here, model and test accuracy are left out, and
+    what `folder` has of another trial is removed. Of workers that end at once each finds the best trial after the
+    one before has written: the last knows the most results.
+
+    Args:
+        find: gives the best trial by what is known now.
+        run_of: how it is trained.
+        data, states, choices, loss: of the search.
+        folder: of the best trial; the search's is around it.
+
+    Returns:
+        The trial, None where there is none, and the seconds that measuring took.
+
+    Raises:
+        UserError: the folder cannot be written.
+        DeviceLostError: the device does nothing any more.
+    """
+    with raising_if_lost(choices.device):
+        with _alone_at(folder):
+            leader = find()
+            if leader is None:
+                return None, 0.0
+            own, state = run_of(leader), states.load(leader.last)
+            _clear_of_others(folder, own.config)
+            test: Callable[[], Evaluation] | None = None
+            if state is not None:
+                evaluator = _evaluator(own.settings.new_model(), data, choices, loss)
+                _put(folder, own.config, evaluator.module(state.state))
+                if data.test is not None:
+                    test = partial(evaluate_in_memory, evaluator, state.state, data.test, choices.device)
+            is_there = (folder / MODEL_FILE).exists()
+        begun = time.perf_counter()
+        evaluation = None if test is None else test()
+        seconds = 0.0 if test is None else time.perf_counter() - begun
+    found = BestTrial(
+        trial=leader.trial,
+        value=leader.value,
+        epochs=leader.epochs,
+        params=leader.params,
+        seed=own.settings.seed,
+        test_accuracy=None if evaluation is None else evaluation.accuracy,
+        test_loss=None if evaluation is None else evaluation.loss,
+        model_path=str(folder / MODEL_FILE) if is_there else None,
+        command=own.command,
+    )
+    return found, seconds
+
+
+def _evaluator(model: nn.Module, data: SearchData, choices: Choices, loss: Loss) -> Evaluator:
+    few = data.validation.first_samples(1)
+    return Evaluator(
+        model.to(choices.device), precision=choices.precision, loss=loss, metrics={},
+        batch_size=evaluation_batch_size(few.inputs.numel()),
+    )  # fmt: skip
+
+
+def _clear_of_others(folder: Path, config: str) -> None:
+    """Remove what is there of another trial, or not whole. Raises UserError."""
+    kept, model = folder / CONFIG_FILE, folder / MODEL_FILE
+    with _writing(folder):
+        if not (model.exists() and kept.exists() and read_text(kept) == config):
+            kept.unlink(missing_ok=True)  # first: the configuration says that there is a model
+            model.unlink(missing_ok=True)
+            (folder / SUMMARY_FILE).unlink(missing_ok=True)
+
+
+def _put(folder: Path, config: str, model: nn.Module) -> None:
+    """Write the best trial's model, and its configuration once that is there. Raises UserError."""
+    with _writing(folder):
+        folder.mkdir(exist_ok=True)
+        digests = {MODEL_FILE: save_weights(model, folder / MODEL_FILE)}
+        write_atomically(folder / SUMMARY_FILE, json.dumps({DIGESTS: digests}) + "\n")
+        write_atomically(folder / CONFIG_FILE, config)
+
+
+@contextmanager
+def _alone_at(folder: Path) -> Iterator[None]:
+    """Workers that end at the same moment may not agree yet on who is the best: one after another. Raises UserError."""
+    with ExitStack() as stack:
+        with _writing(folder):
+            stack.enter_context(locked(lock_of(folder), lambda: None))
+        yield
+
+
+def lock_of(folder: Path) -> Path:
+    """What is locked while the best trial is found and written: beside its folder, which there may be none of."""
+    return folder.with_name(f".{folder.name}.lock")
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error}); make room there, and search again.") from error

@@ -1,0 +1,301 @@
+"""Trials on the rows of one bank, trained in lockstep: the same round for all, and the place of each in its own run.
+
+Nothing is averaged. What a row sees is what its trial would see alone: its own position in the stream of samples, its
+own learning rate, dropout and augmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from crossbow_py.averaging import Independent
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
+from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.modules.dropout import set_dropout_rate
+from crossbow_py.engine.rounds import Draws, Loss, Round, RoundOutcome, RoundTasks, taken
+from crossbow_py.engine.update.optimizers import side_by_side
+from crossbow_py.engine.update.update_choice import choose_update
+from crossbow_py.search.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
+from crossbow_py.train.components import smoothing_rows
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
+from crossbow_py.train.evaluation.packed_evaluation import evaluate_bank
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.tuning.executor_choice import new_bank
+
+NON_FINITE = "its loss or gradient is not finite"
+
+
+@dataclass(frozen=True)
+class PackJob:
+    """What all packs of a search have in common.
+
+    Attributes:
+        settings, choices: of the search's runs; a trial has its own seed and batch size.
+        loss: for all trials; label smoothing is a trial's own.
+        planned_samples: what schedules count with: the length of a trial that goes to the end.
+        choose_executor: the name of the executor for that many trials of a signature.
+    """
+
+    settings: RunSettings
+    choices: Choices
+    loss: Loss
+    planned_samples: int
+    choose_executor: Callable[[str, int], str]
+
+
+@dataclass
+class Member:
+    """A trial on a row: where it is, and how far it is to be trained.
+
+    Attributes:
+        begun: where it stood when its segment began, or later, when its pack was last parked; None for a new trial.
+        end_samples: where the segment ends.
+        dropout_rate: of the model's dropout layers; read where trials of its signature may have different ones.
+        loss_sum, num_losses: over the rounds of this segment.
+        failure: why it cannot go on.
+    """
+
+    trial: int
+    settings: TrialSettings
+    begun: Checkpoint | None
+    end_samples: int
+    dropout_rate: float = 0.0
+    samples_seen: int = 0
+    num_rounds: int = 0
+    loss_sum: float = 0.0
+    num_losses: int = 0
+    failure: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.begun is not None:
+            self.samples_seen, self.num_rounds = self.begun.samples_seen, self.begun.num_rounds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its segment is."""
+        return self.failure is not None or self.samples_seen >= self.end_samples
+
+
+@dataclass
+class _Engine:
+    """What a number of rows needs; made anew when that changes."""
+
+    name: str
+    bank: ReplicaBank
+    tasks: RoundTasks
+    streams: list[int]
+    executor: Executor | None = None  # made when the rows' settings are in: it may take them over as it is made
+
+
+class Pack:
+    """Trials of one signature. Used from one thread at a time; close it.
+
+    Args:
+        job: what all packs share.
+        signature: what these trials have in common.
+        template: a model of theirs, on the device.
+        feed: training batches of their size; closed with the pack.
+        members: at least one.
+
+    Raises LearnerError, MemoryError or RuntimeError from rounds that fail for all; see `Executor.submit`.
+    """
+
+    def __init__(
+        self, job: PackJob, signature: str, template: nn.Module, feed: Feed, members: Sequence[Member]
+    ) -> None:
+        self.job, self.signature, self.template, self.feed = job, signature, template, feed
+        first = members[0].settings.optimizer
+        self._update, self.warning = choose_update(
+            first, Independent(), job.choices.device, job.choices.precision.master
+        )
+        self.members: list[Member] = []
+        self._engine: _Engine | None = None
+        self._own_dropout = own_dropout_rate(template) is not None
+        self._in_flight: list[list[Member]] = []
+        self._round_index = 0
+        self.notes: list[str] = []
+        try:
+            self.seat(members)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- who sits where -----------------------------------------------------------------------------------------------
+
+    def seat(self, members: Sequence[Member]) -> None:
+        """Have these members on the rows, from now on; those that were there before go on where they are.
+
+        Between `drain` and the next `step`. With as many members as before the others' rows are not touched.
+        """
+        staying = {id(member): row for row, member in enumerate(self.members)}
+        if self._engine is not None and len(members) == len(self.members):
+            self._replace(members, [member for member in members if id(member) not in staying])
+            return
+        rows = [
+            read_row(self._bank, staying[id(member)]) if id(member) in staying else self._first_row(member)
+            for member in members
+        ]
+        self._close_engine()
+        self.members = list(members)
+        if isinstance(self.feed, ResidentFeed):
+            self.feed.serve(len(rows))
+        self._engine = self._build(len(rows))
+        for row, values in enumerate(rows):
+            self._bank.load_row(row, values, 0)
+        self._settle_rows(range(len(rows)))
+
+    def _replace(self, members: Sequence[Member], joining: Sequence[Member]) -> None:
+        """Give the rows of members that leave to those that join."""
+        kept = {id(member) for member in members}
+        free = [row for row, member in enumerate(self.members) if id(member) not in kept]
+        for row, member in zip(free, joining, strict=True):
+            self.members[row] = member
+            self._bank.load_row(row, self._first_row(member), 0)
+        if free:
+            self._settle_rows(free)
+
+    def _first_row(self, member: Member) -> dict[str, object]:
+        if member.begun is not None:
+            return member.begun.row
+        return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.STATE)
+
+    def _settle_rows(self, rows: Sequence[int]) -> None:
+        """Take over what belongs to the members themselves: optimizer settings, dropout, smoothing, augmentation."""
+        engine = self._engine
+        assert engine is not None, "rows are in a bank"
+        self._update.optimizer = side_by_side([member.settings.optimizer for member in self.members])
+        for row in rows:
+            settings = self.members[row].settings
+            if self._own_dropout:
+                engine.bank.dropout_rates[row] = self.members[row].dropout_rate
+                set_dropout_rate(engine.bank.module(row), self.members[row].dropout_rate)
+            engine.streams[row] = self._stream(row, settings)
+        self._smooth(engine)
+        if engine.executor is not None and self.job.choices.device.type == "cuda":
+            engine.executor.close()  # what learners differ in lies on the device, in captured graphs
+            engine.executor = None
+        if engine.executor is None:
+            engine.executor = EXECUTORS[engine.name](engine.tasks)
+
+    def _smooth(self, engine: _Engine) -> None:
+        shares = [member.settings.label_smoothing for member in self.members]
+        if engine.tasks.label_smoothing is None:
+            engine.tasks.label_smoothing = smoothing_rows(max(shares), engine.bank)
+        if engine.tasks.label_smoothing is not None:
+            for row, share in enumerate(shares):
+                engine.tasks.label_smoothing[row] = share
+
+    def _stream(self, row: int, settings: TrialSettings) -> int:
+        """Where the row's stream of samples begins: all have the same, unless each augments in its own way."""
+        if not (settings.augmentation.active and isinstance(self.feed, ResidentFeed)):
+            return 0
+        self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation))
+        return (row + 1) * STREAM
+
+    def _build(self, num_rows: int) -> _Engine:
+        job, first = self.job, self.members[0].settings
+        name = job.choose_executor(self.signature, num_rows)
+        bank = new_bank(self.template, num_rows, name, job.settings, job.choices, first.optimizer)
+        tasks = RoundTasks(
+            bank, update=self._update, feed=self.feed, loss=job.loss, seed=first.seed, collective=Collective()
+        )
+        self._update.optimizer = side_by_side([member.settings.optimizer for member in self.members])
+        return _Engine(name, bank, tasks, [0] * num_rows)
+
+    @property
+    def _bank(self) -> ReplicaBank:
+        assert self._engine is not None, "the pack is open"
+        return self._engine.bank
+
+    @property
+    def _executor(self) -> Executor:
+        assert self._engine is not None, "the pack is open"
+        assert self._engine.executor is not None, "its rows are settled"
+        return self._engine.executor
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def is_ready(self) -> bool:
+        """Whether `step` has no round to wait for. Does not block."""
+        return self._executor.is_ready()
+
+    def step(self) -> bool:
+        """Issue a round for all members, after the one before the last is over; that one may still run.
+
+        False when a member's segment is over: drain and seat others first.
+        """
+        assert self._engine is not None, "the pack is open"
+        executor = self._executor
+        self._absorb(executor.collect())
+        if any(member.is_over for member in self.members):
+            return False
+        plan = self._plan(self._engine.streams)
+        if not self.feed.announce(plan.starts):
+            executor.settle()
+            self.feed.wait(plan.starts)
+        self._in_flight.append(list(self.members))
+        executor.issue(plan)
+        for member in self.members:
+            member.samples_seen += member.settings.batch_size
+            member.num_rounds += 1
+        self._round_index += 1
+        return True
+
+    def _plan(self, streams: Sequence[int]) -> Round:
+        return Round(
+            index=self._round_index,
+            starts=tuple(stream + member.samples_seen for stream, member in zip(streams, self.members, strict=True)),
+            learning_rates=tuple(self._learning_rate(member) for member in self.members),
+            together=None,
+            draws=tuple(Draws(member.settings.seed, member.num_rounds) for member in self.members),
+        )
+
+    def _learning_rate(self, member: Member) -> float:
+        settings, rate = member.settings, member.settings.optimizer.learning_rate
+        assert not isinstance(rate, tuple), "a trial is one learner"
+        return rate * settings.schedule.factor(member.samples_seen, self.feed.num_samples, self.job.planned_samples)
+
+    def _absorb(self, outcomes: Sequence[RoundOutcome]) -> None:
+        for outcome in outcomes:
+            members = self._in_flight.pop(0)
+            for member, loss, finite in zip(members, outcome.losses, outcome.finite, strict=True):
+                if finite:
+                    member.loss_sum, member.num_losses = member.loss_sum + loss, member.num_losses + 1
+                elif member.failure is None:
+                    member.failure = NON_FINITE
+
+    def drain(self) -> None:
+        """Wait for what is in flight; members may be measured and change seats then."""
+        self._absorb(self._executor.drain())
+        self._bank.check_bindings(averages=False)
+        self.notes += [*taken(self._executor.notes), *self.feed.take_notes()]
+
+    # --- what becomes of them -----------------------------------------------------------------------------------------
+
+    def evaluate(self, members: Sequence[Member], evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
+        """Measure members on the samples of a feed, in one pass where they can be fused; drained."""
+        return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
+
+    def checkpoint(self, member: Member) -> Checkpoint:
+        """Where a member stands; drained."""
+        return Checkpoint(member.samples_seen, member.num_rounds, read_row(self._bank, self._row(member)))
+
+    def _row(self, member: Member) -> int:
+        return next(row for row, own in enumerate(self.members) if own is member)
+
+    def _close_engine(self) -> None:
+        if self._engine is not None and self._engine.executor is not None:
+            self._engine.executor.close()
+        self._engine = None  # before there is another: both may not fit
+
+    def close(self) -> None:
+        """Stop threads and give memory back. Does not raise."""
+        self._close_engine()
+        self.members = []
+        self.feed.close()

@@ -1,0 +1,218 @@
+"""What is known of a search's trials before they train: settings, what they can be packed with, how wide packs are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
+from crossbow_py.data.feed import Feed
+from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
+from crossbow_py.engine.rounds import Loss
+from crossbow_py.search.packs.compatible_trials import TrialsAlike
+from crossbow_py.search.packs.policies import Waiting
+from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
+from crossbow_py.search.packs.width import Width
+from crossbow_py.search.packs.width_measurement import BUDGET_S, measured_width
+from crossbow_py.search.space import Space
+from crossbow_py.train.checks.probe import probe, probe_evaluation
+from crossbow_py.train.checks.seeded_model import faithful_copy
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.tuning.calibration import Effort
+
+MakeTrial = Callable[[int, Mapping[str, Any]], TrialSettings]
+
+
+@dataclass(frozen=True)
+class SearchData:
+    """The data of a search, on the device.
+
+    Attributes:
+        feed_of: new training batches of a size, to be closed; raises UserError for one the data set has not.
+        num_samples: N, of an epoch.
+        validation, test: what trials are measured on, and the best one in the end.
+        num_classes: what models must return, and whether exactly.
+        streams: whether samples are loaded while trials train: all trials of a pack had better be at the same ones.
+    """
+
+    feed_of: Callable[[int], Feed]
+    num_samples: int
+    validation: Feed
+    test: Feed | None
+    num_classes: tuple[int | None, bool]
+    streams: bool = False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What trials of one signature have in common."""
+
+    template: nn.Module
+    width: Width
+
+
+@dataclass(frozen=True)
+class Described:
+    """A trial that can train."""
+
+    settings: TrialSettings
+    signature: str
+    dropout_rate: float
+    features: tuple[float, ...]
+
+
+class Roster:
+    """Describes trials, each once.
+
+    Args:
+        make_trial: a trial's settings from its number and parameters.
+        space: whose parameters these are.
+        data: of the search.
+        settings, choices: of its runs.
+        loss: of all trials.
+        most: trials side by side at most.
+        announce: is told before what takes long, and what was found.
+        total_samples: that the whole search trains on: a tenth of the time of that may go into measuring packs.
+
+    Attributes:
+        stopped: whether the search is to end, so that nothing is to be measured any more.
+        is_alone: whether no other worker on this host shares the search now: what those do while packs are measured is
+            part of it.
+        has_packs: whether packs hold memory.
+        make_room: gives memory back that packs hold, which they take again later; whether there was any.
+    """
+
+    def __init__(
+        self,
+        make_trial: MakeTrial,
+        space: Space,
+        data: SearchData,
+        settings: RunSettings,
+        choices: Choices,
+        loss: Loss,
+        most: int,
+        announce: Callable[[str], None],
+        total_samples: int | None = None,
+    ) -> None:
+        self._make_trial, self._space, self.data = make_trial, space, data
+        self._settings, self._choices, self._loss = settings, choices, loss
+        self._most, self._announce, self._total_samples = most, announce, total_samples
+        self.stopped: Callable[[], bool] = lambda: False
+        self.is_alone = True
+        self.has_packs: Callable[[], bool] = lambda: False
+        self.make_room: Callable[[], bool] = lambda: False
+        self._measuring_s, self._fastest = 0.0, 0.0
+        self._described: dict[int, Described | str] = {}
+        self._kinds: dict[str, Kind] = {}
+
+    def of(self, trial: int, params: Mapping[str, Any]) -> Described | str:
+        """What is known of a trial; a sentence where it cannot train.
+
+        Raises:
+            DataError: the data cannot be loaded.
+            DeviceLostError: the device does nothing any more.
+        """
+        if trial not in self._described:
+            try:
+                self._described[trial] = self._describe(trial, params)
+            except (DataError, DeviceLostError):
+                raise
+            except Exception as error:  # of the user's model
+                raise_if_lost(error, self._choices.device)
+                is_said = isinstance(error, CrossbowError)
+                self._described[trial] = text_of(error) if is_said else one_line(error)
+        return self._described[trial]
+
+    def check(self, params: Mapping[str, Any]) -> None:
+        """Build the model and take a small batch through it. Raises UserError, or what the user's model raises."""
+        settings = self._make_trial(0, params)
+        model = settings.new_model().to(self._choices.device)
+        with closing(self.data.feed_of(settings.batch_size)) as feed:
+            batch = feed.first_samples(min(2, settings.batch_size))
+            probe(model, self._choices.precision, batch, self._loss, *self.data.num_classes, settings.label_smoothing)
+
+    def _describe(self, trial: int, params: Mapping[str, Any]) -> Described:
+        settings = self._make_trial(trial, params)
+        model = settings.new_model()
+        key = signature(settings, model)
+        if key not in self._kinds:
+            self._kinds[key] = self._new_kind(settings, model)
+        return Described(settings, key, own_dropout_rate(model) or 0.0, features(self._space, params))
+
+    def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
+        """For a policy; a trial that is to train alone fits beside nobody, nor does one at an unknown `sample` (-1).
+
+        `sample` is where it trains, or goes on; streamed samples are for those that are at the same one.
+        """
+        key = described.signature
+        share = 1.0 if alone else 1 / self._kinds[key].width.size
+        name = f"{key} {trial}" if alone else key
+        if self.data.streams and not alone:
+            name = f"{key} {trial if sample < 0 else f'at {sample}'}"
+        return Waiting(trial, name, described.settings.batch_size, described.features, share)
+
+    def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+        """Where memory is short beside packs, once more without them."""
+        try:
+            return self._found_kind(settings, model)
+        except Exception as error:
+            if not (is_out_of_memory(error) and self.make_room()):
+                raise
+        free_memory(self._choices.device)
+        return self._found_kind(settings, model)
+
+    def _found_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
+        with closing(self.data.feed_of(settings.batch_size)) as feed:
+            return self._measured_kind(settings, model.to(self._choices.device), feed)
+
+    def _measured_kind(self, settings: TrialSettings, template: nn.Module, feed: Feed) -> Kind:
+        batch = feed.first_samples(min(2, settings.batch_size))
+        needs = (self._loss, *self.data.num_classes, settings.label_smoothing)
+        for note in probe(template, self._choices.precision, batch, *needs, feed=feed):
+            self._announce(note)
+        template = faithful_copy(template, self._choices.precision, batch, self._settings.channels_last)
+        validation = self.data.validation
+        few = validation.first_samples(2)
+        probe_evaluation(template, self._choices.precision, few, self._loss, "validation", feed=validation)
+        begun = time.perf_counter()
+        try:
+            width, notes = measured_width(
+                TrialsAlike(self._settings, self._choices, settings, template, feed, self._loss),
+                self._most, self._announce, self.has_packs(), self.make_room, self._effort(),
+            )  # fmt: skip
+        finally:
+            self._measuring_s += time.perf_counter() - begun
+        self._fastest = max(self._fastest, *width.rates.values())
+        for note in (*notes, width.sentence):
+            self._announce(note)
+        return Kind(template, width)
+
+    def _effort(self) -> Effort:
+        """For the next kind: what those before left of that for all; by their throughput it may be nothing."""
+        effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
+        return replace(effort, budget_s=0.0) if self._fastest and effort.seconds(self._fastest) <= 0 else effort
+
+    def template(self, key: str) -> nn.Module:
+        """A model of a signature, on the device."""
+        return self._kinds[key].template
+
+    def executor(self, key: str, num_trials: int) -> str:
+        """For that many trials of a signature."""
+        return self._kinds[key].width.executor(num_trials)
+
+    def narrow(self, key: str, size: int) -> None:
+        """Memory did not hold more than that."""
+        kind = self._kinds[key]
+        self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
+
+
+def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:
+    """Parameters as numbers from 0 to 1, by their places in their ranges; 0.5 for one that does not exist."""
+    return tuple(
+        parameter.place(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
+    )

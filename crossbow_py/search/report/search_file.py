@@ -1,0 +1,166 @@
+"""search.json: how a search stands while it goes on, and how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.core.version import __version__
+from crossbow_py.search.events import (
+    SEARCH_FILE,
+    BestTrial,
+    SearchInfo,
+    SearchListener,
+    SearchProgress,
+    SearchSummary,
+    TrialRecord,
+)
+from crossbow_py.search.report.standing import last_epochs, leader
+from crossbow_py.telemetry.records import finite, write_atomically
+
+_RUNNING = "running"
+_BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))
+_INTERVAL_S = 3.0  # between two versions of the file while the search goes on
+
+
+class SearchFile(SearchListener):
+    """Keeps search.json: with `status` running while the search goes on, so that a killed one shows what it has.
+
+    A disk that is full does not end the search: what is missing is said.
+
+    Args:
+        folder: the search's; several workers may write there, each the results of all.
+        say: tells the user.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._say, self._clock = folder / SEARCH_FILE, say, clock
+        self._info: SearchInfo | None = None
+        self._trials: tuple[TrialRecord, ...] = ()
+        self._is_new = False
+        self._next_s = self._begun_s = clock()
+
+    def on_start(self, info: SearchInfo) -> None:
+        """A search that is new shows at once that it runs; one that goes on keeps what is there until it knows more."""
+        self._info = info
+        if not self._path.exists():
+            self._write(running_plain(info, (), 0.0))
+
+    def on_trials(self, trials: tuple[TrialRecord, ...]) -> None:
+        """See SearchListener."""
+        self._trials, self._is_new = trials, True
+        self._write_now_and_then()
+
+    def on_progress(self, progress: SearchProgress) -> None:
+        """What was too soon to be written."""
+        self._write_now_and_then()
+
+    def on_end(self, summary: SearchSummary) -> None:
+        """See SearchListener."""
+        self._write(ended_plain(summary))
+
+    def _write_now_and_then(self) -> None:
+        if self._info is not None and self._is_new and self._clock() >= self._next_s:
+            self._next_s, self._is_new = self._clock() + _INTERVAL_S, False
+            self._write(running_plain(self._info, self._trials, self._clock() - self._begun_s))
+
+    def _write(self, plain: dict[str, Any]) -> None:
+        try:
+            write_atomically(self._path, json.dumps(finite(plain), indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            self._say(f"{self._path} was not written ({error.strerror or error}).")
+
+
+def running_plain(info: SearchInfo, trials: Sequence[TrialRecord], elapsed_s: float) -> dict[str, Any]:
+    """A search that goes on, as plain values; `best` is the one that leads, without what is found out at the end."""
+    return {
+        "experiment": info.experiment,
+        "status": _RUNNING,
+        "best": _leader(info, trials),
+        "wall_time_s": elapsed_s,
+        "trials": [trial_plain(trial) for trial in trials],
+        "info": info_plain(info),
+        "versions": {"crossbow_py": __version__},
+    }
+
+
+def ended_plain(summary: SearchSummary) -> dict[str, Any]:
+    """A search that has ended, as plain values. Times and samples are those of the worker that writes."""
+    wall_s = summary.wall_time_s
+    return {
+        "experiment": summary.info.experiment,
+        "status": summary.status,
+        "best": _leader(summary.info, summary.trials) if summary.best is None else dataclasses.asdict(summary.best),
+        "samples": summary.samples,
+        "images_per_s": summary.images_per_s,
+        "wall_time_s": wall_s,
+        "loading_time_s": summary.loading_time_s,
+        "train_time_s": summary.train_time_s,
+        "evaluation_time_s": summary.evaluation_time_s,
+        "tuning_time_s": summary.tuning_time_s,
+        "waiting_time_s": summary.waiting_time_s,
+        "overhead_time_s": summary.overhead_time_s,
+        "overhead_share": summary.overhead_time_s / wall_s if wall_s else 0.0,
+        "notes": list(summary.notes),
+        "trials": [trial_plain(trial) for trial in summary.trials],
+        "info": info_plain(summary.info),
+        "versions": dict(summary.versions),
+    }
+
+
+def recorded_summary(
+    plain: Mapping[str, Any], info: SearchInfo, trials: tuple[TrialRecord, ...]
+) -> SearchSummary | None:
+    """What search.json says of a search that has ended; None where it says no such thing."""
+    plain = {"loading_time_s": 0.0, **plain}  # which it did not tell apart at first
+    known = {field.name for field in dataclasses.fields(SearchSummary)} - {"info", "trials", "best", "notes"}
+    best, notes = plain.get("best"), plain.get("notes", [])
+    if not known <= plain.keys() or not (best is None or (isinstance(best, dict) and best.keys() == set(_BEST_KEYS))):
+        return None
+    if not _is_well_formed({name: plain[name] for name in known}, notes):
+        return None
+    if best is not None and best["command"] is None:
+        return None  # one that was stopped from outside has a leader alone
+    return SearchSummary(
+        info=info,
+        trials=trials,
+        best=None if best is None else BestTrial(**best),
+        notes=tuple(notes),
+        **{name: plain[name] for name in known},
+    )
+
+
+def _is_well_formed(known: Mapping[str, Any], notes: Any) -> bool:
+    """Whether a status, versions and numbers are such, and notes are texts; the file may be anybody's."""
+    texts = isinstance(known["status"], str) and isinstance(known["versions"], dict) and isinstance(notes, list)
+    numbers = (value for name, value in known.items() if name not in ("status", "versions"))
+    return texts and all(isinstance(each, int | float) and not isinstance(each, bool) for each in numbers)
+
+
+def trial_plain(trial: TrialRecord) -> dict[str, Any]:
+    """A trial; `values` by epochs as text, because keys are text in JSON."""
+    plain = {field.name: getattr(trial, field.name) for field in dataclasses.fields(trial)}
+    values = {f"{epochs:g}": value for epochs, value in sorted(trial.values.items())}
+    return {**plain, "state": str(trial.state), "values": values, "params": trial.params and dict(trial.params)}
+
+
+def info_plain(info: SearchInfo) -> dict[str, Any]:
+    """What was fixed at the start."""
+    plain = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    brackets = [{"trials": each.num_trials, "epochs": each.epochs, "sizes": each.sizes} for each in info.brackets]
+    return {**plain, "brackets": brackets, "space": info.space.to_plain()}
+
+
+def _leader(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[str, Any] | None:
+    """The trial that leads, with the keys of `BestTrial`; null for what is found out when a search is over."""
+    trial = leader(info.brackets, trials, maximize=info.maximize)
+    if trial is None:
+        return None
+    plain = dict.fromkeys(_BEST_KEYS)
+    value, params = trial.values[last_epochs(trial)], trial_plain(trial)["params"]
+    return {**plain, "trial": trial.trial, "value": value, "epochs": last_epochs(trial), "params": params}

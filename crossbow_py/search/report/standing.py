@@ -1,0 +1,93 @@
+"""How a search stands, by the records of its trials: who leads, how much is trained, what its parameters are called.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from crossbow_py.search.events import RunningTrial, TrialRecord
+from crossbow_py.search.hyperband import Bracket, TrialStanding, TrialState, best_of, bracket_of
+from crossbow_py.search.rules import segment_lengths
+
+
+def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord]:
+    """Those with a value, best first: measured at more epochs comes before a better value, ties by trial number.
+
+    Trials that failed after it come last.
+    """
+    sign = -1.0 if maximize else 1.0
+    measured = [(last_epochs(each), each.values[last_epochs(each)], each) for each in trials if each.values]
+    finite = [(_failed(each), -epochs, sign * value, each) for epochs, value, each in measured if math.isfinite(value)]
+    return [each for *_, each in sorted(finite, key=lambda own: (*own[:3], own[3].trial))]
+
+
+def leader(brackets: Sequence[Bracket], trials: Iterable[TrialRecord], *, maximize: bool) -> TrialRecord | None:
+    """The record of the search's best, as `hyperband.best` has it."""
+    records = {each.trial: each for each in trials}
+    standings = {number: TrialStanding(each.state, each.rung, each.value) for number, each in records.items()}
+    best = best_of(brackets, standings, maximize=maximize)
+    return None if best is None else records[best]
+
+
+def _failed(trial: TrialRecord) -> bool:
+    return trial.state is TrialState.FAILED
+
+
+def last_epochs(trial: TrialRecord) -> float:
+    """Epochs at its last value; 0 before the first."""
+    return max(trial.values, default=0.0)
+
+
+def value_range(trials: Iterable[TrialRecord], *, maximize: bool) -> tuple[float, float] | None:
+    """From the worst to the best value worth a place in a picture, rising; None without any.
+
+    The far end of what is worse than the better three quarters is cut off, as one trial that learned nothing would
+    press all others together: at most half as far again from the best as the quartile is.
+    """
+    values = sorted(value for each in trials for value in each.values.values() if math.isfinite(value))
+    if not values:
+        return None
+    best, worst, quartile = values[-1], values[0], values[len(values) // 4]
+    if not maximize:
+        best, worst, quartile = values[0], values[-1], values[-1 - len(values) // 4]
+    bound = best + 1.5 * (quartile - best)
+    low, high = sorted((best, max(worst, bound) if maximize else min(worst, bound)))
+    margin = 0.0 if high > low else abs(high) * 0.01 or 0.01
+    return low - margin, high + margin
+
+
+def num_results(trial: TrialRecord) -> int:
+    """Segments that are over: those with a value, and the one it failed in."""
+    return (0 if trial.rung is None else trial.rung + 1) + (trial.state is TrialState.FAILED)
+
+
+def trained_epochs(brackets: Sequence[Bracket], trials: Iterable[TrialRecord]) -> float:
+    """Epochs of the segments that are over; one in which a trial failed counts as if it had trained to the end."""
+    return sum(sum(segment_lengths(bracket_of(brackets, each.trial))[: num_results(each)]) for each in trials)
+
+
+def running_epochs(brackets: Sequence[Bracket], running: Iterable[RunningTrial]) -> float:
+    """Epochs of training so far in segments that are not over."""
+    return sum(each.progress * segment_lengths(bracket_of(brackets, each.trial))[each.rung] for each in running)
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """As little of the end of each dotted key as tells it from the others."""
+    names = {}
+    for key in keys:
+        parts = key.split(".")
+        ends = [".".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+        others = [f".{other}" for other in keys if other != key]
+        names[key] = next((end for end in ends if not any(other.endswith(f".{end}") for other in others)), key)
+    return names
+
+
+def as_text(value: Any) -> str:
+    """The value of a parameter in a few characters."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

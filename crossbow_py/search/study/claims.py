@@ -1,0 +1,318 @@
+"""Which worker process trains which segment: claims, kept beside a search's trials in the same storage.
+
+Every claim is one Optuna trial of a second study. What any storage of Optuna's does as one step is to number a new
+trial, and to end one that has not ended; the rest follows from these two:
+
+- a segment is held by the lowest-numbered of its claims that have not ended; a worker whose claim is another is late;
+- a claim that is COMPLETE is the segment's result, one that ended otherwise (FAIL) was given back or taken away;
+- a claim whose holder's lease is over may be ended by anyone. Only one wins, the holder that finishes or another that
+  takes it away, so no segment has two results.
+
+The search's identity is agreed on in the same way: the lowest-numbered record of one counts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from crossbow_py.core.errors import UserError, text_of
+from crossbow_py.core.settings import check
+from crossbow_py.search.hyperband import Outcome, Segment
+from crossbow_py.search.study.journal import BadStorageError
+from crossbow_py.search.study.leases import Lease
+from crossbow_py.search.study.storage import Patience
+
+_RENEWED_AFTER = 1 / 3  # of a lease
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SegmentResult:
+    """What came of a segment.
+
+    Attributes:
+        value: None when the trial failed in it.
+        reason: why it failed.
+        epochs: the trial had been trained for when it was measured; 0 when it failed.
+        seconds: the segment took; 0 when it failed.
+        worker: that trained it.
+        attrs: whatever else was to be kept, plain values.
+    """
+
+    value: Outcome
+    reason: str | None = None
+    epochs: float = 0.0
+    seconds: float = 0.0
+    worker: str = ""
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """One as the storage has it."""
+
+    number: int
+    id: int
+    segment: Segment
+    holder: str
+    has_ended: bool
+    result: SegmentResult | None
+
+    @classmethod
+    def read(cls, trial: FrozenTrial) -> _Claim:
+        """Raises UserError, LookupError or TypeError for what no worker has written."""
+        kept = trial.user_attrs
+        result = _made(SegmentResult, kept["result"]) if trial.state is TrialState.COMPLETE else None
+        segment = _made(Segment, {"trial": kept["trial"], "rung": kept["rung"]})
+        if min(segment.trial, segment.rung) < 0:
+            raise LookupError(f"there is no segment {segment}")
+        holder = str(kept["holder"])
+        return cls(trial.number, trial._trial_id, segment, holder, trial.state.is_finished(), result)
+
+
+class SegmentClaims:
+    """The claims of one search, as one worker sees and makes them. Not for several threads at once.
+
+    Args:
+        storage, study: where they are kept: Optuna's storage, and in it the number of a study for nothing else.
+        patience: calls the storage.
+        place: what the storage is called in errors.
+        worker: name of this process, for people.
+        lease_s: how long what it claims stays its own without `prolong`.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self, storage: BaseStorage, study: int, patience: Patience, place: str, worker: str, lease_s: float,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._storage, self._study, self._patience, self._place = storage, study, patience, place
+        self._worker, self._lease_s, self._clock = worker, lease_s, clock
+        self._held: dict[Segment, int] = {}
+        self._lost: set[Segment] = set()  # since the last `renew`
+        self._holder, self._lease = "", Lease.taken(0.0, 0.0)
+
+    def agreed_identity(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """The identity of the search that is kept here: the given one (plain values) where there was none."""
+        for _ in range(2):
+            trials = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
+            with self._of_a_search("identity"):
+                kept = [trial.user_attrs["identity"] for trial in trials if "identity" in trial.user_attrs]
+            if kept:
+                break
+            record = create_trial(state=TrialState.FAIL, user_attrs={"identity": dict(identity)})
+            self._patience.call(self._storage.create_new_trial, self._study, record)
+        with self._of_a_search("identity"):
+            return dict(kept[0])
+
+    @property
+    def held(self) -> tuple[Segment, ...]:
+        """What this worker holds, as far as it knows."""
+        return tuple(sorted(self._held))
+
+    def results(self) -> dict[Segment, SegmentResult]:
+        """What came of every segment that is over, by trial and rung."""
+        return _results(self._read())
+
+    def claim(self, segments: Collection[Segment]) -> list[Segment]:
+        """Take those of the segments that nobody holds and that have no result yet.
+
+        Returns:
+            Those taken now, in the order given.
+        """
+        if not segments:
+            return []
+        self.prolong()
+        return self._claim(segments)
+
+    def _claim(self, segments: Collection[Segment]) -> list[Segment]:
+        free = self._free(segments, self._read())
+        for segment in free:
+            attributes = {"trial": segment.trial, "rung": segment.rung, "holder": self._holder}
+            claim = create_trial(state=TrialState.RUNNING, user_attrs=attributes)
+            self._patience.call(self._storage.create_new_trial, self._study, claim)
+        return self._settled(free) if free else []
+
+    def free(self, segments: Collection[Segment]) -> list[Segment]:
+        """Those that `claim` would take now."""
+        return self._free(segments, self._read()) if segments else []
+
+    def prolong(self) -> None:
+        """Prolong the lease, when a third of it has passed; to be called at least that often while segments are held.
+
+        A lease that had ended is not prolonged, as others may be taking what it held: it is given up, and what nobody
+        has taken is claimed anew.
+        """
+        now = self._clock()
+        if now < self._lease.until - (1 - _RENEWED_AFTER) * self._lease.lease_s:
+            return
+        if now < self._lease.until:
+            self._take_lease(now)
+            self._note_lost()
+            return
+        held = self.held
+        self._lost.update(held)  # until they are claimed anew: the storage may fail before that
+        for segment in held:
+            self.release(segment)
+        self._holder = f"{self._worker} {uuid.uuid4().hex[:12]}"
+        self._take_lease(now)
+        if held:
+            self._claim(held)
+
+    def renew(self) -> list[Segment]:
+        """`prolong`.
+
+        Returns:
+            What others have taken since the last call, whatever found that out: held no longer.
+        """
+        self.prolong()
+        lost, self._lost = sorted(self._lost), set()
+        return lost
+
+    def num_searchers(self, *, here: bool = False) -> int:
+        """Search processes that live, as their leases tell, and this one; those on this host alone where `here`."""
+        now = self._clock()
+        living = {holder: lease for holder, lease in self._leases().items() if not lease.is_over_for_others(now)}
+        others = {holder for holder, lease in living.items() if lease.is_here or not here}
+        return len(others | {self._holder})
+
+    def leave(self) -> None:
+        """End the lease, as this process takes nothing more: `num_searchers` of others counts it no more."""
+        if self._holder:
+            key = _lease_key(self._holder)
+            ended = Lease.taken(self._clock(), 0.0)
+            self._patience.call(self._storage.set_study_user_attr, self._study, key, ended.to_plain())
+            self._holder, self._lease, self._held = "", Lease.taken(0.0, 0.0), {}
+
+    def finish(self, segment: Segment, result: SegmentResult) -> bool:
+        """Keep a segment's result; False when it is not held, or another has taken it, whose result then counts."""
+        claim = self._held.get(segment)
+        if claim is None:
+            return False
+        kept = {**asdict(result), "worker": self._worker}
+        values = None if result.value is None else [result.value]
+        with suppress(UpdateFinishedTrialError):  # by another; or by a call of ours that seemed to fail
+            self._patience.call(self._storage.set_trial_user_attr, claim, "result", kept)
+            self._patience.call(self._storage.set_trial_state_values, claim, TrialState.COMPLETE, values)
+        is_ours = self._patience.call(self._storage.get_trial, claim).state is TrialState.COMPLETE
+        del self._held[segment]
+        return is_ours
+
+    def release(self, segment: Segment) -> None:
+        """Give a segment back, unfinished; nothing, when it is not held."""
+        if segment in self._held:
+            self._end(self._held[segment])
+            del self._held[segment]
+
+    def _free(self, segments: Iterable[Segment], claims: Sequence[_Claim]) -> list[Segment]:
+        """Those that may be taken; the claims of ended leases on them are ended."""
+        leases = self._leases()
+        now = self._clock()
+        results = _results(claims)
+        by_segment = _unfinished(claims)
+        free = []
+        for segment in segments:
+            if segment in results or segment in self._held:
+                continue
+            standing = by_segment.get(segment, [])
+            over = [each for each in standing if self._is_over(each, leases.get(each.holder), now)]
+            for each in over:
+                self._end(each.id)
+            if len(over) == len(standing):
+                free.append(segment)
+        return free
+
+    def _is_over(self, claim: _Claim, lease: Lease | None, now: float) -> bool:
+        """Whether a claim holds its segment no more. Ours that is not held is left from a call that failed midway."""
+        return claim.holder == self._holder or lease is None or lease.is_over_for_others(now)
+
+    def _settled(self, claimed: Iterable[Segment]) -> list[Segment]:
+        """Those of which our claim is the first; our other claims on them are ended."""
+        claims = self._read()
+        results = _results(claims)
+        by_segment = _unfinished(claims)
+        won = []
+        for segment in claimed:
+            standing = by_segment.get(segment, [])
+            is_ours = segment not in results and bool(standing) and standing[0].holder == self._holder
+            if is_ours:
+                self._held[segment] = standing[0].id
+                self._lost.discard(segment)
+                won.append(segment)
+            for each in standing[1 if is_ours else 0 :]:
+                if each.holder == self._holder:
+                    self._end(each.id)
+        return won
+
+    def _note_lost(self) -> None:
+        ended = {claim.id for claim in self._read() if claim.has_ended}
+        for segment in self.held:
+            if self._held[segment] in ended:
+                del self._held[segment]
+                self._lost.add(segment)
+
+    def _end(self, claim: int) -> None:
+        with suppress(UpdateFinishedTrialError):  # by its holder, or by another who takes it away
+            self._patience.call(self._storage.set_trial_state_values, claim, TrialState.FAIL, None)
+
+    def _take_lease(self, now: float) -> None:
+        lease = Lease.taken(now, self._lease_s)
+        key = _lease_key(self._holder)
+        self._patience.call(self._storage.set_study_user_attr, self._study, key, lease.to_plain())
+        self._lease = lease
+
+    def _leases(self) -> dict[str, Lease]:
+        kept = self._patience.call(self._storage.get_study_user_attrs, self._study)
+        prefix = _lease_key("")
+        leases = {key.removeprefix(prefix): plain for key, plain in kept.items() if key.startswith(prefix)}
+        with self._of_a_search("lease"):
+            return {holder: Lease.from_plain(plain) for holder, plain in leases.items()}
+
+    def _read(self) -> list[_Claim]:
+        trials = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
+        with self._of_a_search("claim"):
+            return [_Claim.read(trial) for trial in trials if "holder" in trial.user_attrs]
+
+    @contextmanager
+    def _of_a_search(self, kind: str) -> Iterator[None]:
+        """Around what takes values from the storage. Raises BadStorageError where they are none of a search."""
+        try:
+            yield
+        except (UserError, LookupError, TypeError, ValueError) as error:
+            raise BadStorageError(self._place, f"a {kind} is damaged ({text_of(error)[:200]})") from error
+
+
+def _made(kind: type[_T], plain: Any) -> _T:
+    """An object of plain values, each of its field's type. Raises UserError and TypeError."""
+    made = kind(**plain)
+    check(made)
+    return made
+
+
+def _results(claims: Iterable[_Claim]) -> dict[Segment, SegmentResult]:
+    found: dict[Segment, SegmentResult] = {}
+    for claim in claims:
+        if claim.result is not None:
+            found.setdefault(claim.segment, claim.result)
+    return dict(sorted(found.items()))
+
+
+def _unfinished(claims: Iterable[_Claim]) -> dict[Segment, list[_Claim]]:
+    """By segment, in the order in which they were made."""
+    found: dict[Segment, list[_Claim]] = {}
+    for claim in claims:
+        if not claim.has_ended:
+            found.setdefault(claim.segment, []).append(claim)
+    return found
+
+
+def _lease_key(holder: str) -> str:
+    return f"lease of {holder}"
