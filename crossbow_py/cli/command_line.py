@@ -36,7 +36,7 @@ from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.core.standard_streams import print_line, standard_streams
 from crossbow_py.engine.device.denormals import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.run_report.sweep import sweep_lines
+from crossbow_py.report.sweep import sweep_lines
 from crossbow_py.train.config import C, CommandConfig
 from crossbow_py.train.run_folder.folder import RUNS, time_name
 from crossbow_py.train.run_folder.recorded_config import composed

@@ -8,8 +8,8 @@ from torch import nn
 
 from crossbow_py.averaging import SMA
 from crossbow_py.engine.update.optimizers import SGD
-from crossbow_py.estimation import estimate
-from crossbow_py.measuring import reserved_bytes, within
+from crossbow_py.estimate.estimation import estimate
+from crossbow_py.estimate.measuring import reserved_bytes, within
 from crossbow_py.train.config import EstimateConfig, compose
 from crossbow_py.train.run_settings import RunSettings
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py import report
 from crossbow_py.predict import __main__ as predict
+from crossbow_py.report import __main__ as report
 from crossbow_py.search import __main__ as search
 from crossbow_py.train import __main__ as train
 from tests.caches import link_native

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py import report
-from crossbow_py.run_report import writing
+from crossbow_py.report import __main__ as report
+from crossbow_py.report import writing
 from crossbow_py.train import __main__ as train
 from tests.run_folders import write_run, write_unfinished
 

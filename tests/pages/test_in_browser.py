@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from crossbow_py import report
+from crossbow_py.report import __main__ as report
 from docs.screenshots import PAGES, browser, screenshot, tensorboard
 from tests.run_folders import write_run, write_trace
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.sizing.job import Sample
-from crossbow_py.estimate import main
-from crossbow_py.estimation import estimate
-from crossbow_py.estimation_report import as_text
+from crossbow_py.estimate.__main__ import main
+from crossbow_py.estimate.estimation import estimate
+from crossbow_py.estimate.report import as_text
 from crossbow_py.train.config import EstimateConfig, compose
 from crossbow_py.train.run_settings import RunSettings
 
@@ -172,10 +172,10 @@ class MadeUpDevice:
         self.scale, self.refused, self.limit = scale, refused, 0
         self.ran: dict[int, bool] = {}
         self.executors: set[str] = set()
-        monkeypatch.setattr("crossbow_py.estimation.choose_device", lambda _: torch.device("cuda", 0))
-        monkeypatch.setattr("crossbow_py.estimation.free_bytes", lambda _: 2 * GIB)
-        monkeypatch.setattr("crossbow_py.estimation.within", self.within)
-        monkeypatch.setattr("crossbow_py.estimation.reserved_bytes", self.reserved)
+        monkeypatch.setattr("crossbow_py.estimate.estimation.choose_device", lambda _: torch.device("cuda", 0))
+        monkeypatch.setattr("crossbow_py.estimate.estimation.free_bytes", lambda _: 2 * GIB)
+        monkeypatch.setattr("crossbow_py.estimate.estimation.within", self.within)
+        monkeypatch.setattr("crossbow_py.estimate.estimation.reserved_bytes", self.reserved)
         plain = compose(["+experiment=resnet20", "memory=2GiB", "precision=fp32"], EstimateConfig)
         self.model = estimate(plain).model
 
@@ -219,7 +219,8 @@ def test_estimate_with_a_gpu_recommends_what_was_run_and_fits_the_table_to_it(
 
 def test_estimate_with_a_gpu_that_the_data_set_fills_says_that_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     device = MadeUpDevice(monkeypatch, 1.0)
-    monkeypatch.setattr("crossbow_py.estimation.free_bytes", lambda _: 300 * 2**20)  # CIFAR-10 with padding: 269 MB
+    # CIFAR-10 with padding takes 269 MB.
+    monkeypatch.setattr("crossbow_py.estimate.estimation.free_bytes", lambda _: 300 * 2**20)
     found = estimate(compose(["+experiment=resnet20", "num_learners=3", "precision=fp32"], EstimateConfig))
     assert found.recommendation is None and device.ran == {} and device.limit == 0
     assert "Nothing fits: 3 learners need" in as_text(found)

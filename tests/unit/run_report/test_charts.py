@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.run_report.charts import all_charts, colour
-from crossbow_py.run_report.reading import RunRecord, read_runs
+from crossbow_py.report.charts import all_charts, colour
+from crossbow_py.report.reading import RunRecord, read_runs
 from tests.run_folders import write_run, write_trace
 
 EPOCHS = [{"samples_seen": 1000 * n, "elapsed_s": n, "test_accuracy": n / 4, "validation_accuracy": None,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.run_report.charts import all_charts
-from crossbow_py.run_report.page import as_html
-from crossbow_py.run_report.reading import RunRecord, read_runs
+from crossbow_py.report.charts import all_charts
+from crossbow_py.report.page import as_html
+from crossbow_py.report.reading import RunRecord, read_runs
 from tests.run_folders import write_run, write_trace, write_unfinished
 
 NOW = datetime(2026, 1, 2, 3, 4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from crossbow_py.run_report.reading import Span
-from crossbow_py.run_report.timeline_strip import typical_rounds
+from crossbow_py.report.reading import Span
+from crossbow_py.report.timeline_strip import typical_rounds
 
 
 def rounds(*lengths: float, first: int = 0) -> list[Span]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from crossbow_py.run_report.reading import Span
+from crossbow_py.report.reading import Span
 from crossbow_py.telemetry.timeline import ordered_rows
 
 ROUNDS_SHOWN = 3

@@ -12,9 +12,9 @@ from typing import Any
 from crossbow_py.core.plain_values import differing
 from crossbow_py.core.settings import written
 from crossbow_py.core.version import __version__
-from crossbow_py.run_report.charts import Chart, colour
-from crossbow_py.run_report.figures import alike, figures
-from crossbow_py.run_report.reading import RunRecord, number
+from crossbow_py.report.charts import Chart, colour
+from crossbow_py.report.figures import alike, figures
+from crossbow_py.report.reading import RunRecord, number
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from crossbow_py.cli.command_line import run, say
 from crossbow_py.core.given_path import given_path
-from crossbow_py.estimation import estimate
-from crossbow_py.estimation_report import as_text, write
+from crossbow_py.estimate.estimation import estimate
+from crossbow_py.estimate.report import as_text, write
 from crossbow_py.train.config import EstimateConfig
 
 

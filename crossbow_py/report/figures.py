@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from crossbow_py.run_report.reading import RunRecord, number
+from crossbow_py.report.reading import RunRecord, number
 from crossbow_py.telemetry.console import clock_time
 
 _SECONDS_SPELLED_OUT = 120  # from there on minutes

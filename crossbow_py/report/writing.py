@@ -9,7 +9,7 @@ from pathlib import Path
 
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.file_writing import replacing
-from crossbow_py.run_report.reading import find_runs, read_runs
+from crossbow_py.report.reading import find_runs, read_runs
 from crossbow_py.telemetry.records import write_atomically
 from crossbow_py.train.run_folder.folder import RUNS, make_folder, time_name
 
@@ -34,8 +34,8 @@ def write_report(paths: Sequence[Path], output_dir: Path | None = None) -> tuple
     folders = find_runs(paths)
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("a report needs matplotlib, which is not there; pip install matplotlib.")
-    from crossbow_py.run_report.charts import all_charts  # noqa: PLC0415  matplotlib is an extra
-    from crossbow_py.run_report.page import as_html  # noqa: PLC0415
+    from crossbow_py.report.charts import all_charts  # noqa: PLC0415  matplotlib is an extra
+    from crossbow_py.report.page import as_html  # noqa: PLC0415
 
     runs = read_runs(folders)
     if output_dir is None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crossbow_py.core.text_table import columns
-from crossbow_py.run_report.figures import figures
-from crossbow_py.run_report.reading import MOST_RUNS, RunRecord
+from crossbow_py.report.figures import figures
+from crossbow_py.report.reading import MOST_RUNS, RunRecord
 from crossbow_py.telemetry.records import read_summary
 
 _SHOWN = ("status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s")

@@ -1,1 +1,0 @@
-"""What runs did, as one page that reads without a network: curves, decisions, a round's timeline, differences."""
