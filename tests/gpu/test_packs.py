@@ -26,7 +26,7 @@ from crossbow_py.search.packs.width import Width
 from crossbow_py.train import run_settings
 from tests.searches import report, search_digits, segments, values
 from tests.trainers import images
-from tests.unit.packing.test_pack import (
+from tests.unit.search.packs.test_pack import (
     ADAM,
     BATCH,
     LONGEST,

@@ -22,8 +22,8 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS
 from tests.recording_streams import RecordingStreams
 from tests.support import assert_learners_equal, features, make_tasks, norm_model, plan
-from tests.unit.engine.test_fused_device import assert_equal, run
-from tests.unit.kernels.launches import counted_launches, kernels_that_do_nothing
+from tests.unit.engine.executors.test_fused_device import assert_equal, run
+from tests.unit.engine.kernels.launches import counted_launches, kernels_that_do_nothing
 
 
 class Residual(nn.Module):

@@ -16,7 +16,7 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.integration.test_kernel_rounds import images, residual
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, make_tasks, norm_model, norm_with_dropout
-from tests.unit.engine.test_fused_device import assert_equal, run
+from tests.unit.engine.executors.test_fused_device import assert_equal, run
 
 
 def tasks_for(make_model=norm_model, num_learners=3, **options):

@@ -115,7 +115,8 @@ class PageRun:
             self.checked.append(text)
             return
         debugged = any(word.startswith(("+debug=", "latency_s=", "--")) for word in argv)
-        code = importlib.import_module(f"crossbow_py.{entry}").main([*argv, *([] if debugged else FAST[entry])])
+        main = importlib.import_module(f"crossbow_py.{entry}.__main__").main
+        code = main([*argv, *([] if debugged else FAST[entry])])
         assert code == 0, f"{text} ended with {code}"
         self.ran.append(text)
 

@@ -85,7 +85,7 @@ class Watched:
         stderr = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
         try:
             with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), _at_most(SECONDS):
-                code = importlib.import_module(f"crossbow_py.{name}").main(list(argv))
+                code = importlib.import_module(f"crossbow_py.{name}.__main__").main(list(argv))
         except Hang:
             outcomes.hangs.append(called + "\n" + traceback.format_exc()[-2000:])
             return

@@ -19,8 +19,8 @@ from crossbow_py.search.hyperband import TrialState, make_brackets
 from crossbow_py.search.packs.width import Width
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.storage import open_storage
-from tests.unit.packing.shared_studies import OPENED
-from tests.unit.packing.tiny_search import Setting
+from tests.unit.search.study.shared_studies import OPENED
+from tests.unit.search.tiny_search import Setting
 
 SPACE = Space.from_mapping(
     {

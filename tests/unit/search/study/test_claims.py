@@ -15,7 +15,7 @@ from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.study import leases
 from crossbow_py.search.study.journal import StorageError
 from crossbow_py.search.study.storage import open_storage
-from tests.unit.packing.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, why_failed, worker
+from tests.unit.search.study.shared_studies import SEGMENTS, Clock, Failing, done, optuna_trials, why_failed, worker
 
 
 def test_segments_claimed_by_one_are_not_given_to_another(address: str) -> None:

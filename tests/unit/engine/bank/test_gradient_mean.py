@@ -22,7 +22,7 @@ from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import NativeUpdate
 from tests.recording_streams import RecordingStreams, ShuffledStreams
 from tests.support import features, linear_model, make_tasks, norm_model, plan
-from tests.unit.engine.test_fused_device import assert_equal, run
+from tests.unit.engine.executors.test_fused_device import assert_equal, run
 
 IMAGES = features(48, (3, 6, 6))
 RULES = [SynchronousSGD(), GroupedSMA(group_size=2)]

@@ -18,15 +18,8 @@ from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.packs import slots, trial_registry
 from crossbow_py.search.packs.pack import Pack
 from crossbow_py.train.evaluation.evaluator import Evaluator
-from tests.unit.packing.shared_studies import why_failed
-from tests.unit.packing.tiny_search import (
-    ONE_SIZE,
-    Setting,
-    never,
-    one_round,
-    two_architectures,
-    values_of,
-)
+from tests.unit.search.study.shared_studies import why_failed
+from tests.unit.search.tiny_search import ONE_SIZE, Setting, never, one_round, two_architectures, values_of
 
 
 def test_memory_that_does_not_hold_a_pack_makes_it_narrower(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

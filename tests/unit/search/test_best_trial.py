@@ -26,13 +26,7 @@ from crossbow_py.search.study.states import TrialStates
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.checkpoints.weights import load_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
-from tests.unit.packing.tiny_search import (
-    CHOICES,
-    LOSS,
-    Setting,
-    lost,
-    never,
-)
+from tests.unit.search.tiny_search import CHOICES, LOSS, Setting, lost, never
 
 
 def test_best_trial_is_measured_on_the_test_data_and_written(setting: Setting, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from crossbow_py.search.study.journal import StorageError
 from crossbow_py.search.study.sampling import SamplerName
 from crossbow_py.search.study.storage import open_storage
 from crossbow_py.search.study.study import SharedStudy
-from tests.unit.packing.shared_studies import SEGMENTS, SPACE, Failing, done, optuna_trials, worker
+from tests.unit.search.study.shared_studies import SEGMENTS, SPACE, Failing, done, optuna_trials, worker
 
 # --- trials -----------------------------------------------------------------------------------------------------------
 

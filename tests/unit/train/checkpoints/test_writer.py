@@ -17,7 +17,14 @@ import torch
 
 from crossbow_py.train.checkpoints.checkpoint import checkpoints, find_newest, open_checkpoint
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, save
-from tests.unit.marked_checkpoints import discard_together, mark_of, newest_mark, state, write_together, writers
+from tests.unit.train.checkpoints.marked_checkpoints import (
+    discard_together,
+    mark_of,
+    newest_mark,
+    state,
+    write_together,
+    writers,
+)
 
 
 def names(run_folder: Path) -> list[str]:

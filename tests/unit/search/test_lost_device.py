@@ -13,15 +13,8 @@ from crossbow_py.search.packs import slots, trial_registry
 from crossbow_py.search.packs.pack import Pack
 from crossbow_py.train.evaluation import evaluator
 from crossbow_py.train.evaluation.evaluator import Evaluator
-from tests.unit.packing.shared_studies import why_failed
-from tests.unit.packing.tiny_search import (
-    LOST,
-    ONE_SIZE,
-    Setting,
-    lost,
-    never,
-    one_round,
-)
+from tests.unit.search.study.shared_studies import why_failed
+from tests.unit.search.tiny_search import LOST, ONE_SIZE, Setting, lost, never, one_round
 
 
 def lost_in_a_loss(*_: Any, **__: Any) -> Any:

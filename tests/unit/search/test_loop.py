@@ -20,14 +20,8 @@ from crossbow_py.search.outcome import trial_records
 from crossbow_py.search.packs import slots, trial_registry
 from crossbow_py.search.packs.pack import Pack
 from crossbow_py.search.packs.policies import Policy
-from tests.unit.packing.shared_studies import why_failed
-from tests.unit.packing.tiny_search import (
-    ONE_SIZE,
-    Setting,
-    let_leases_end,
-    never,
-    one_round,
-)
+from tests.unit.search.study.shared_studies import why_failed
+from tests.unit.search.tiny_search import ONE_SIZE, Setting, let_leases_end, never, one_round
 
 
 class Breaking(nn.Module):

@@ -18,7 +18,7 @@ from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.update.kernel_update import KernelUpdate, choose_kernel_update
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.engine.update.row_update import Step, TorchUpdate, kernel_update
-from tests.unit.kernels.traffic import counted_traffic
+from tests.unit.engine.kernels.traffic import counted_traffic
 
 CPU = torch.device("cpu")
 OPTIMIZERS = [

@@ -19,7 +19,14 @@ import torch
 
 from crossbow_py.train.checkpoints.checkpoint import find_newest
 from crossbow_py.train.checkpoints.writer import save
-from tests.unit.marked_checkpoints import discard_together, mark_of, newest_mark, state, write_together, writers
+from tests.unit.train.checkpoints.marked_checkpoints import (
+    discard_together,
+    mark_of,
+    newest_mark,
+    state,
+    write_together,
+    writers,
+)
 
 MOST_STEPS = 200
 ENOUGH = 8192  # a page for the part and one for its hash, or for the manifest
