@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import write_yaml
+from crossbow_py.cli.configuration import compose
 from crossbow_py.telemetry.events import LearnerCount
 from crossbow_py.telemetry.records import CONFIG_FILE, file_listeners
 from crossbow_py.telemetry.timeline import TRACE_FILE, Timeline
-from crossbow_py.train.config import compose, config_to_mapping
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests.unit.telemetry.conftest import Events
 
 MS = 1_000_000  # in nanoseconds
@@ -29,7 +30,7 @@ def write_unfinished(folder: Path, *overrides: str, epochs: int = 3) -> Path:
 
 def _begin(folder: Path, overrides: tuple[str, ...], epochs: int, summary: dict[str, Any] | None) -> None:
     folder.mkdir(parents=True)
-    plain = config_to_mapping(compose(["+experiment=digits", *overrides]))
+    plain = config_to_mapping(compose(["+experiment=digits", *overrides], TrainConfig))
     (folder / CONFIG_FILE).write_text(write_yaml(plain), encoding="utf-8")
     listeners = file_listeners(folder, None)
     for listener in listeners:

@@ -17,8 +17,11 @@ from pathlib import Path
 
 from crossbow_py.cli.completion import FLAG as COMPLETION
 from crossbow_py.cli.completion import asked_shell, completion_script
+from crossbow_py.cli.configuration import C, CommandConfig, compose
 from crossbow_py.cli.help_text import help_text, list_text
+from crossbow_py.cli.output_folder import RUNS, time_name
 from crossbow_py.cli.overrides import expand_sweeps
+from crossbow_py.cli.sweep import sweep_lines
 from crossbow_py.core.errors import (
     CentralModelError,
     CrossbowError,
@@ -36,10 +39,6 @@ from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
 from crossbow_py.core.standard_streams import print_line, standard_streams
 from crossbow_py.engine.device.denormals import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
-from crossbow_py.report.sweep import sweep_lines
-from crossbow_py.train.config import C, CommandConfig
-from crossbow_py.train.run_folder.folder import RUNS, time_name
-from crossbow_py.train.run_folder.recorded_config import composed
 
 _MULTIRUN = ("-m", "--multirun")
 _SAID_IN_A_LINE = (UserError, NonFiniteError, DataError, RankError, RankLostError, CentralModelError, SearchError)
@@ -60,14 +59,21 @@ _LONGEST_LINE = 800
 _FLAGS = ("--help", "-h", "--list", COMPLETION, *_MULTIRUN)
 
 
-def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int]) -> int:
-    """Run `job` once per configuration that `argv` (None: the process's arguments) asks for; the worst exit code.
+Composing = Callable[[Sequence[str], type[C]], C]
 
-    `kind` is the class of configurations, which says which keys there are.
+
+def run(argv: Sequence[str] | None, kind: type[C], job: Callable[[C], int], composed: Composing[C] = compose) -> int:
+    """Run `job` once for every configuration that `argv` asks for, and return the worst exit code.
+
+    Args:
+        argv: the words of the command line; None for the process's own.
+        kind: the class of configurations, which says which keys there are.
+        job: what the command does with one configuration; returns its exit code.
+        composed: makes a configuration of words.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with standard_streams(), flushed_denormals():  # also in the threads that torch starts at its first operation
-        return _guarded(lambda: _dispatch(arguments, kind, job))
+        return _guarded(lambda: _dispatch(arguments, kind, job, composed))
 
 
 def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[str]], int]) -> int:
@@ -86,11 +92,11 @@ def run_with_text(argv: Sequence[str] | None, usage: str, job: Callable[[list[st
         return _guarded(dispatch)
 
 
-def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> int:
+def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int], composed: Composing[C]) -> int:
     if "--help" in arguments or "-h" in arguments:
         return say(help_text(kind))
     if "--list" in arguments:
-        return say(list_text())
+        return say(list_text(kind))
     if COMPLETION in arguments:
         return say(completion_script(asked_shell(arguments)))
     for argument in arguments:
@@ -99,7 +105,7 @@ def _dispatch(arguments: list[str], kind: type[C], job: Callable[[C], int]) -> i
     overrides = [argument for argument in arguments if argument not in _MULTIRUN]
     if len(overrides) == len(arguments):
         return job(composed(overrides, kind))
-    return _multirun(overrides, kind, job)
+    return _multirun([(composed(words, kind), swept) for words, swept in expand_sweeps(overrides)], job)
 
 
 def _instead(option: str, kind: type[CommandConfig]) -> str:
@@ -111,10 +117,10 @@ def _instead(option: str, kind: type[CommandConfig]) -> str:
     return suggestion(option, _FLAGS)
 
 
-def _multirun(overrides: list[str], kind: type[C], job: Callable[[C], int]) -> int:
-    """All configurations are composed before the first job starts, so that a mistake in the last one shows at once."""
+def _multirun(jobs: Sequence[tuple[C, str]], job: Callable[[C], int]) -> int:
+    """Run jobs one after another. All are composed by then, so that a mistake in the last one showed at once."""
     now = time_name()
-    configs = [_in_own_folder(composed(texts, kind), swept, now) for texts, swept in expand_sweeps(overrides)]
+    configs = [_in_own_folder(config, swept, now) for config, swept in jobs]
     worst, speaks = 0, os.environ.get("RANK", "0") == "0"  # of ranks, one
     for number, config in enumerate(configs, start=1):
         if speaks:

@@ -5,25 +5,21 @@ So a press of Tab starts nothing: importing torch alone would take a second or t
 
 from __future__ import annotations
 
+import importlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, compose
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.predict.config import PredictConfig
-from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, CommandConfig, EstimateConfig, TrainConfig, compose
 
 FLAG = "--completion"
 
-_COMMANDS: Mapping[str, type[CommandConfig]] = {
-    "crossbow-train": TrainConfig,
-    "crossbow-search": SearchConfig,
-    "crossbow-estimate": EstimateConfig,
-    "crossbow-predict": PredictConfig,
-}
+# The commands with keys: `crossbow_py.NAME.config` has the configuration class NameConfig. Looked up by name, so that
+# nothing here depends on a command.
+_COMMANDS = ("train", "search", "estimate", "predict")
 _REPORT = "crossbow-report"
 _FLAGS = {
     "--help": "every key, with its meaning",
@@ -83,6 +79,12 @@ complete %(options)s-F _crossbow_complete %(names)s
 _ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
 
 
+def configurations() -> dict[str, type[CommandConfig]]:
+    """Return the configuration class of each console script."""
+    found = {name: importlib.import_module(f"crossbow_py.{name}.config") for name in _COMMANDS}
+    return {f"crossbow-{name}": getattr(module, f"{name.capitalize()}Config") for name, module in found.items()}
+
+
 def completion_script(shell: str) -> str:
     """What the shell is to evaluate, for all commands at once. Raises UserError for another shell."""
     scripts = {"bash": _for_bash, "zsh": lambda: _ZSH + _for_bash("-o nospace "), "fish": _for_fish}
@@ -99,17 +101,16 @@ def asked_shell(arguments: Sequence[str]) -> str:
 
 def words(kind: type[CommandConfig]) -> dict[str, str]:
     """Everything that may be written behind a command, with its meaning; a key that takes any value ends in `=`."""
-    groups = [group for group in REGISTRIES if group in kind.__dataclass_fields__]
     found = dict(_FLAGS)
-    if kind is not PredictConfig:
-        options = ((group, *option) for group in APPENDED_GROUPS for option in option_meanings(group).items())
+    if kind.TAKES_RECIPES:
+        options = ((group, *option) for group in APPENDED_GROUPS for option in option_meanings(group, kind).items())
         appended = {f"+{group}={name}": text for group, name, text in options}
         found |= {word: text for word, text in appended.items() if _is_taken(word, kind)}
         found |= {"--multirun": "run every combination of values that are separated by commas"}
-        found |= _CONFIG if kind.CONF == TrainConfig.CONF else {}
-    for group in groups:
-        found |= {f"{group}={name}": text for name, text in option_meanings(group).items()}
-    for key in [*command_keys(kind), *(key for group in groups for key in group_keys(group))]:
+        found |= _CONFIG if "config=RUN" in kind.USAGE else {}
+    for group in kind.GROUPS:
+        found |= {f"{group}={name}": text for name, text in option_meanings(group, kind).items()}
+    for key in [*command_keys(kind), *(key for group in kind.GROUPS for key in group_keys(group, kind))]:
         found |= {f"{key.name}={value}": key.meaning for value in _values(key)}
     return found
 
@@ -133,20 +134,20 @@ def _values(key: Key) -> Sequence[str]:
 
 
 def _for_bash(options: str = "") -> str:
-    listed = {name: " ".join(words(kind)) for name, kind in _COMMANDS.items()} | {_REPORT: "--help output_dir="}
+    listed = {name: " ".join(words(kind)) for name, kind in configurations().items()} | {_REPORT: "--help output_dir="}
     return _BASH % {
         "cases": "\n".join(f"        {name}) echo {shlex.quote(text)} ;;" for name, text in listed.items()),
         "appended": "|".join(APPENDED_GROUPS),
         "paths": "|".join(f"{key}=*" for key in _PATHS),
         "report": _REPORT,
         "options": options,
-        "names": " ".join([*_COMMANDS, _REPORT]),
+        "names": " ".join([*(f"crossbow-{name}" for name in _COMMANDS), _REPORT]),
     }
 
 
 def _for_fish() -> str:
     lines = ["# Completion of crossbow_py's commands in fish."]
-    for name, kind in _COMMANDS.items():
+    for name, kind in configurations().items():
         lines += [f"complete -c {name} -f -a {_fish(word)} -d {_fish(text)}" for word, text in words(kind).items()]
     return "\n".join([*lines, f"complete -c {_REPORT} -a 'output_dir='", ""])
 

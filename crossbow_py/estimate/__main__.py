@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from crossbow_py.cli.command_line import run, say
 from crossbow_py.core.given_path import given_path
+from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.estimation import estimate
 from crossbow_py.estimate.report import as_text, write
-from crossbow_py.train.config import EstimateConfig
+from crossbow_py.train.run_folder.recorded_config import composed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
-    return run(argv, EstimateConfig, answer)
+    return run(argv, EstimateConfig, answer, composed)
 
 
 def answer(config: EstimateConfig) -> int:

@@ -1,16 +1,36 @@
-"""What a prediction can be told."""
+"""What `crossbow_py.predict` can be told."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from crossbow_py.cli.configuration import Registry
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.settings import check, setting
+from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.modules.precision import PrecisionName
 from crossbow_py.predict.predictors import PredictorName
+
+_USAGE = """\
+usage: python -m crossbow_py.predict models=[RUN,...] [data=NAME] [KEY=VALUE ...] [--help]
+
+Runs trained models over the test part of a data set, each alone and all as an ensemble: the mean of their
+probabilities. Shows accuracies, images/s, and how long an answer takes for batches of 1 to 64 samples.
+
+  python -m crossbow_py.predict models=[runs/digits/a,runs/digits/b]     # or just their folders
+  python -m crossbow_py.predict models=[runs/digits/a/model_0.safetensors,runs/digits/b] executor=serial
+  python -m crossbow_py.predict models=[runs/lenet/a] data=fashion_mnist latency_s=0 output_dir=predicted
+
+A run with averaging=independent has a model for every learner, and its folder stands for all of them. Without data
+the models' own data set is taken, which must be the same. Models of one architecture run as rows of one bank.
+Writes predict.json, and predictions.npz: members [K, N, C], ensemble [N, C], targets [N], names [K].
+
+Exit codes: 0 done, 2 a mistake in what was asked for, 130 after Ctrl-C, 1 anything else.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +39,11 @@ class PredictConfig:
 
     GROUP: ClassVar[str] = ""
     CONF: ClassVar[str] = "predict"
+    USAGE: ClassVar[str] = _USAGE
+    GROUPS: ClassVar[Mapping[str, Registry]] = {"data": SOURCES}
+    MEANINGS: ClassVar[Mapping[str, str]] = {}
+    LAID_OVER: ClassVar[Mapping[str, Callable[[Any, str, Any], Any]]] = {}
+    TAKES_RECIPES: ClassVar[bool] = False
     NEEDS_FOLDER: ClassVar[bool] = True
     experiment: ClassVar[str] = "predict"
     resume: ClassVar[None] = None

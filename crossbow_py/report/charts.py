@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from crossbow_py.report.reading import Point, RunRecord, number
+from crossbow_py.report.reading import Point, RunRecord
 from crossbow_py.report.timeline_strip import Strip, typical_rounds
+from crossbow_py.telemetry.figures import number
 
 _COLOURS = (
     "#1f77b4", "#d95f02", "#2ca02c", "#9467bd", "#c2185b", "#8c564b", "#17a2b8", "#7f7f7f", "#bcbd22", "#0b3d91",

@@ -13,8 +13,8 @@ from crossbow_py.core.plain_values import differing
 from crossbow_py.core.settings import written
 from crossbow_py.core.version import __version__
 from crossbow_py.report.charts import Chart, colour
-from crossbow_py.report.figures import alike, figures
-from crossbow_py.report.reading import RunRecord, number
+from crossbow_py.report.reading import RunRecord
+from crossbow_py.telemetry.figures import alike, figures, number
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }

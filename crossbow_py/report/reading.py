@@ -13,6 +13,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import is_held
 from crossbow_py.core.own_files import check_own
 from crossbow_py.search.events import SEARCH_FILE
+from crossbow_py.telemetry.figures import MOST_RUNS, number
 from crossbow_py.telemetry.records import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -25,8 +26,6 @@ from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
 from crossbow_py.train.run_folder.folder import LOCK_FILE
 
-MOST_RUNS = 12  # more curves than that nobody tells apart
-_LARGEST = 1e30
 _FOLDERS_DEEP = 3  # runs/<experiment>/<sweep>/<job>
 
 Point = tuple[float, float]
@@ -74,13 +73,6 @@ class RunRecord:
         """A column of metrics.jsonl over another, where both are numbers."""
         points = ((number(line.get(x)), number(line.get(key))) for line in self.epochs)
         return [(at, value) for at, value in points if at is not None and value is not None]
-
-
-def number(value: Any) -> float | None:
-    """A number that can be drawn, or None for anything else that a damaged file may have in its place."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if -_LARGEST < value < _LARGEST else None  # of which NaN is no case either
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

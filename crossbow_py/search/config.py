@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from crossbow_py.cli.configuration import group_options, read_option
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting, suggestion
 from crossbow_py.search.hyperband import Bracket, Method, make_brackets
 from crossbow_py.search.packs.policies import Policy
-from crossbow_py.search.space import Space
-from crossbow_py.train.config import (
-    REGISTRIES,
-    TrainConfig,
-    config_from_mapping,
-    config_to_mapping,
-    group_options,
-    read_option,
-)
+from crossbow_py.search.space import Space, laid_over
+from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 from crossbow_py.train.run_folder.recorded_config import as_override
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
@@ -37,11 +31,62 @@ MEANINGLESS: dict[str, Any] = {
 }  # fmt: skip
 
 
+_USAGE = """\
+usage: python -m crossbow_py.search [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
+
+Trains many configurations of a run, the trials, for a while and the best of them on, packed side by side on a device.
+It takes what crossbow_py.train takes, as what all trials have in common, and the space of what differs between them.
+Trials are compared on validation data, data.validation_fraction=0.1 of the training data when nothing is said; the
+test data is measured once, for the best.
+
+  python -m crossbow_py.search +experiment=search_digits
+  python -m crossbow_py.search +experiment=search_lenet sampler=tpe num_trials=60 max_epochs=9
+  python -m crossbow_py.search +experiment=search_digits '+space.batch_size=[16,32]' packing=none
+  python -m crossbow_py.search model=lenet data=mnist '+space.optimizer.learning_rate={low:0.001,high:0.5,log:true}'
+
+The space of an experiment, in YAML; conf/experiment/search_digits.yaml is one to copy:
+
+  space:
+    optimizer: [sgd, adamw]                                        # choices, short for {choices: [sgd, adamw]}
+    optimizer.learning_rate: {low: 0.001, high: 0.5, log: true}    # a range, spread evenly by logarithm
+    optimizer.momentum: {low: 0.0, high: 0.9, step: 0.1, when: {optimizer: sgd}}    # exists only with sgd
+    batch_size: {low: 16, high: 64, step: 16}                      # of whole numbers, as both ends are
+
+What can be searched: model, optimizer and schedule with all that is beneath them, batch_size, label_smoothing, seed,
+data.crop_padding, data.flip and data.random_erasing. With sampler=grid, every combination is a trial; ranges then have
+a step, or num values: {low: 0.001, high: 0.1, log: true, num: 3}.
+
+The same command goes on with a search that was stopped or killed; nothing that is finished is trained again. Started
+while the search runs, it joins: workers share the trials. The default storage serves the processes of one machine.
+Several machines need a data base, the same in each command: storage=postgresql://USER@HOST/NAME or mysql://...; where
+output_dir is a folder they share too, any of them trains a trial on, and elsewhere it begins that trial anew.
+
+Writes search.json (trials, best, times), model.safetensors of the best trial, console.log, tensorboard, and with
+matplotlib parallel_coordinates.png and learning_curves.png. Shows the crossbow_py.train command of the best trial.
+
+Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 after Ctrl-C, 1 anything else.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchConfig(TrainConfig):
     """Everything `crossbow_py.search` can be told: what its trials are, and how they are searched and packed."""
 
     CONF: ClassVar[str] = "search"
+    USAGE: ClassVar[str] = _USAGE
+    MEANINGS: ClassVar[Mapping[str, str]] = {
+        "max_epochs": "passes over the training set of a trial that trains to the end",
+        "max_time_s": "stop the search after that many seconds, and take the best so far",
+        "target_accuracy": "stop the search at that validation accuracy, between 0 and 1",
+        "num_learners": "a trial is one learner",
+        "seed": "seed of what is sampled, of the sample order of all trials, and of each trial's own seed",
+        "experiment": "name of the search's recipe; chosen with +experiment=NAME",
+        "output_dir": "the search's folder; null is runs/<experiment>/<time>",
+        "resume": "auto goes on with or joins the newest unfinished search like this one; null never, or "
+        "the path of a search's folder",
+        **dict.fromkeys(MEANINGLESS, "not in a search"),
+    }
+    LAID_OVER: ClassVar[Mapping[str, Callable[[Any, str, Any], Any]]] = {"space": laid_over}
 
     space: dict[str, Any] = setting({}, "what is searched: a mapping from keys of a run to ranges or choices")
     sampler: Literal["random", "tpe", "grid"] = setting("random", "how trials are sampled: random, tpe or grid")
@@ -129,7 +174,7 @@ def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
     """Refuse a key that the option taken of a searched group lacks, and another option of the search has."""
     for key in params:
         group, _, name = key.partition(".")
-        if not name or params.get(group) not in group_options(group):
+        if not name or params.get(group) not in group_options(group, TrainConfig):
             continue
         choices = next(each for each in config.parsed_space.parameters if each.key == group).ends()
         having = [choice for choice in choices if name.split(".")[0] in _option_fields(group, choice)]
@@ -143,10 +188,10 @@ def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
 
 def _option_fields(group: str, option: Any) -> set[str]:
     """The keys beneath a group when an option of it is taken; none for an unknown option."""
-    if option not in group_options(group):
+    if option not in group_options(group, TrainConfig):
         return set()
     name = read_option(group, option).get("name", option)
-    return {field.name for field in dataclasses.fields(REGISTRIES[group][name])}
+    return {field.name for field in dataclasses.fields(TrainConfig.GROUPS[group][name])}
 
 
 def _check_key(key: str) -> None:
@@ -177,9 +222,10 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
     )  # fmt: skip
     meant = config.parsed_space.meant(params)
     for key, value in sorted(meant.items(), key=lambda pair: "." in pair[0]):  # groups before what is in them
-        if key in REGISTRIES:
-            if value not in group_options(key):
-                raise UserError(f"space: unknown {key} {value!r}{suggestion(str(value), group_options(key))}")
+        if key in TrainConfig.GROUPS:
+            options = group_options(key, TrainConfig)
+            if value not in options:
+                raise UserError(f"space: unknown {key} {value!r}{suggestion(str(value), options)}")
             if value != plain[key]["name"]:  # what is configured keeps what it was given
                 plain[key] = read_option(key, value)
         else:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
+from crossbow_py.cli.output_folder import RUNS, make_folder, new_folder
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.given_path import given_path
@@ -20,8 +21,8 @@ from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SEARCH_FILE, brought_up
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, TENSORBOARD_FOLDER, read_json, write_atomically
-from crossbow_py.train.config import REGISTRIES, config_to_mapping
-from crossbow_py.train.run_folder.folder import MAY_CHANGE, RUNS, make_folder, new_folder
+from crossbow_py.train.config import config_to_mapping
+from crossbow_py.train.run_folder.folder import MAY_CHANGE
 
 JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"
@@ -123,7 +124,7 @@ def identity(config: SearchConfig) -> dict[str, Any]:
 def defaults_of(identity: Mapping[str, Any]) -> dict[str, Any]:
     """What the keys of an identity are when nothing is said, those of a group by the name that it has there."""
     found = {key: value for key, value in _defaults(SearchConfig).items() if key in identity}
-    for group, registry in REGISTRIES.items():
+    for group, registry in SearchConfig.GROUPS.items():
         if isinstance(own := identity.get(group), Mapping):
             found[group] = {"name": own["name"], **_defaults(registry[own["name"]])}
     return found

@@ -14,11 +14,12 @@ from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.from_config import build_trainer, stops
 from crossbow_py.train.run_folder.folder import open_run
+from crossbow_py.train.run_folder.recorded_config import composed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` (default: the process's arguments) asks for; returns the exit code."""
-    return run(argv, TrainConfig, train)
+    return run(argv, TrainConfig, train, composed)
 
 
 def train(config: TrainConfig) -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from crossbow_py.cli.configuration import APPENDED_GROUPS
 from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
+from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, TrainConfig
+from crossbow_py.train.config import TrainConfig
 
 NAME = "keys"
 _NOT_THERE = "not in a search"
@@ -31,8 +33,8 @@ def table(part: str) -> str:
         "estimate": lambda: _key_table(_own(command_keys(EstimateConfig))),
         "search": lambda: _key_table([key for key in _own(command_keys(SearchConfig)) if key.meaning != _NOT_THERE]),
         "predict": lambda: _key_table(command_keys(PredictConfig)),
-        **{group: partial(_group_table, group) for group in REGISTRIES},
-        **{f"options/{group}": partial(_option_table, group) for group in (*APPENDED_GROUPS, *REGISTRIES)},
+        **{group: partial(_group_table, group) for group in TrainConfig.GROUPS},
+        **{f"options/{group}": partial(_option_table, group) for group in (*APPENDED_GROUPS, *TrainConfig.GROUPS)},
     }
     if part not in tables:
         raise ValueError(f"table:{NAME}/{part} is none of {', '.join(f'{NAME}/{known}' for known in tables)}.")
@@ -46,11 +48,12 @@ def _own(keys: Sequence[Key]) -> list[Key]:
 
 
 def _group_table(group: str) -> str:
-    return _key_table(group_keys(group), group)
+    return _key_table(group_keys(group, TrainConfig), group)
 
 
 def _option_table(group: str) -> str:
-    return _rows(["option", "what it is"], [[f"`{name}`", said] for name, said in option_meanings(group).items()])
+    options = option_meanings(group, TrainConfig)
+    return _rows(["option", "what it is"], [[f"`{name}`", said] for name, said in options.items()])
 
 
 def _key_table(keys: Sequence[Key], group: str | None = None) -> str:
@@ -66,7 +69,7 @@ def _key_table(keys: Sequence[Key], group: str | None = None) -> str:
 
 
 def _options(key: Key, group: str) -> str:
-    missing = [option for option in REGISTRIES[group] if option not in key.options]
+    missing = [option for option in TrainConfig.GROUPS[group] if option not in key.options]
     if not key.options:
         return "all"
     if len(missing) <= _FEW < len(key.options) and _has_one_row(key, group):
@@ -76,7 +79,7 @@ def _options(key: Key, group: str) -> str:
 
 def _has_one_row(key: Key, group: str) -> bool:
     """Whether the options that are not named lack the key, and not only have another default of it."""
-    return sum(each.name == key.name for each in group_keys(group)) == 1
+    return sum(each.name == key.name for each in group_keys(group, TrainConfig)) == 1
 
 
 def _shorter(values: str) -> str:

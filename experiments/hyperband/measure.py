@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.base import DataSource
@@ -23,7 +24,6 @@ from crossbow_py.search.build import SearchRun
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SearchListener
 from crossbow_py.search.folder import open_search_folder
-from crossbow_py.train.config import compose
 from experiments.common.windows import spread
 from experiments.hyperband.default_loop import Images, search
 

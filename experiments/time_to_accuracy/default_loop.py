@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.datasets import Data, as_pair
 from crossbow_py.data.sources.base import DataSource
 from crossbow_py.engine.modules.precision import choose_device
 from crossbow_py.engine.update.optimizers import SGD, PerLearner
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE, finite, write_atomically
-from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 from experiments.common.cells.parts import stops
 
 _WORKERS = 2

@@ -13,9 +13,9 @@ from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
+from crossbow_py.engine.fusion.units import unit_step
 from crossbow_py.engine.fusion.units.branches import graph_milliseconds
 from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices
-from crossbow_py.engine.fusion.units.units import unit_step
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.kernel_update import choose_kernel_update

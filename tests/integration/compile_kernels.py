@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from crossbow_py.data.resident.resident_feed import image_kernels
+from crossbow_py.data.resident import image_kernels
 from crossbow_py.engine.kernels import batch_norm, convolution, cross_entropy, statistics, update
 from crossbow_py.engine.kernels.geometry import Geometry
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.cli.completion import completion_script, words
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.train import __main__ as train
-from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 
 # What bash sets before it calls the function: the line so far, and its words.
 PRESS_TAB = """

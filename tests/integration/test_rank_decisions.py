@@ -20,10 +20,11 @@ from crossbow_py import (
     LocalSGD,
     SynchronousSGD,
 )
+from crossbow_py.cli.configuration import compose
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
-from crossbow_py.train.config import compose, config_to_mapping
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests import rank_jobs
 from tests.rank_results import assert_alike, results
 from tests.ranks import Raised, on_ranks
@@ -356,8 +357,8 @@ def test_out_of_memory_on_one_rank_takes_learners_away_on_all(where, executor, a
 
 
 def test_rank_with_another_configuration_or_source_is_refused_on_all():
-    config = config_to_mapping(compose(["+experiment=digits"]))
-    other = config_to_mapping(compose(["+experiment=digits", "batch_size=8", "output_dir=/elsewhere"]))
+    config = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
+    other = config_to_mapping(compose(["+experiment=digits", "batch_size=8", "output_dir=/elsewhere"], TrainConfig))
     assert results(rank_jobs.check_alike_on, 2, [config, config], ["a", "a"]) == ["alike", "alike"]
     for configs, codes, shown in (
         ([config, other], ["a", "a"], "rank 1 is not like rank 0 (config.batch_size: 16 → 8)"),

@@ -24,9 +24,11 @@ from packaging.requirements import Requirement
 from tensorboard.plugins.core.core_plugin import CorePluginLoader
 from torch.distributed.run import get_args_parser
 
+from crossbow_py.cli.configuration import compose
+from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import EstimateConfig, TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.run_folder.recorded_config import composed
 from tests.pages.snippets import LANGUAGES, ROOT, Snippet, commands
 

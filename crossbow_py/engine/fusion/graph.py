@@ -160,7 +160,7 @@ class FusedGraph:
         """Have the step of each unit's last node run the unit."""
         if not units:
             return
-        from crossbow_py.engine.fusion.units.units import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
+        from crossbow_py.engine.fusion.units import unit_step  # noqa: PLC0415  Triton is there, as `serves` has said
 
         of_last, k, learners = {unit.last: unit for unit in units}, self._num_learners, self._learners
         steps = [(step, of_last[step.node]) for step in self._steps if step.node in of_last]

@@ -37,7 +37,7 @@ def _failure(family: Family, device: torch.device, dtype: torch.dtype) -> str | 
 
 
 def _check_batches(device: torch.device, dtype: torch.dtype) -> None:
-    from crossbow_py.data.resident.resident_feed import image_kernels  # noqa: PLC0415  Triton is known to be there
+    from crossbow_py.data.resident import image_kernels  # noqa: PLC0415  Triton is known to be there
 
     image_kernels.check(device, dtype)
 

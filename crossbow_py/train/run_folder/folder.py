@@ -7,17 +7,16 @@ there, and a resume may change stops, logging and paths, nothing else.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
+from crossbow_py.cli.output_folder import RUNS, make_folder, new_folder
 from crossbow_py.core.errors import RankError, UserError, unwritable
 from crossbow_py.core.file_locks import is_locked, locked
 from crossbow_py.core.given_path import given_path
@@ -41,7 +40,6 @@ from crossbow_py.train.checkpoints.checkpoint import checkpoints, formerly, hold
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 
-RUNS = Path("runs")
 LOCK_FILE = ".lock"
 _FILES = (
     CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, MODEL_FILE, CONSOLE_LOG, LOCK_FILE, LAUNCH_FILE, TRACE_FILE, PROFILE_FILE,
@@ -214,35 +212,6 @@ def _check_unchanged(source: Path, plain: Mapping[str, Any]) -> None:
             f"resuming {source} may change only stops, logging and paths, got {', '.join(changed)}; "
             "put these back, or start a new run with another output_dir."
         )
-
-
-def new_folder(experiment: str) -> Path:
-    """Make runs/<experiment>/<time>; two runs started in one second get two folders."""
-    parent, now = make_folder(RUNS / experiment), time_name()
-    for number in itertools.count(1):
-        path = parent / (now if number == 1 else f"{now}_{number}")
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise unwritable(path, error) from error
-    raise AssertionError("an endless count ended")
-
-
-def time_name() -> str:
-    """Now, as a folder is called."""
-    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-
-
-def make_folder(path: Path) -> Path:
-    """Make a folder, if it is not there. Raises UserError."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    return path
 
 
 def _write_config(path: Path, text: str, launch: Launch | None) -> None:

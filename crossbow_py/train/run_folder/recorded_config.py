@@ -12,21 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossbow_py.cli.config_files import read_yaml
+from crossbow_py.cli.configuration import C, compose, group_options
 from crossbow_py.cli.overrides import read_text
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.given_path import given_path
 from crossbow_py.core.plain_values import filled
 from crossbow_py.telemetry.records import CONFIG_FILE
 from crossbow_py.train.checkpoints.checkpoint import formerly
-from crossbow_py.train.config import (
-    REGISTRIES,
-    C,
-    TrainConfig,
-    compose,
-    config_from_mapping,
-    config_to_mapping,
-    group_options,
-)
+from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 
 _KEY = "config="
 _OF_THE_RUN = {"output_dir": None, "resume": None}  # where that run wrote, and what it went on from
@@ -52,7 +45,7 @@ def composed(overrides: Sequence[str], kind: type[C]) -> C:
     keys = [text.lstrip("+~").split("=")[0] for text in own]
     if "experiment" in keys:
         raise UserError(f"config={given[0]} is a whole run, as +experiment is; leave one of them out.")
-    chosen = [key for key in keys if key in REGISTRIES]
+    chosen = [key for key in keys if key in kind.GROUPS]
     run = recorded(given[0])
     _check_targets(run, given[0], keys)
     words = [text for text in overrides_of(run) if text.split("=")[0].split(".")[0] not in chosen]
@@ -61,7 +54,7 @@ def composed(overrides: Sequence[str], kind: type[C]) -> C:
 
 def _check_targets(run: TrainConfig, path: str, keys: Sequence[str]) -> None:
     """A run's folder may be somebody else's: what code it names is to be said again. Raises UserError."""
-    for group in REGISTRIES:
+    for group in TrainConfig.GROUPS:
         target = getattr(getattr(run, group), "target", None)
         if target is not None and group not in keys and f"{group}.target" not in keys:
             raise UserError(
@@ -108,12 +101,12 @@ def overrides_of(config: TrainConfig) -> list[str]:
 
     Of a recipe that is not here, such as one of a later version, the name alone is lost.
     """
-    has_recipe = config.experiment in group_options("experiment")
+    has_recipe = config.experiment in group_options("experiment", TrainConfig)
     chosen = [f"+experiment={config.experiment}"] if has_recipe else []
-    for group in REGISTRIES:
+    for group in TrainConfig.GROUPS:
         name = getattr(config, group).NAME
-        chosen += [f"{group}={name}"] if name in group_options(group) else []
-    default = config_to_mapping(compose(chosen))
+        chosen += [f"{group}={name}"] if name in group_options(group, TrainConfig) else []
+    default = config_to_mapping(compose(chosen, TrainConfig))
     return [*chosen, *_differing(default, {**config_to_mapping(config), "experiment": default["experiment"]})]
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
-from crossbow_py.train.config import REGISTRIES, TrainConfig, compose, config_to_mapping
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 
 TRAIN = "crossbow_py.train"
 PARTS = "experiments.common.cells.parts"
@@ -140,7 +141,7 @@ def said_of(overrides: tuple[str, ...]) -> dict[str, Any]:
     if (config := _composed(overrides)) is None:
         return {"words": sorted(overrides)}
     said = _said(config)
-    for group in REGISTRIES:
+    for group in TrainConfig.GROUPS:
         if (chosen := getattr(config, group, None)) is not None:
             said[group] = {"name": type(chosen).NAME, **_said(chosen)}
     return said
@@ -156,7 +157,7 @@ def _composed(overrides: tuple[str, ...]) -> TrainConfig | None:
 
 def _said(settings: Any) -> dict[str, Any]:
     """The fields with another value than their default, those of groups left out."""
-    own = [each for each in fields(settings) if each.name not in REGISTRIES]
+    own = [each for each in fields(settings) if each.name not in TrainConfig.GROUPS]
     values = {each.name: getattr(settings, each.name) for each in own if getattr(settings, each.name) != each.default}
     kept = {key: value for key, value in values.items() if not is_dataclass(value)}
     return json.loads(json.dumps(kept))  # type: ignore[no-any-return]  # tuples become lists

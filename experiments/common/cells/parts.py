@@ -15,11 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.__main__ import main as train
 from crossbow_py.train.checkpoints.checkpoint import find_newest
-from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.schedules import Cosine
 
 _ALIKE = 1e-3  # of an epoch: a part ends with the round in which it does

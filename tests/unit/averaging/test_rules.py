@@ -27,10 +27,11 @@ from crossbow_py.averaging import (
     Stage,
     SynchronousSGD,
 )
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping
 from crossbow_py.engine.update.optimizers import SGD
-from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 from tests.support import linear_model, make_tasks, run_rounds
 
 Vector = NDArray[np.float64]

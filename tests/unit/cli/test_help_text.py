@@ -8,31 +8,25 @@ import shlex
 import pytest
 import yaml
 
+from crossbow_py.cli.configuration import APPENDED_GROUPS, CommandConfig, compose, group_options
 from crossbow_py.cli.help_text import help_text, list_text
+from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import MEANINGLESS, SearchConfig
 from crossbow_py.search.space import Space
-from crossbow_py.train.config import (
-    APPENDED_GROUPS,
-    REGISTRIES,
-    CommandConfig,
-    EstimateConfig,
-    TrainConfig,
-    compose,
-    group_options,
-)
+from crossbow_py.train.config import TrainConfig
 
 
 def test_help_text_has_every_key_of_every_option_once_for_each_meaning() -> None:
-    lines = help_text().splitlines()
+    lines = help_text(TrainConfig).splitlines()
     for field in dataclasses.fields(TrainConfig):
         if dataclasses.is_dataclass(field.default):
             keys = [f"  {field.name}.{nested.name}=" for nested in dataclasses.fields(field.default)]
         else:
-            keys = [f"{'' if field.name in REGISTRIES else '  '}{field.name}="]
+            keys = [f"{'' if field.name in TrainConfig.GROUPS else '  '}{field.name}="]
         for key in keys:
             assert sum(line.startswith(key) for line in lines) == 1
-    for group, registry in REGISTRIES.items():
+    for group, registry in TrainConfig.GROUPS.items():
         for settings in registry.values():
             for field in dataclasses.fields(settings):
                 described = [line for line in lines if line.startswith(f"  {group}.{field.name}=")]
@@ -40,7 +34,7 @@ def test_help_text_has_every_key_of_every_option_once_for_each_meaning() -> None
 
 
 def test_help_text_of_a_key_whose_default_differs_names_the_options_that_have_it() -> None:
-    rates = [line for line in help_text().splitlines() if line.startswith("  optimizer.learning_rate=")]
+    rates = [line for line in help_text(TrainConfig).splitlines() if line.startswith("  optimizer.learning_rate=")]
     assert [(line.split()[0].split("=")[1], line.split()[-1]) for line in rates] == [
         ("0.1", "(sgd)"),
         ("0.001", "(adamw)"),
@@ -53,7 +47,7 @@ def test_help_text_of_every_command_has_its_usage_and_keys(kind: type[CommandCon
     assert text.startswith(f"usage: python -m crossbow_py.{'train' if kind is TrainConfig else _command(kind)} ")
     for field in dataclasses.fields(kind):
         nested = dataclasses.fields(field.default)[0].name if dataclasses.is_dataclass(field.default) else ""
-        key = f"{field.name}.{nested}" if nested and field.name not in REGISTRIES else field.name
+        key = f"{field.name}.{nested}" if nested and field.name not in TrainConfig.GROUPS else field.name
         assert f"\n  {key}=" in text or f"\n{key}=" in text
 
 
@@ -89,8 +83,8 @@ def test_help_text_of_search_shows_commands_that_can_be_composed() -> None:
 
 
 def test_list_text_says_what_every_option_is() -> None:
-    blocks = dict(block.split("=\n", 1) for block in list_text().split("\n\n"))
-    assert list(blocks) == [*(f"+{group}" for group in APPENDED_GROUPS), *REGISTRIES]
+    blocks = dict(block.split("=\n", 1) for block in list_text(TrainConfig).split("\n\n"))
+    assert list(blocks) == [*(f"+{group}" for group in APPENDED_GROUPS), *TrainConfig.GROUPS]
     for group, block in blocks.items():
         described = dict(line.split(maxsplit=1) for line in block.splitlines())
-        assert list(described) == sorted(group_options(group.removeprefix("+")))
+        assert list(described) == sorted(group_options(group.removeprefix("+"), TrainConfig))

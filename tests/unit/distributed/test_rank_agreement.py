@@ -6,14 +6,15 @@ import copy
 
 import pytest
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import RankError, UserError
 from crossbow_py.distributed import rank_agreement
 from crossbow_py.distributed.rank_agreement import check_alike
 from crossbow_py.distributed.ranks import ALONE
-from crossbow_py.train.config import compose, config_to_mapping
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests.thread_ranks import on_threads
 
-CONFIG = config_to_mapping(compose(["+experiment=digits"]))
+CONFIG = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
 
 
 def with_changes(changes):

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.sizing.job import Sample
 from crossbow_py.estimate.__main__ import main
+from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.estimation import estimate
 from crossbow_py.estimate.report import as_text
-from crossbow_py.train.config import EstimateConfig, compose
 from crossbow_py.train.run_settings import RunSettings
 
 GIB = 2**30

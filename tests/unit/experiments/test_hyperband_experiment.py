@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import compose
 from experiments.common import pictures
 from experiments.hyperband import measure, plot, report, run
 from experiments.hyperband.measure import SIDES, measure_hyperband

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from crossbow_py.train.config import REGISTRIES, TrainConfig
+from crossbow_py.train.config import TrainConfig
 from experiments.common.keys import table
 from experiments.common.machine import ROOT
 from experiments.tables import build
@@ -24,15 +24,15 @@ def rows(part: str) -> dict[str, list[list[str]]]:
 def test_table_of_training_has_every_key_with_default_values_and_meaning() -> None:
     found = rows("train")
     assert set(found) == {
-        *(field.name for field in dataclasses.fields(TrainConfig) if field.name not in {*REGISTRIES, "distributed"}),
+        *({field.name for field in dataclasses.fields(TrainConfig)} - {*TrainConfig.GROUPS, "distributed"}),
         "distributed.timeout_s", "distributed.check_every_rounds",
     }  # fmt: skip
     assert found["batch_size"] == [["`16`", "a whole number, at least 1", "samples a learner takes per round"]]
 
 
-@pytest.mark.parametrize("group", list(REGISTRIES))
+@pytest.mark.parametrize("group", list(TrainConfig.GROUPS))
 def test_table_of_a_group_has_the_keys_of_all_of_its_options(group: str) -> None:
-    fields = {field.name for settings in REGISTRIES[group].values() for field in dataclasses.fields(settings)}
+    fields = {field.name for settings in TrainConfig.GROUPS[group].values() for field in dataclasses.fields(settings)}
     assert set(rows(group)) == {f"{group}.{field}" for field in fields}
 
 
@@ -64,5 +64,6 @@ def test_table_that_there_is_not_is_refused() -> None:
 
 def test_page_of_commands_has_the_table_of_every_command_and_group() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    for part in ("train", "search", "estimate", "predict", *REGISTRIES, *(f"options/{group}" for group in REGISTRIES)):
+    groups = list(TrainConfig.GROUPS)
+    for part in ("train", "search", "estimate", "predict", *groups, *(f"options/{group}" for group in groups)):
         assert f"<!-- table:keys/{part} -->" in page

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
-from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 from experiments import tables
 from experiments.averaging_rules import report as rules_report
 from experiments.batch_norm import plot as batch_norm_plot

@@ -8,9 +8,11 @@ import re
 from collections.abc import Callable
 from functools import cache
 
+from crossbow_py.cli.configuration import APPENDED_GROUPS, group_options
+from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import APPENDED_GROUPS, REGISTRIES, EstimateConfig, group_options
+from crossbow_py.train.config import TrainConfig
 from tests.pages.snippets import commands, pages, snippets
 from tests.unit.fuzz.test_config_values import ODD, keys_of
 
@@ -85,7 +87,8 @@ def _seeds() -> dict[str, list[Words]]:
                     name = word.removeprefix("crossbow_py.").removeprefix("crossbow-")
                     if name in found and name != word and "--completion" not in words:  # which takes seconds
                         found[name].append(_of_runs_that_are_there(words[at + 1 :]))
-    found["train"] += [[f"+experiment={name}"] for name in group_options("experiment") if "search" not in name]
+    recipes = group_options("experiment", TrainConfig)
+    found["train"] += [[f"+experiment={name}"] for name in recipes if "search" not in name]
     found["train"] += [["config=runs/digits/a"], ["resume=runs/digits/a"], ["resume=auto", "+experiment=digits"]]
     found["search"] += [["+experiment=search_digits", "space.batch_size=[8,16]"], ["resume=runs/search_digits/s"]]
     found["predict"] += [["models=[runs/digits/a]"], ["runs/digits/a", "runs/digits/b"], ["runs/search_digits/s"]]
@@ -192,9 +195,9 @@ def _flag(draw: random.Random, words: Words) -> Words:
 
 def _group(draw: random.Random, words: Words) -> Words:
     """An option, of another group or command too, in any of the ways in which somebody might write it."""
-    group = draw.choice([*REGISTRIES, *APPENDED_GROUPS])
-    of = draw.choice([group, group, group, *REGISTRIES, *APPENDED_GROUPS])
-    option = draw.choice(list(group_options(of)))
+    group = draw.choice([*TrainConfig.GROUPS, *APPENDED_GROUPS])
+    of = draw.choice([group, group, group, *TrainConfig.GROUPS, *APPENDED_GROUPS])
+    option = draw.choice(list(group_options(of, TrainConfig)))
     form = draw.choice([
         "{0}={1}", "{0}={1}", "{0}={1}", "+{0}={1}", "+{0}={1}", "++{0}={1}", "~{0}={1}", "~{0}", "{0}@x={1}",
         "{0}={1},{1}",

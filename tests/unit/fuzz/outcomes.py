@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from crossbow_py.cli.config_files import write_yaml
+from crossbow_py.cli.configuration import compose
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.trained_models import common_data, find_models
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.folder import SearchFolder
-from crossbow_py.train.config import compose, config_to_mapping
+from crossbow_py.train.config import config_to_mapping
 from crossbow_py.train.run_folder.folder import RunFolder
 from tests.run_folders import write_run
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import compose, config_to_mapping
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests.unit.fuzz.command_lines import KEYS, odd_value
 
 Path = tuple[str, ...]
@@ -81,7 +82,7 @@ def _plain(is_search: bool, recipe: int) -> dict[str, Any]:
     if is_search:
         return config_to_mapping(compose(["+experiment=" + ("search_digits", "search_lenet")[recipe % 2]],
         SearchConfig))
-    return config_to_mapping(compose(_RECIPES[recipe]))
+    return config_to_mapping(compose(_RECIPES[recipe], TrainConfig))
 
 
 def recorded_file(number: int, is_search: bool = False) -> bytes:

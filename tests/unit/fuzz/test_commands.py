@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from crossbow_py.telemetry.records import read_summary
 from crossbow_py.train.__main__ import main
-from crossbow_py.train.config import REGISTRIES, TrainConfig
+from crossbow_py.train.config import TrainConfig
 from tests.caches import link_native
 from tests.unit.fuzz.examining import depths, examine
 from tests.unit.fuzz.test_config_values import keys_of
@@ -42,11 +42,11 @@ def nobody_at_home(in_an_empty_folder: None, tmp_path: Path, monkeypatch: pytest
 
 def commands() -> st.SearchStrategy[list[str]]:
     """An option of a group, with values for its keys and for those of every run."""
-    top_level = [key for key in keys_of(TrainConfig) if "." not in key and key not in {*LEFT_OUT, *REGISTRIES}]
+    top_level = [key for key in keys_of(TrainConfig) if "." not in key and key not in {*LEFT_OUT, *TrainConfig.GROUPS}]
 
     def of_option(option: str) -> st.SearchStrategy[list[str]]:
         group, name = option.split("=")
-        own = keys_of(REGISTRIES[group][name], f"{group}.")
+        own = keys_of(TrainConfig.GROUPS[group][name], f"{group}.")
         pair = st.builds("{}={}".format, st.sampled_from([*top_level, *own, *own]), st.sampled_from(VALUES))
         small = ["data.num_train=64"] if option == "data=synthetic" else []
         small += ["model.hidden=[8]"] if group != "model" else []

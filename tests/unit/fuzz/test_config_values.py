@@ -12,20 +12,14 @@ import pytest
 from hypothesis import strategies as st
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
+from crossbow_py.cli.configuration import APPENDED_GROUPS, compose
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping
 from crossbow_py.data.sources.synthetic import Synthetic
 from crossbow_py.engine.update.optimizers import SGD
-from crossbow_py.train.config import (
-    APPENDED_GROUPS,
-    REGISTRIES,
-    EstimateConfig,
-    TrainConfig,
-    compose,
-    config_from_mapping,
-    config_to_mapping,
-)
+from crossbow_py.estimate.config import EstimateConfig
+from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 from tests.unit.fuzz.examining import damaged, depths, examine, memory_of_at_most
 
 MOST_JOBS = 10_000
@@ -48,7 +42,7 @@ def keys_of(kind: type[Any], prefix: str = "") -> list[str]:
     keys = []
     for field in dataclasses.fields(kind):
         nested = [type(field.default)] if dataclasses.is_dataclass(field.default) else []
-        nested += REGISTRIES.get(field.name, {}).values() if issubclass(kind, TrainConfig) else []
+        nested += TrainConfig.GROUPS.get(field.name, {}).values() if issubclass(kind, TrainConfig) else []
         keys.append(prefix + field.name)
         keys += [key for settings in nested for key in keys_of(settings, f"{prefix}{field.name}.")]
     return list(dict.fromkeys(keys))
@@ -146,7 +140,7 @@ def plain_values() -> st.SearchStrategy[Any]:
 
 @depths(60, 1000)
 def test_settings_from_any_values_are_settings_or_one_sentence(examples: int) -> None:
-    kinds = [kind for registry in REGISTRIES.values() for kind in registry.values()]
+    kinds = [kind for registry in TrainConfig.GROUPS.values() for kind in registry.values()]
 
     def check(example: tuple[type[Any], dict[str, Any]]) -> None:
         kind, values = example
@@ -171,7 +165,7 @@ def test_number_too_long_for_a_message_is_one_sentence() -> None:
 @depths(60, 1000)
 def test_config_of_a_run_of_any_bytes_is_values_or_one_sentence(tmp_path: Path, examples: int) -> None:
     path = tmp_path / "config.yaml"
-    whole = write_yaml(config_to_mapping(compose(["+experiment=lenet"]))).encode()
+    whole = write_yaml(config_to_mapping(compose(["+experiment=lenet"], TrainConfig))).encode()
     odd = st.lists(st.sampled_from(ODD), max_size=4).map(lambda lines: "\n".join(lines).encode(errors="surrogatepass"))
 
     def check(content: bytes) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from crossbow_py.report.figures import alike, figures
 from crossbow_py.report.reading import RunRecord
+from crossbow_py.telemetry.figures import alike, figures
 
 SUMMARY = {"test_accuracy": 0.98765, "time_to_accuracy_s": 12.34, "train_time_s": 725.0, "images_per_s": 12345.6,
            "model": "mlp", "num_learners": 4}  # fmt: skip

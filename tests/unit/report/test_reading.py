@@ -8,7 +8,8 @@ import pytest
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
-from crossbow_py.report.reading import RunRecord, find_runs, number, read_runs
+from crossbow_py.report.reading import RunRecord, find_runs, read_runs
+from crossbow_py.telemetry.figures import number
 from tests.run_folders import write_run, write_trace, write_unfinished
 
 ODD_SPANS = b'{"traceEvents": [{"ph": "X", "name": "a", "tid": 1, "ts": 0, "dur": 1, "args": []}]}'

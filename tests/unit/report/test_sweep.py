@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.report.sweep import sweep_lines
+from crossbow_py.cli.sweep import sweep_lines
 
 
 def ended(folder: Path, **summary: Any) -> Path:

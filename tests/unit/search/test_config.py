@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.search.config import SearchConfig, trial_config
 from crossbow_py.search.hyperband import make_brackets
 from crossbow_py.search.space import Space
-from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.run_folder.recorded_config import train_command
 
 DIGITS = ["+experiment=search_digits"]
@@ -42,7 +43,7 @@ def composed(command: str) -> TrainConfig:
     """What `train` is told by a command as a shell splits it."""
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "crossbow_py.train"]
-    return compose(words[3:])
+    return compose(words[3:], TrainConfig)
 
 
 @pytest.mark.parametrize(

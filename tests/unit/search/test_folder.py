@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from crossbow_py.cli.config_files import read_yaml, write_yaml
+from crossbow_py.cli.configuration import compose
+from crossbow_py.cli.output_folder import new_folder
 from crossbow_py.core.errors import SearchError, UserError
 from crossbow_py.search import folder
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.folder import TRIALS_FOLDER, SearchFolder, identity, kept_unless_refused, open_search_folder
-from crossbow_py.train.config import compose, config_to_mapping
-from crossbow_py.train.run_folder.folder import new_folder
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
 BASE = compose(["+experiment=search_digits"], SearchConfig)
@@ -174,7 +175,7 @@ def test_folder_of_a_search_that_an_earlier_version_began_is_gone_on_with(key: s
 @pytest.mark.parametrize("key", ["output_dir", "resume"])
 def test_named_folder_of_a_training_run_is_refused(key: str) -> None:
     Path("run").mkdir()
-    Path("run/config.yaml").write_text(write_yaml(config_to_mapping(compose(["+experiment=digits"]))))
+    Path("run/config.yaml").write_text(write_yaml(config_to_mapping(compose(["+experiment=digits"], TrainConfig))))
     with pytest.raises(UserError, match=f"{key} run holds a run that is no search"):
         open_search_folder(config(**{key: "run"}))
 

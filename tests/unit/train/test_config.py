@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from crossbow_py.averaging import RULES, SMA, Independent
 from crossbow_py.cli.config_files import config_dir, read_yaml, write_yaml
+from crossbow_py.cli.configuration import compose, group_options, read_option
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import setting
@@ -20,36 +21,28 @@ from crossbow_py.engine.executors import _executors as executors_from
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MLP, LeNet
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import (
-    REGISTRIES,
-    TrainConfig,
-    compose,
-    config_from_mapping,
-    config_to_mapping,
-    group_options,
-    read_option,
-)
+from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
 
 
 def test_compose_without_overrides_is_the_classes_defaults() -> None:
-    config = compose([])
+    config = compose([], TrainConfig)
     groups = {"model": MLP(), "optimizer": SGD(), "averaging": SMA()}
-    groups |= {"data": REGISTRIES["data"]["digits"](), "schedule": REGISTRIES["schedule"]["constant"]()}
+    groups |= {"data": TrainConfig.GROUPS["data"]["digits"](), "schedule": TrainConfig.GROUPS["schedule"]["constant"]()}
     assert config == TrainConfig(**groups)
 
 
 def test_train_yaml_spells_out_every_top_level_key() -> None:
     spelled = set(OmegaConf.load(config_dir() / "train.yaml"))
-    assert spelled - {"defaults"} == {field.name for field in dataclasses.fields(TrainConfig)} - set(REGISTRIES)
+    assert spelled - {"defaults"} == {field.name for field in dataclasses.fields(TrainConfig)} - set(TrainConfig.GROUPS)
 
 
 @pytest.mark.parametrize(
-    ("group", "name"), [(group, name) for group, registry in REGISTRIES.items() for name in registry]
+    ("group", "name"), [(group, name) for group, registry in TrainConfig.GROUPS.items() for name in registry]
 )
 def test_option_file_of_a_registered_name_is_its_classes_defaults(group: str, name: str) -> None:
-    composed = compose([f"{group}={name}"]) if name != "custom" else None
+    composed = compose([f"{group}={name}"], TrainConfig) if name != "custom" else None
     assert read_option(group, name)["name"] == name
-    assert composed is None or getattr(composed, group) == REGISTRIES[group][name]()
+    assert composed is None or getattr(composed, group) == TrainConfig.GROUPS[group][name]()
 
 
 def kind_of(experiment: str) -> type[TrainConfig]:
@@ -59,34 +52,35 @@ def kind_of(experiment: str) -> type[TrainConfig]:
 @pytest.mark.parametrize(("group", "key", "owner"), [("averaging", "pull", "papa"), ("optimizer", "beta1", "adamw")])
 def test_key_of_another_choice_of_its_group_is_refused_naming_that(group: str, key: str, owner: str) -> None:
     with pytest.raises(UserError, match=f"unknown key {group}.{key}, which {group}={owner} has; choose that, or leave"):
-        compose(["+experiment=digits", f"{group}.{key}=0.1"])
+        compose(["+experiment=digits", f"{group}.{key}=0.1"], TrainConfig)
 
 
-@pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
+@pytest.mark.parametrize("experiment", sorted(group_options("experiment", TrainConfig)))
 def test_experiment_dry_run_composes_under_its_own_name_and_says_what_it_is(experiment: str) -> None:
     config = compose([f"+experiment={experiment}"], kind_of(experiment))
     assert config.experiment == experiment
     assert config.max_epochs is not None
-    assert group_options("experiment")[experiment]
+    assert group_options("experiment", TrainConfig)[experiment]
     assert isinstance(config, SearchConfig) or config_from_mapping(config_to_mapping(config)) == config
 
 
-@pytest.mark.parametrize("experiment", sorted(group_options("experiment")))
+@pytest.mark.parametrize("experiment", sorted(group_options("experiment", TrainConfig)))
 def test_experiment_file_chooses_options_and_sets_no_key_beneath_a_group(experiment: str) -> None:
-    assert not set(read_option("experiment", experiment)) & set(REGISTRIES)
+    assert not set(read_option("experiment", experiment)) & set(TrainConfig.GROUPS)
 
 
 def test_experiment_of_another_command_is_refused_with_the_right_one() -> None:
-    with pytest.raises(UserError, match=r"search_digits is for another command.*python -m crossbow_py\.search"):
-        compose(["+experiment=search_digits"])
+    with pytest.raises(UserError, match=r"search_digits is for python -m crossbow_py\.search: it sets"):
+        compose(["+experiment=search_digits"], TrainConfig)
 
 
 # The space of a search names keys of its own optimizer.
 @pytest.mark.parametrize(
-    "experiment", sorted(name for name in group_options("experiment") if kind_of(name) is TrainConfig)
+    "experiment", sorted(name for name in group_options("experiment", TrainConfig) if kind_of(name) is TrainConfig)
 )
 def test_experiment_with_another_group_option_leaks_nothing_into_it(experiment: str) -> None:
-    config = compose([f"+experiment={experiment}", "averaging=independent", "optimizer=adamw", "schedule=constant"])
+    options = ["averaging=independent", "optimizer=adamw", "schedule=constant"]
+    config = compose([f"+experiment={experiment}", *options], TrainConfig)
     assert config.averaging == Independent()
     assert config.optimizer == AdamW()
 
@@ -101,23 +95,24 @@ def test_compose_with_values_sets_them_in_their_own_type() -> None:
             "model=mlp",
             "model.hidden=[64]",
         ]
-    )
+    , TrainConfig)
     assert (config.batch_size, config.max_epochs, config.resume) == (8, 3.0, "auto")
     assert config.optimizer.learning_rate == 0.01
     assert config.model == MLP(hidden=(64,))
 
 
 def test_compose_with_a_list_of_rates_gives_each_learner_its_own() -> None:
-    assert compose(["optimizer.learning_rate=[0.1,0.2]"]).optimizer.learning_rate == (0.1, 0.2)
+    assert compose(["optimizer.learning_rate=[0.1,0.2]"], TrainConfig).optimizer.learning_rate == (0.1, 0.2)
 
 
 def test_compose_with_arguments_of_a_custom_model_takes_any_key() -> None:
-    config = compose(["model=custom", "model.target=pkg.mod.fn", "model.args={depth:3}", "model.args.width=64"])
+    words = ["model=custom", "model.target=pkg.mod.fn", "model.args={depth:3}", "model.args.width=64"]
+    config = compose(words, TrainConfig)
     assert config.model.args == {"depth": 3, "width": 64}
 
 
 def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
-    config = compose(["+debug=fast", "+experiment=lenet"])
+    config = compose(["+debug=fast", "+experiment=lenet"], TrainConfig)
     assert (config.experiment, config.max_rounds, config.max_evaluation_batches) == ("lenet", 2, 2)
     assert config.model == LeNet()
 
@@ -181,7 +176,7 @@ def test_compose_with_debug_first_lets_it_win_over_the_experiment() -> None:
 )  # fmt: skip
 def test_compose_with_a_mistake_is_one_sentence_that_names_it(overrides: list[str], words: list[str]) -> None:
     with pytest.raises(UserError) as raised:
-        compose(overrides)
+        compose(overrides, TrainConfig)
     assert "\n" not in str(raised.value)
     for word in words:
         assert word in str(raised.value)
@@ -196,15 +191,15 @@ def test_compose_with_a_mistake_is_one_sentence_that_names_it(overrides: list[st
 )  # fmt: skip
 def test_text_in_quotes_is_one_value_whatever_brackets_and_commas_are_in_it(text: str) -> None:
     words = ["model=custom", "model.target=a.b", f"model.args={{a: {quoted(text)}, b: 1}}", "data=mnist"]
-    config = compose([*words, f"data.root={quoted(text)}"])
+    config = compose([*words, f"data.root={quoted(text)}"], TrainConfig)
     assert (config.data.root, config.model.args) == (text, {"a": text, "b": 1})
     jobs = expand_sweeps(["data=mnist", f"data.root={quoted(text)},'c,[d'"])
-    assert [compose(job).data.root for job, _ in jobs] == [text, "c,[d"]
+    assert [compose(job, TrainConfig).data.root for job, _ in jobs] == [text, "c,[d"]
 
 
 @pytest.mark.parametrize("path", ["~", "~/runs/a-b_1.2", "~me/x@y+z%", "~/größe"])
 def test_path_in_the_home_folder_needs_no_quotes(path: str) -> None:
-    assert compose(["data=mnist", f"data.root={path}"]).data.root == path
+    assert compose(["data=mnist", f"data.root={path}"], TrainConfig).data.root == path
 
 
 def quoted(text: str) -> str:
@@ -216,7 +211,7 @@ def quoted(text: str) -> str:
 def test_config_through_yaml_and_back_is_the_same(tmp_path: Path) -> None:
     config = compose(
         ["+experiment=lenet", "optimizer.learning_rate=[0.1,1e-5]", "data.root='/a b/$c'", "max_time_s=60"]
-    )
+    , TrainConfig)
     plain = config_to_mapping(config)
     (tmp_path / "config.yaml").write_text(write_yaml(plain))
     assert read_yaml(tmp_path / "config.yaml") == plain
@@ -255,9 +250,9 @@ def test_executor_in_one_file_is_a_value_of_the_command_line(monkeypatch: pytest
 
     assert Backwards in executors_from(Executor)
     monkeypatch.setitem(EXECUTORS, "backwards", Backwards)
-    assert compose(["+experiment=digits", "executor=backwards"]).executor == "backwards"
+    assert compose(["+experiment=digits", "executor=backwards"], TrainConfig).executor == "backwards"
     with pytest.raises(UserError, match="executor must be one of auto, serial, .*, backwards, got 'forwards'"):
-        compose(["+experiment=digits", "executor=forwards"])
+        compose(["+experiment=digits", "executor=forwards"], TrainConfig)
 
 
 def test_rule_in_one_file_is_an_option_of_the_command_line_without_a_yaml_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,11 +263,11 @@ def test_rule_in_one_file_is_an_option_of_the_command_line_without_a_yaml_file(m
         strength: float = setting(0.5, "how far")
 
     monkeypatch.setitem(RULES, "halfway", Halfway)
-    chosen = compose(["+experiment=resnet32", "averaging=halfway", "averaging.strength=0.25"]).averaging
+    chosen = compose(["+experiment=resnet32", "averaging=halfway", "averaging.strength=0.25"], TrainConfig).averaging
     assert (type(chosen), chosen.strength, chosen.correction_rate) == (Halfway, 0.25, None)
-    assert "halfway" in group_options("averaging")
+    assert "halfway" in group_options("averaging", TrainConfig)
     with pytest.raises(UserError, match="unknown averaging 'halfwy'; did you mean 'halfway'"):
-        compose(["averaging=halfwy"])
+        compose(["averaging=halfwy"], TrainConfig)
 
 
 @pytest.fixture
@@ -298,30 +293,30 @@ max_epochs: 3
 
 
 def test_options_in_conf_of_the_current_folder_are_options(own_options: Path) -> None:
-    config = compose(["+experiment=mine"])
+    config = compose(["+experiment=mine"], TrainConfig)
     assert (config.experiment, config.max_epochs, config.optimizer.learning_rate) == ("mine", 3, 0.25)
-    assert compose(["+experiment=digits", "optimizer=fast"]).optimizer.learning_rate == 0.25
-    assert group_options("experiment")["mine"] == "A recipe of mine."
-    assert "digits" in group_options("experiment")
+    assert compose(["+experiment=digits", "optimizer=fast"], TrainConfig).optimizer.learning_rate == 0.25
+    assert group_options("experiment", TrainConfig)["mine"] == "A recipe of mine."
+    assert "digits" in group_options("experiment", TrainConfig)
 
 
 def test_option_with_the_name_of_the_packages_is_refused_when_it_is_chosen(own_options: Path) -> None:
     (own_options / "optimizer" / "sgd.yaml").write_text("name: sgd\n")
-    assert compose(["+experiment=mine"]).optimizer.learning_rate == 0.25
+    assert compose(["+experiment=mine"], TrainConfig).optimizer.learning_rate == 0.25
     with pytest.raises(UserError, match=r"optimizer sgd is both .* conf/optimizer/sgd.yaml; rename it"):
-        compose(["optimizer=sgd"])
+        compose(["optimizer=sgd"], TrainConfig)
 
 
 def test_odd_files_in_conf_are_in_nobodys_way(own_options: Path) -> None:
     (own_options / "optimizer" / "folder.yaml").mkdir()
     (own_options / "optimizer" / "nowhere.yaml").symlink_to("missing")
     (own_options / "optimizer" / "old.yaml").write_bytes("# r\xe9sum\xe9\n".encode("latin-1"))
-    assert compose(["+experiment=mine", "optimizer=adamw"]).optimizer.NAME == "adamw"
-    assert {"old", "fast"} <= group_options("optimizer").keys()
-    assert not {"folder", "nowhere"} & group_options("optimizer").keys()
+    assert compose(["+experiment=mine", "optimizer=adamw"], TrainConfig).optimizer.NAME == "adamw"
+    assert {"old", "fast"} <= group_options("optimizer", TrainConfig).keys()
+    assert not {"folder", "nowhere"} & group_options("optimizer", TrainConfig).keys()
 
 
 def test_recipe_without_its_first_comment_says_what_it_lacks(own_options: Path) -> None:
     (own_options / "experiment" / "bare.yaml").write_text("max_epochs: 2\n")
     with pytest.raises(UserError, match=r"bare.yaml must begin with .# @package _global_.; add that line"):
-        compose(["+experiment=bare"])
+        compose(["+experiment=bare"], TrainConfig)

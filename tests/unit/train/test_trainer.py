@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserError
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
 from crossbow_py.train.checkpoints.weights import save_weights
-from crossbow_py.train.config import compose
+from crossbow_py.train.config import TrainConfig
 from tests.support import linear_model
 from tests.trainers import Recorder, blobs, equal_states, image_model, images, make_trainer
 
@@ -436,7 +437,7 @@ def test_path_of_an_unknown_user_is_refused_as_on_the_command_line(key, kind):
     with pytest.raises(UserError) as given:
         make_trainer(**{key: kind("~nobody-there/x")})
     with pytest.raises(UserError) as typed:
-        compose([f"{key}=~nobody-there/x"])
+        compose([f"{key}=~nobody-there/x"], TrainConfig)
     assert (str(given.value), str(typed.value)) == (said, said)
 
 

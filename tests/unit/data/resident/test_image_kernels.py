@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.triton_launch import KernelError, recorded
+from crossbow_py.data.resident import image_kernels as module
 from crossbow_py.data.resident.image_kernels import PixelTable, check, gather_images
-from crossbow_py.data.resident.resident_feed import image_kernels as module
 
 N, STORED_HEIGHT, STORED_WIDTH = 6, 11, 9
 

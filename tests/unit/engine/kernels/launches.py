@@ -10,7 +10,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossbow_py.core import triton_launch
-from crossbow_py.data.resident.resident_feed import image_kernels
+from crossbow_py.data.resident import image_kernels
 from crossbow_py.engine.kernels import batch_norm, convolution, cross_entropy, update
 
 # Views are known by their schema; these allocate, or look at tensors without launching anything.

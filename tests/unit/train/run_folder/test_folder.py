@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 
 from crossbow_py.cli.config_files import read_yaml
+from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import RankError, UserError
 from crossbow_py.distributed import launch as launching
 from crossbow_py.distributed.launch import Launch, write_launch
 from crossbow_py.distributed.ranks import Ranks
-from crossbow_py.train.config import TrainConfig, compose
+from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.run_folder.folder import RunFolder, open_run
 from tests.thread_ranks import on_threads
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
-BASE = compose(["+experiment=digits"])
+BASE = compose(["+experiment=digits"], TrainConfig)
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -229,7 +230,7 @@ def test_resume_with_a_trace_or_without_is_allowed() -> None:
 
 
 def test_resume_with_another_data_root_is_allowed() -> None:
-    lenet = compose(["+experiment=lenet", "output_dir=a"])
+    lenet = compose(["+experiment=lenet", "output_dir=a"], TrainConfig)
     with open_run(lenet) as folder:
         record(folder.path)
     moved = dataclasses.replace(lenet, resume="auto", data=dataclasses.replace(lenet.data, root="elsewhere"))

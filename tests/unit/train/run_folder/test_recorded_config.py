@@ -11,15 +11,17 @@ import pytest
 
 from crossbow_py.averaging import LocalSGD
 from crossbow_py.cli.config_files import write_yaml
+from crossbow_py.cli.configuration import compose, group_options
 from crossbow_py.cli.overrides import expand_sweeps
 from crossbow_py.core.errors import UserError
+from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.trained_models import find_models
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.train.config import EstimateConfig, TrainConfig, compose, config_to_mapping, group_options
+from crossbow_py.train.config import TrainConfig, config_to_mapping
 from crossbow_py.train.run_folder.recorded_config import composed, overrides_of, recorded
 
-RECIPES = [name for name in group_options("experiment") if not name.startswith("search_")]
+RECIPES = [name for name in group_options("experiment", TrainConfig) if not name.startswith("search_")]
 TOLD = [
     "+experiment=lenet", "data=fashion_mnist", "data.root=/some where/else", "optimizer=adamw",
     "optimizer.learning_rate=[0.001,1e-5]", "averaging=grouped_sma", "averaging.group_size=1", "num_learners=2",
@@ -30,7 +32,8 @@ TOLD = [
 
 def run(folder: Path, *overrides: str, without: tuple[str, str] | None = None) -> Path:
     """The folder of a run that was told this; a key of a group may be left out, as earlier versions did."""
-    plain: dict[str, Any] = config_to_mapping(compose([*overrides, f"output_dir='{folder}'", "resume=auto"]))
+    words = [*overrides, f"output_dir='{folder}'", "resume=auto"]
+    plain: dict[str, Any] = config_to_mapping(compose(words, TrainConfig))
     if without is not None:
         del plain[without[0]][without[1]]
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +58,7 @@ def test_recorded_run_is_told_the_same_in_a_folder_of_its_own(
     folder = run(tmp_path, *overrides)
     asked = folder / "config.yaml" if names_the_file else folder
     targets = [text for text in overrides if text.startswith("model.target=")]
-    assert composed([f"config={asked}", *targets], TrainConfig) == compose(overrides)
+    assert composed([f"config={asked}", *targets], TrainConfig) == compose(overrides, TrainConfig)
 
 
 @pytest.mark.parametrize("name", ["a[b]", "seed=1,x={y"])
@@ -70,14 +73,14 @@ def test_folder_with_brackets_in_its_name_is_found_where_it_is_quoted(
 
 @pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\${oc.env:HOME}", r"a\\${b}", "a ${x} 'b' ${y}"])
 def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path, text: str) -> None:
-    plain = config_to_mapping(compose(["+experiment=digits"]))
+    plain = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
     (tmp_path / "config.yaml").write_text(json.dumps({**plain, "init_from": text}))
     assert composed([f"config={tmp_path}"], TrainConfig).init_from == text
 
 
 @pytest.mark.parametrize("text", ["a\\\\\n", "a\n", "null\n", 'a"\n', "${oc.env:HOME}\n"])
 def test_text_that_ends_a_line_stays_as_it_is(tmp_path: Path, text: str) -> None:
-    plain = config_to_mapping(compose(["+experiment=digits"]))
+    plain = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
     plain["model"] = {"name": "custom", "target": "mine.net", "args": {"text": text}}
     (tmp_path / "config.yaml").write_text(json.dumps(plain))
     found = composed([f"config={tmp_path}", "model.target=mine.net"], TrainConfig)
@@ -104,7 +107,7 @@ def test_key_of_a_recorded_run_that_is_more_than_a_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any], given: list[str]
 ) -> None:
     monkeypatch.setenv("SECRET", "hush")
-    plain = config_to_mapping(compose(["+experiment=digits"]))
+    plain = config_to_mapping(compose(["+experiment=digits"], TrainConfig))
     plain["model"] = {"name": "custom", "target": "mine.net", "args": args}
     (tmp_path / "config.yaml").write_text(json.dumps(plain))
     with pytest.raises(UserError, match=r"keys of letters, digits, _, / and -, got ") as refused:
@@ -144,25 +147,26 @@ def test_keys_and_groups_are_laid_over_a_recorded_run_wherever_they_stand(tmp_pa
     found = composed(own, TrainConfig)
     assert isinstance(found.averaging, LocalSGD)
     assert found == dataclasses.replace(
-        compose(TOLD), averaging=compose(["averaging=local_sgd"]).averaging, seed=7, max_rounds=2, resume="auto",
-        max_evaluation_batches=2, optimizer=dataclasses.replace(compose(TOLD).optimizer, beta1=0.5),
+        compose(TOLD, TrainConfig), averaging=compose(["averaging=local_sgd"], TrainConfig).averaging, seed=7,
+        max_rounds=2, resume="auto",
+        max_evaluation_batches=2, optimizer=dataclasses.replace(compose(TOLD, TrainConfig).optimizer, beta1=0.5),
     )  # fmt: skip
 
 
 def test_estimate_takes_a_recorded_run(tmp_path: Path) -> None:
     found = composed([f"config={run(tmp_path, *TOLD)}", "memory=8GiB"], EstimateConfig)
-    assert (found.memory, found.data, found.init_from) == ("8GiB", compose(TOLD).data, "a=b.safetensors")
+    assert (found.memory, found.data, found.init_from) == ("8GiB", compose(TOLD, TrainConfig).data, "a=b.safetensors")
 
 
 def test_recipe_keeps_its_name_and_another_name_none() -> None:
-    assert overrides_of(compose(["+experiment=digits", "seed=4"]))[0] == "+experiment=digits"
-    own = dataclasses.replace(compose(["+experiment=digits"]), experiment="of_a_later_version")
-    assert compose(overrides_of(own)).experiment == "custom"
+    assert overrides_of(compose(["+experiment=digits", "seed=4"], TrainConfig))[0] == "+experiment=digits"
+    own = dataclasses.replace(compose(["+experiment=digits"], TrainConfig), experiment="of_a_later_version")
+    assert compose(overrides_of(own), TrainConfig).experiment == "custom"
 
 
 def test_key_that_an_earlier_version_did_not_have_is_what_it_stood_for_then(tmp_path: Path) -> None:
     folder = run(tmp_path, "+experiment=digits", without=("averaging", "rate_scaling"))
-    assert compose(["+experiment=digits"]).averaging.rate_scaling == "sqrt"
+    assert compose(["+experiment=digits"], TrainConfig).averaging.rate_scaling == "sqrt"
     assert recorded(str(folder)).averaging.rate_scaling == "none"
 
 
@@ -200,11 +204,12 @@ def test_config_of_a_search_is_refused_with_where_its_best_trial_is(tmp_path: Pa
     ],
 )
 def test_mistake_in_a_recorded_configuration_names_its_file(tmp_path: Path, more: dict[str, Any], message: str) -> None:
-    (tmp_path / "config.yaml").write_text(write_yaml({**config_to_mapping(compose([])), **more}))
+    (tmp_path / "config.yaml").write_text(write_yaml({**config_to_mapping(compose([], TrainConfig)), **more}))
     for read in (lambda: composed([f"config={tmp_path}"], TrainConfig), lambda: find_models([str(tmp_path)])):
         with pytest.raises(UserError, match=f"^{tmp_path}/config.yaml: {message}"):
             read()
 
 
 def test_overrides_without_config_are_composed_as_ever() -> None:
-    assert composed(["+experiment=digits", "seed=3"], TrainConfig) == compose(["+experiment=digits", "seed=3"])
+    words = ["+experiment=digits", "seed=3"]
+    assert composed(words, TrainConfig) == compose(words, TrainConfig)

@@ -1,17 +1,27 @@
-"""What a sweep came to: a line of text a run, and how to look further."""
+"""The table at the end of a sweep: a line of text a run, and how to look further."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from crossbow_py.core.text_table import columns
-from crossbow_py.report.figures import figures
-from crossbow_py.report.reading import MOST_RUNS, RunRecord
+from crossbow_py.telemetry.figures import MOST_RUNS, figures
 from crossbow_py.telemetry.records import read_summary
 
 _SHOWN = ("status", "test accuracy", "best validation accuracy", "time to accuracy", "time of training", "images/s")
+
+
+@dataclass(frozen=True)
+class _EndedRun:
+    folder: Path
+    status: str
+    summary: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    epochs: Sequence[Mapping[str, Any]] = ()
 
 
 def sweep_lines(folders: Sequence[Path]) -> list[str]:
@@ -19,9 +29,9 @@ def sweep_lines(folders: Sequence[Path]) -> list[str]:
     ended = [(folder, summary) for folder in folders if (summary := read_summary(folder))]
     if len(ended) < 2:
         return []
-    runs = [RunRecord(folder.name, folder, str(summary.get("status")), summary=summary) for folder, summary in ended]
+    runs = [_EndedRun(folder, str(summary.get("status")), summary) for folder, summary in ended]
     shown = [(name, values) for name, values in figures(runs) if name in _SHOWN]
-    rows = [[run.name, *(values[place] for _, values in shown)] for place, run in enumerate(runs)]
+    rows = [[run.folder.name, *(values[place] for _, values in shown)] for place, run in enumerate(runs)]
     parents = {run.folder.parent for run in runs}
     lines = ["", *columns(["run", *(name for name, _ in shown)], rows)]
     if len(parents) == 1 and len(runs) <= MOST_RUNS:

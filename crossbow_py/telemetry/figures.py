@@ -1,11 +1,14 @@
-"""The table of a report: the figures of its runs, side by side, as text. Pure."""
+"""The figures of runs, side by side, as text: the table of a report, and of a sweep. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from crossbow_py.report.reading import RunRecord, number
 from crossbow_py.telemetry.console import clock_time
+
+MOST_RUNS = 12  # more curves than that nobody tells apart
+_LARGEST = 1e30
 
 _SECONDS_SPELLED_OUT = 120  # from there on minutes
 
@@ -13,7 +16,23 @@ _SECONDS_SPELLED_OUT = 120  # from there on minutes
 Rows = list[tuple[str, list[str]]]
 
 
-def figures(runs: Sequence[RunRecord]) -> Rows:
+class RecordedRun(Protocol):
+    """What is read of a run: its status, summary.json, configuration by dotted keys, and lines of metrics.jsonl."""
+
+    @property
+    def status(self) -> str: ...  # noqa: D102
+
+    @property
+    def summary(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    @property
+    def epochs(self) -> Sequence[Mapping[str, Any]]: ...  # noqa: D102
+
+
+def figures(runs: Sequence[RecordedRun]) -> Rows:
     """Each figure by its name, with what every run has: what came out, and the settings that are not alike.
 
     What no run has is left out.
@@ -24,17 +43,17 @@ def figures(runs: Sequence[RunRecord]) -> Rows:
     ]
 
 
-def alike(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+def alike(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
     """The settings that are the same for all runs."""
     return [(name, values[0]) for name, values in _rows(_SETTINGS, runs) if len(set(values)) == 1]
 
 
-def _rows(kinds: Sequence[_Kind], runs: Sequence[RunRecord]) -> Rows:
+def _rows(kinds: Sequence[_Kind], runs: Sequence[RecordedRun]) -> Rows:
     rows = [(name, [text(run) for run in runs]) for name, text in kinds]
     return [(name, values) for name, values in rows if any(values)]
 
 
-def _newest(run: RunRecord, key: str, key_of_epochs: str | None) -> float | None:
+def _newest(run: RecordedRun, key: str, key_of_epochs: str | None) -> float | None:
     """Of the summary; while there is none, of the newest epoch, if epochs have it."""
     value = number(run.summary.get(key))
     if value is None and key_of_epochs and run.epochs:
@@ -42,16 +61,16 @@ def _newest(run: RunRecord, key: str, key_of_epochs: str | None) -> float | None
     return value
 
 
-def _number(key: str, form: str, key_of_epochs: str | None = None) -> Callable[[RunRecord], str]:
-    def text(run: RunRecord) -> str:
+def _number(key: str, form: str, key_of_epochs: str | None = None) -> Callable[[RecordedRun], str]:
+    def text(run: RecordedRun) -> str:
         value = _newest(run, key, key_of_epochs)
         return "" if value is None else format(value, form)
 
     return text
 
 
-def _time(key: str, key_of_epochs: str | None = None) -> Callable[[RunRecord], str]:
-    def text(run: RunRecord) -> str:
+def _time(key: str, key_of_epochs: str | None = None) -> Callable[[RecordedRun], str]:
+    def text(run: RecordedRun) -> str:
         value = _newest(run, key, key_of_epochs)
         if value is None:
             return ""
@@ -60,12 +79,12 @@ def _time(key: str, key_of_epochs: str | None = None) -> Callable[[RunRecord], s
     return text
 
 
-def _setting(key: str) -> Callable[[RunRecord], str]:
+def _setting(key: str) -> Callable[[RecordedRun], str]:
     """What it became; as it was configured where there is no summary."""
     return lambda run: str(run.summary.get(key, run.config.get(key, "")))
 
 
-_Kind = tuple[str, Callable[[RunRecord], str]]
+_Kind = tuple[str, Callable[[RecordedRun], str]]
 _RESULTS: tuple[_Kind, ...] = (
     ("status", lambda run: run.status.replace("_", " ")),
     ("test accuracy", _number("test_accuracy", ".4f", "test_accuracy")),
@@ -90,3 +109,10 @@ _SETTINGS: tuple[_Kind, ...] = (
     ("device", _setting("device")),
     ("seed", _setting("seed")),
 )
+
+
+def number(value: Any) -> float | None:
+    """A number that can be drawn, or None for anything else that a damaged file may have in its place."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if -_LARGEST < value < _LARGEST else None  # of which NaN is no case either

@@ -1,0 +1,260 @@
+"""Composing a command's configuration: YAML groups and command-line words, by Hydra, into one frozen dataclass.
+
+Hydra is called through its compose interface inside our own main, so it neither changes folders, nor logs, nor writes a
+`.hydra` folder. Group choices are checked against the option files first; values are then set whatever the option file
+spells out, because the settings dataclasses know every key and answer a misspelled one with a suggestion. No
+`DictConfig` leaves this file, and no command is known here: each says by its configuration class what it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import hydra
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError, InterpolationResolutionError
+
+from crossbow_py.cli.config_files import (
+    FILE_ERRORS,
+    check_own_option,
+    config_dir,
+    first_comment,
+    one_line_of,
+    option_files,
+    own_config_dir,
+    read_yaml,
+)
+from crossbow_py.cli.overrides import PARSING_ERRORS, parse, quoted
+from crossbow_py.core.errors import UserError
+from crossbow_py.core.settings import check_no_group_left_out, from_mapping, shown, suggestion, written
+
+APPENDED_GROUPS = ("experiment", "debug")  # not in the defaults list: chosen with a leading +, in this order
+_COMPOSITION_ERRORS = (*PARSING_ERRORS, *FILE_ERRORS)
+Registry = Mapping[str, type[Any]]  # the settings class of each option of a group, by name
+
+
+class CommandConfig(Protocol):
+    """What every command's configuration has: a frozen dataclass of all that the command can be told.
+
+    Attributes:
+        CONF: the YAML file with the values that hold when nothing else is said.
+        USAGE: the beginning of the command's --help.
+        GROUPS: the groups whose options can be chosen by GROUP=OPTION, each with its registry.
+        MEANINGS: help of inherited keys that mean something else to this command.
+        LAID_OVER: keys whose entries Hydra cannot merge, each with a function of (value, key beneath it, entry).
+        TAKES_RECIPES: whether +experiment=NAME, +debug=NAME and sweeps make sense.
+        NEEDS_FOLDER: whether the command writes a folder even when output_dir is not set.
+    """
+
+    CONF: ClassVar[str]
+    USAGE: ClassVar[str]
+    GROUPS: ClassVar[Mapping[str, Registry]]
+    MEANINGS: ClassVar[Mapping[str, str]]
+    LAID_OVER: ClassVar[Mapping[str, Callable[[Any, str, Any], Any]]]
+    TAKES_RECIPES: ClassVar[bool]
+    NEEDS_FOLDER: ClassVar[bool]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def experiment(self) -> str:
+        """The folder that results of its kind are written beneath."""
+
+    @property
+    def resume(self) -> str | None:
+        """The run or search to go on with."""
+
+    @property
+    def output_dir(self) -> str | None:
+        """The folder to write to."""
+
+
+C = TypeVar("C", bound=CommandConfig)
+
+
+def group(help: str) -> Any:
+    """Return a field that holds the settings object chosen for a group."""
+    return dataclasses.field(metadata={"help": help})
+
+
+def group_options(group: str, kind: type[CommandConfig]) -> dict[str, str]:
+    """Return the options of a config group, each with the first comment line of its file.
+
+    What is registered without a file of its own is an option too, with its default settings.
+    """
+    files = {name: first_comment(path) for name, path in option_files(group).items()}
+    return dict(sorted({**dict.fromkeys(kind.GROUPS.get(group, {}), ""), **files}.items()))
+
+
+def read_option(group: str, option: str) -> dict[str, Any]:
+    """The plain values in an option's file, or those of an option without one."""
+    path = option_files(group).get(option)
+    return {"name": option} if path is None else read_yaml(path.resolve())
+
+
+def compose(overrides: Sequence[str], kind: type[C]) -> C:
+    """Compose the configuration of one job; `kind` says which keys there are.
+
+    Raises UserError for every mistake in the overrides or in a YAML file.
+    """
+    parsed = [parse(override) for override in overrides]
+    for override in parsed:
+        _check_override(override, kind)
+    known = [field.name for field in dataclasses.fields(kind)]
+    chosen = [override.key_or_group for override in parsed if _is_group(override.key_or_group, kind)]
+    _check_chosen(chosen, known)
+    for override in parsed:
+        _check_experiment(override, known)
+    parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
+    laid = [each for each in parsed if _owner_of(each, kind) and not each.is_delete()]
+    settled = [text for override in parsed if override not in laid for text in _settled(override, kind)]
+    plain = _compose_plain(settled, kind.CONF)
+    for override in laid:
+        owner = _owner_of(override, kind)
+        key = override.key_or_group.removeprefix(f"{owner}.")
+        plain[owner] = kind.LAID_OVER[owner](plain.get(owner, {}), key, override.value())
+    if isinstance(plain.get("experiment"), dict) and "experiment" in chosen:  # beneath its group, as other groups do
+        name = next(str(each.value()) for each in parsed if each.key_or_group == "experiment")
+        raise UserError(f'conf/experiment/{name}.yaml must begin with "# @package _global_"; add that line.')
+    _check_command(plain, known)
+    check_no_group_left_out(plain, known, {group: registry.values() for group, registry in kind.GROUPS.items()})
+    return from_plain(plain, kind)
+
+
+def from_plain(plain: Mapping[str, Any], kind: type[C]) -> C:
+    """Make the configuration of plain values, with a settings object for every group. Raises UserError."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    nested: dict[str, Any] = {}
+    for name, field in fields.items():
+        if dataclasses.is_dataclass(field.default):
+            nested[name] = _nested(name, plain.get(name, {}), type(field.default))
+    for name, registry in kind.GROUPS.items():
+        if plain.get(name) is not None or fields[name].default is not None:
+            nested[name] = _choose(name, plain.get(name), registry)
+    return from_mapping(kind, {**plain, **nested})
+
+
+def _nested(name: str, values: Any, owner: type[Any]) -> Any:
+    if not isinstance(values, Mapping):
+        example = next(f"{field.name}={written(field.default)}" for field in dataclasses.fields(owner))
+        raise UserError(f"{name} must be a mapping, got {shown(values)}; set {name}.{example}, say.")
+    return from_mapping(owner, values, name)
+
+
+def _choose(group: str, values: Any, registry: Registry) -> Any:
+    """Return the settings object of one group: the class registered under its `name`, built from the other keys."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"{group} must be one of {', '.join(registry)}, got {shown(values)}; write {group}=NAME.")
+    if "name" not in values:
+        known = ", ".join(registry)
+        raise UserError(f"{group} has keys but no name; choose an option too: {group}=NAME, one of {known}.")
+    name = str(values["name"])
+    if name not in registry:
+        raise UserError(f"{group}.name must be a registered name, got {name!r}{suggestion(name, registry)}")
+    own = {key: value for key, value in values.items() if key != "name"}
+    return from_mapping(registry[name], own, group, registry.values())
+
+
+def _owner_of(override: Override, kind: type[CommandConfig]) -> str:
+    """Return the key of `LAID_OVER` that the override is beneath; empty for none.
+
+    A search space may have both `optimizer` and `optimizer.momentum`, which for Hydra are one node.
+    """
+    owner, dot, _ = override.key_or_group.partition(".")
+    return owner if dot and owner in kind.LAID_OVER else ""
+
+
+def _check_chosen(chosen: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse a group that is chosen twice, or that the command has not."""
+    twice = next((group for group in chosen if chosen.count(group) > 1), None)
+    if twice:
+        raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
+    stray = next((group for group in chosen if _key_of(group) not in known), None)
+    if stray:
+        _check_command({stray: None}, known)
+        raise UserError(f"unknown key {stray}{suggestion(stray, known)}")
+
+
+def _key_of(group: str) -> str:
+    """The key that a group sets."""
+    return "experiment" if group in APPENDED_GROUPS else group
+
+
+def _is_group(key: str, kind: type[CommandConfig]) -> bool:
+    return key in kind.GROUPS or key in APPENDED_GROUPS
+
+
+def _check_override(override: Override, kind: type[CommandConfig]) -> None:
+    """Refuse a sweep without -m, a group option that does not exist, and one with a plus too many or too few."""
+    text, key = str(override.input_line), override.key_or_group
+    if override.is_sweep_override():
+        raise UserError(f"{text!r} lists several values; add -m to run each of them, or quote the value.")
+    if override.is_delete() or not _is_group(key, kind):
+        return
+    value, options = override.value(), group_options(key, kind)
+    if not isinstance(value, str) or value not in options:
+        raise UserError(f"unknown {key} {value!r}{suggestion(str(value), options)} --list shows them all.")
+    check_own_option(key, value)
+    if key in APPENDED_GROUPS and not override.is_add():
+        raise UserError(f"{key} is chosen with a leading plus: write +{key}={value}.")
+    if key in kind.GROUPS and text.startswith("+"):
+        raise UserError(f"{key} is chosen without a plus: write {key}={value}.")
+
+
+def _check_experiment(override: Override, known: Sequence[str]) -> None:
+    """Refuse an experiment of another command."""
+    if override.key_or_group == "experiment" and not override.is_delete():
+        name = str(override.value())
+        for key in read_option("experiment", name):
+            if key not in (*known, "defaults"):
+                raise UserError(
+                    f"experiment {name} is for {_commands_with(key)}: it sets {key}, which means nothing here; choose "
+                    "another experiment, --list shows them."
+                )
+
+
+def _check_command(plain: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a key that only another command has."""
+    for key in plain:
+        if key not in known and (commands := _commands_with(key)):
+            raise UserError(f"unknown key {key}, which is for {commands}{suggestion(key, known)}")
+
+
+def _commands_with(key: str) -> str:
+    """Return the first command whose YAML file has the key, or chooses an option of that group; empty for none."""
+    for path in sorted(config_dir().glob("*.yaml"), key=lambda path: (path.stem != "train", path.stem)):
+        plain = read_yaml(path)
+        groups = [next(iter(each)) for each in plain.get("defaults", ()) if isinstance(each, Mapping)]
+        if key in plain or key in groups:
+            return f"python -m crossbow_py.{path.stem}"
+    return ""
+
+
+def _settled(override: Override, kind: type[CommandConfig]) -> list[str]:
+    """A value is set whether or not the option file spells its key out: the dataclasses judge the key, not the file."""
+    text, key = str(override.input_line), override.key_or_group
+    if override.is_delete():
+        return [text]
+    if not _is_group(key, kind):
+        return ["++" + text.lstrip("+")]
+    if str(override.value()) in option_files(key):
+        return [text]
+    return [f"~{key}", f"++{key}.name={override.value()}"]
+
+
+def _compose_plain(overrides: list[str], conf: str) -> dict[str, Any]:
+    own = own_config_dir()
+    if own is not None:
+        overrides = [*overrides, f"hydra.searchpath=[{quoted(f'file://{own}')}]"]
+    try:
+        with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+            composed = hydra.compose(conf, overrides=overrides)
+        plain = OmegaConf.to_container(composed, resolve=True)
+    except (InterpolationResolutionError, GrammarParseError) as error:
+        problem = one_line_of(error).rstrip(".")
+        raise UserError(f"{problem}; write the value itself, or \\${{ where the text is meant.") from error
+    except _COMPOSITION_ERRORS as error:
+        raise UserError(f"{one_line_of(error).rstrip('.')}; --help explains the keys.") from error
+    return {str(key): value for key, value in plain.items()} if isinstance(plain, dict) else {}

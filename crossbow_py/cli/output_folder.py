@@ -1,0 +1,40 @@
+"""The folders that results are written to: runs/<experiment>/<time> where the user names none."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import datetime
+from pathlib import Path
+
+from crossbow_py.core.errors import unwritable
+
+RUNS = Path("runs")
+
+
+def new_folder(experiment: str) -> Path:
+    """Make runs/<experiment>/<time>; two runs started in one second get two folders."""
+    parent, now = make_folder(RUNS / experiment), time_name()
+    for number in itertools.count(1):
+        path = parent / (now if number == 1 else f"{now}_{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise unwritable(path, error) from error
+    raise AssertionError("an endless count ended")
+
+
+def time_name() -> str:
+    """Return the present time as the name of a folder."""
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder, if it is not there. Raises UserError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return path
