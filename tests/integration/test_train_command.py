@@ -293,7 +293,7 @@ def test_memory_that_does_not_hold_a_run_is_one_error_line_and_exit_code_1(
 
 def test_list_into_a_closed_pipe_ends_quietly() -> None:
     shell = f"'{sys.executable}' -m crossbow_py.train --list | true; echo ${{PIPESTATUS[0]}}"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.train.__main__.__file__).parents[1])}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.__file__).parents[1])}
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=environment, check=True)
     assert (done.stdout.strip(), done.stderr) == ("0", "")
 

@@ -300,13 +300,13 @@ def test_brackets_of_a_grid_have_as_many_trials_as_points() -> None:
 
 
 def test_spaces_and_commands_of_the_guide_are_taken() -> None:
-    page = (Path(__file__).parents[2] / "docs/guides/search.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/guides/search.md").read_text(encoding="utf-8")
     (space,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     parsed = dataclasses.replace(search("data=digits", "model=mlp", "space.seed=[1]"), **yaml.safe_load(space))
     assert [each.key for each in parsed.parsed_space.parameters] == [
         "optimizer", "optimizer.learning_rate", "optimizer.momentum", "model.hidden", "model.dropout", "batch_size",
     ]  # fmt: skip
-    lines = [line.strip() for line in page.replace("\\\n", "").splitlines() if "m crossbow_py.search" in line]
+    lines = [line.strip() for line in page.replace("\\\n", "").splitlines() if "-m crossbow_py.search " in line]
     configs = [search(*shlex.split(line, comments=True)[3:]) for line in lines]
     assert {"random", "tpe", "grid"} == {config.sampler for config in configs}
     keys = [[each.key for each in config.parsed_space.parameters] for config in configs]
@@ -319,7 +319,7 @@ def test_spaces_and_commands_of_the_guide_are_taken() -> None:
 
 
 def test_plan_of_the_guide_is_that_of_the_brackets() -> None:
-    page = (Path(__file__).parents[2] / "docs/guides/search.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/guides/search.md").read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^\| s = \d (.*)\|$", page)
     told = [[int(cell.strip() or 0) for cell in row.split("|")[1:]] for row in rows]
     brackets = make_brackets("hyperband", num_trials=None, min_epochs=1, max_epochs=27, eta=3)

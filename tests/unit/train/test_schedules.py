@@ -14,7 +14,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import from_mapping, to_mapping
 from crossbow_py.train.schedules import SCHEDULES, Constant, Cosine, Exponential, Inverse, MultiStep, Schedule, Step
 
-CONF = Path(__file__).parents[2] / "conf" / "schedule"
+CONF = Path(__file__).parents[3] / "conf" / "schedule"
 EPOCH = 100
 
 

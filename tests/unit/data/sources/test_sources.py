@@ -18,7 +18,7 @@ from crossbow_py.data.sources import SOURCES
 from crossbow_py.data.sources.digits import Digits
 from crossbow_py.data.sources.synthetic import Synthetic
 
-CONF = Path(__file__).parents[3] / "conf" / "data"
+CONF = Path(__file__).parents[4] / "conf" / "data"
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
