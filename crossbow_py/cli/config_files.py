@@ -13,6 +13,7 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.own_files import read_text
+from crossbow_py.core.version import PACKAGE
 
 OWN_FOLDER = "conf"  # in the current folder: options that the user adds
 MOST_NESTED = 50  # lists and mappings in each other, of a file or a word
@@ -31,11 +32,10 @@ _CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndTo
 
 def config_dir() -> Path:
     """The folder with the YAML files: inside the package (wheel), else beside it (checkout, editable install)."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "conf", package.parent / "conf"):
+    for folder in (PACKAGE / "conf", PACKAGE.parent / "conf"):
         if folder.is_dir():
             return folder
-    raise UserError(f"no configuration folder at {package / 'conf'} or beside it; reinstall the package.")
+    raise UserError(f"no configuration folder at {PACKAGE / 'conf'} or beside it; reinstall the package.")
 
 
 def own_config_dir() -> Path | None:

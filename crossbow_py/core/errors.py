@@ -6,7 +6,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parents[1]
+from crossbow_py.core.version import PACKAGE
+
 _INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 
 
@@ -157,7 +158,7 @@ def raised_at(error: BaseException) -> str:
     where there is none.
     """
     every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if _PACKAGE not in Path(frame.filename).parents]
+    frames = [frame for frame in every if PACKAGE not in Path(frame.filename).parents]
     own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
     return f" at {(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else ""
 

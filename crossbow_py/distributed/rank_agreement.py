@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.plain_values import differences
+from crossbow_py.core.version import PACKAGE
 from crossbow_py.core.versions import versions
 from crossbow_py.distributed.ranks import Ranks
 
@@ -39,9 +39,8 @@ def check_alike(config: Mapping[str, Any], ranks: Ranks) -> None:
 
 def _code() -> dict[str, str]:
     digest = hashlib.sha256()
-    package = Path(__file__).parents[1]
-    for path in sorted([*package.rglob("*.py"), *package.rglob("*.c")]):
-        digest.update(str(path.relative_to(package)).encode())
+    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.c")]):
+        digest.update(str(path.relative_to(PACKAGE)).encode())
         digest.update(path.read_bytes())
     found = versions()
     return {"crossbow_py": found["crossbow_py"], "source": digest.hexdigest()[:12], **found}

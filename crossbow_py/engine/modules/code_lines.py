@@ -10,7 +10,9 @@ from types import FrameType
 import torch
 from torch.fx import Node
 
-_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[3]))
+from crossbow_py.core.version import PACKAGE
+
+_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, PACKAGE))
 _FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .*\n    (?P<code>.+)$', re.MULTILINE)
 _LONGEST = 80
 
