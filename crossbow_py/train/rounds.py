@@ -52,7 +52,7 @@ class RoundRunner:
             while len(self._sums_due) > _SUMS_REMEMBERED:
                 self._sums_due.popleft()
                 self._sums_begun += 1
-        done = self._attempt(lambda: self.executor.submit(plan))
+        done = self._attempt(self.executor.submit, plan)
         if done and plan.outer_step is not None:
             done = self._take_outer_step(plan, plan.outer_step)
         return done or not self._run.collective.is_alone
@@ -84,13 +84,13 @@ class RoundRunner:
         self._sums_begun = self._run.collective.num_sums
         self._sums_due.clear()
 
-    def _attempt(self, work: Callable[[], Sequence[RoundOutcome]]) -> bool:
+    def _attempt(self, work: Callable[..., Sequence[RoundOutcome]], *plan: Round) -> bool:
         """Absorb what the executor yields. False when memory did not hold the learners; some are to be taken away.
 
         What the others had done in that round stays; its losses are not counted.
         """
         try:
-            for outcome in work():
+            for outcome in work(*plan):
                 self.state.absorb(outcome)
             return True
         except LearnerError as error:
@@ -101,8 +101,8 @@ class RoundRunner:
         self.out_of_memory = True
         if not self._run.collective.is_alone:
             done = self._run.collective.num_sums - self._sums_begun
-            for plan in list(self._sums_due)[done:]:
-                self._run.sit_out(plan)
+            for missed in list(self._sums_due)[done:]:
+                self._run.sit_out(missed)
         self._sums_due.clear()
         return False
 
