@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -78,6 +79,7 @@ def build_parts(
     timeline: Timeline | None,
     announce: Callable[[str], None],
     ranks: Ranks = ALONE,
+    executor_cache: Path | None = None,
 ) -> Parts:
     """Build a run's parts, once small batches of every data set went through the model. Raises UserError.
 
@@ -101,11 +103,15 @@ def build_parts(
     notes: list[str] = []
 
     def settled() -> str:
-        found, said = settle_executor(template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks)
+        nonlocal choices
+        choices, said = settle_executor(
+            template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks, executor_cache
+        )
         notes.extend(said)
-        return found.executor
+        return choices.executor
 
-    choices = dataclasses.replace(choices, executor=ranks.from_first(settled))
+    executor = ranks.from_first(settled)
+    choices = dataclasses.replace(choices, executor=executor)
     with ranks.together():
         most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
         bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,7 @@ from crossbow_py.engine.device.denormals import flushed_denormals
 from crossbow_py.engine.modules.precision import PrecisionName, device_uuids, ordinary_modes
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
-from crossbow_py.telemetry.events import Listener
+from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
@@ -36,7 +36,7 @@ from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
 from crossbow_py.train.loop import TrainingLoop
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Result
-from crossbow_py.train.run_settings import RunSettings
+from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.run_state import RunState
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.stopping import StopConditions
@@ -102,6 +102,7 @@ class Trainer:
         order_seed: of the sample order alone; None is `seed`.
         label_smoothing: share of the target spread over all classes, in the cross-entropy that is trained on.
         learning_statistics: measure gradient noise scale, sharpness and agreement at the end of every epoch.
+        executor_cache: the file in which `executor="auto"` remembers what it measured; None is that of the user.
 
     On CPU with several learners the process is told to keep freed memory, in huge pages.
 
@@ -154,6 +155,7 @@ class Trainer:
         order_seed: int | None = None,
         label_smoothing: float = 0.0,
         learning_statistics: bool = False,
+        executor_cache: str | Path | None = None,
     ) -> None:
         given, begun, folder = dict(locals()), time.monotonic(), _folder(output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
@@ -165,6 +167,7 @@ class Trainer:
             model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
             loss=loss, metrics=metrics or {}, init_from=_initial(init_from, found), announce=self._announce,
             max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, profile, folder), ranks=ranks,
+            executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
         )  # fmt: skip
         self._messages += [*notes, *parts.warnings]
         self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, _named(model, names),
@@ -175,6 +178,11 @@ class Trainer:
     def state(self) -> RunState:
         """Where training stands."""
         return self.run.state
+
+    @property
+    def choices(self) -> Choices:
+        """What `auto` became: device, precision, executor, and the seconds that choosing an executor took."""
+        return self.run.parts.choices
 
     @ordinary_modes()
     def fit(
@@ -187,6 +195,7 @@ class Trainer:
         target_loss: float | None = None,
         max_rounds: int | None = None,
         handle_signals: bool = False,
+        after_round: Callable[[RoundEnd], int | None] | None = None,
     ) -> Result:
         """Train until the first stop condition is met; a second call goes on where the first ended.
 
@@ -198,6 +207,8 @@ class Trainer:
             target_loss: likewise.
             max_rounds: rounds of this call.
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
+            after_round: called by the loop's thread once a round is submitted and the one before is over. It may block,
+                and returns with how many learners to go on; None leaves that to the auto-tuner. All ranks return alike.
 
         Raises:
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
@@ -212,7 +223,7 @@ class Trainer:
                 listeners = [*self._file_listeners(), *listeners]
         with (
             flushed_denormals(),
-            TrainingLoop(self.run, stops, listeners) as loop,
+            TrainingLoop(self.run, stops, listeners, after_round) as loop,
             StopSignal(handle_signals) as signals,
         ):
             loop.start(self._messages)
