@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
-from experiments.common.machine import ROOT
-from experiments.common.windows import MAX_FOREIGN_SHARE, spread
+from experiments.bench.machine import ROOT
+from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
 
 MODELS = ("lenet", "resnet32")
 EXECUTORS = ("serial", "threads", "fused", "fused_threads")

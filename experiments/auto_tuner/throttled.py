@@ -31,10 +31,10 @@ from crossbow_py.data.datasets import as_pair
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases
-from experiments.common.arguments import positive
-from experiments.common.machine import machine
-from experiments.common.results import results_folder, write_result
-from experiments.throughput.workloads import load_source
+from experiments.bench.arguments import positive
+from experiments.bench.machine import machine
+from experiments.bench.results import results_folder, write_result
+from experiments.bench.workloads import load_source
 
 EXPERIMENT = "auto_tuner"
 PICTURE = "throttled.png"

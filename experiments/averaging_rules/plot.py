@@ -13,9 +13,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.figure import Figure
 
 from experiments.averaging_rules.run import EXPERIMENT
-from experiments.common.cells.plot import draw_accuracies
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
+from experiments.grids.plot import draw_accuracies
+from experiments.grids.summary import Result
+from experiments.tables.pictures import save_pictures
 
 
 def main() -> int:

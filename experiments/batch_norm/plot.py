@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from experiments.batch_norm.report import curve, healthy
 from experiments.batch_norm.run import EXPERIMENT
 from experiments.batch_norm.variants import VARIANTS
-from experiments.common.cells.plot import UNITS, unit_of
-from experiments.common.cells.summary import Result, Run
-from experiments.common.pictures import save_pictures
+from experiments.grids.plot import UNITS, unit_of
+from experiments.grids.summary import Result, Run
+from experiments.tables.pictures import save_pictures
 
 _MOST_IN_A_ROW = 4
 _STYLES = (("#000000", "-"), ("#E69F00", "--"), ("#56B4E9", "-."), ("#0072B2", ":"))

@@ -27,8 +27,8 @@ from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.from_config import build_trainer, stops
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.folder import open_run
-from experiments.common.cells.parts import in_parts
-from experiments.common.cells.running import MEASURED_FILE
+from experiments.grids.parts import in_parts
+from experiments.grids.running import MEASURED_FILE
 
 MEAN = "mean"
 # No part of what cells are known by: after a change run them anew, with another --runs.

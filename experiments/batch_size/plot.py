@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from experiments.batch_size.report import Best, best_rates
 from experiments.batch_size.run import EXPERIMENT, LEARNERS, ONE
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
+from experiments.grids.summary import Result
+from experiments.tables.pictures import save_pictures
 
 _COLORS = {ONE: "#0072B2", LEARNERS: "#E69F00"}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share, own_share
+from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 
 LEAD_IN_S = 0.25
 
@@ -76,14 +76,13 @@ class Failure:
 class Window:
     """What one window came to. `foreign_share` is the cores' share that others took, None where it is unknown.
 
-    `own_share` is the share that the side's own process took; `members` are images/s by member of the side, where it
-    has several loops: between the first and the last tick of each, so that no part of a round is counted.
+    `members` are images/s by member of the side, where it has several loops: between the first and the last tick of
+    each, so that no part of a round is counted.
     """
 
     images: int
     seconds: float
     foreign_share: float | None
-    own_share: float = field(default=0.0, compare=False)
     members: Mapping[int, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -167,7 +166,7 @@ class Gate:
 
     def _window(self, start: LoadSnapshot, end: LoadSnapshot) -> Window:
         return Window(
-            self._images, end.wall_s - start.wall_s, foreign_share(start, end), own_share(start, end),
+            self._images, end.wall_s - start.wall_s, foreign_share(start, end),
             {n: pace.images / (pace.last_s - pace.first_s) for n, pace in self._paces.items() if pace.images},
         )  # fmt: skip
 

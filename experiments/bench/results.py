@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.telemetry.records import write_atomically
-from experiments.common.machine import ROOT, machine_line
+from experiments.bench.machine import ROOT, machine_line
 
 EXPERIMENTS = ROOT / "experiments"
 

@@ -1,8 +1,7 @@
 """Networks in training on photographs that are decoded meanwhile, a window of rounds at a time.
 
 The "device" is one processor core: torch has one thread, worker processes have the other cores. A window is taken by
-what the training loop itself counts: it asks for the number of workers after every round, and who answers here only
-notes the time and what of it was spent waiting for data.
+what the training loop says after every round: the time, and what of it was spent waiting for data.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from crossbow_py.core.foreign_load import foreign_share
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from crossbow_py.train.tuning.worker_autotuner import WorkerSupply
-from experiments.common.windows import Mark, Window, load_with_ended, window_of
+from crossbow_py.telemetry.events import RoundEnd
+from experiments.bench.windows import Mark, Window, load_with_ended, window_of
 
 SIZE = 64
 _SAMPLES_AN_EPOCH = 20_000  # so many that no window meets the end of an epoch
@@ -50,16 +49,12 @@ class Setup:
     executor: Literal["serial", "fused"] = "serial"
 
 
-class MarkedRounds(WorkerSupply):
-    """Stands where a run's `num_workers=auto` would: notes every round, and leaves the number of workers alone."""
+class MarkedRounds(list[Mark]):
+    """Notes every round of a `fit`, when given to it as `after_round`."""
 
-    def __init__(self) -> None:  # nothing is tuned, so there is no state to set up
-        self.marks: list[Mark] = []
-
-    def after_round(self, elapsed_s: float, waited_s: float, num_batches: int) -> str:
-        """See WorkerSupply; there is never anything to say."""
-        self.marks.append(Mark(elapsed_s, waited_s))
-        return ""
+    def __call__(self, end: RoundEnd) -> None:
+        """See `Trainer.fit`."""
+        self.append(Mark(end.elapsed_s, end.waited_s))
 
 
 class StreamedRun:
@@ -84,7 +79,6 @@ class StreamedRun:
             precision="fp32",
             num_workers=0,
         )
-        self._rounds = self._trainer.run.supply = MarkedRounds()
 
     @property
     def sample_bytes(self) -> int:
@@ -128,9 +122,9 @@ class StreamedRun:
     ) -> tuple[list[Mark], float | None]:
         """The marks of a stretch of training, and the share of the cores that others took meanwhile."""
         self._feed.use_workers(num_workers)
-        self._rounds.marks, before = [], load_with_ended()
-        self._trainer.fit(max_rounds=max_rounds, max_time_s=max_time_s)
-        return self._rounds.marks, foreign_share(before, load_with_ended())
+        marks, before = MarkedRounds(), load_with_ended()
+        self._trainer.fit(max_rounds=max_rounds, max_time_s=max_time_s, after_round=marks)
+        return marks, foreign_share(before, load_with_ended())
 
 
 def photographs(folder: str) -> Photographs:

@@ -21,15 +21,14 @@ from unittest.mock import patch
 import torch
 
 from crossbow_py.core.errors import CrossbowError
-from experiments.common.machine import ROOT
-from experiments.throughput.gate import Failure, FinishedError, Gate, Ready, Visit, Window
-from experiments.throughput.sides import Side, run_side
-from experiments.throughput.workloads import Effort, Workload
+from experiments.bench.gate import Failure, FinishedError, Gate, Ready, Visit, Window
+from experiments.bench.machine import ROOT
+from experiments.bench.sides.side import Side
+from experiments.bench.workloads import Effort, Workload
 
 _END_S = 10.0
 # torch's optimizers import the front of its compiler when they first step, which takes seconds in every process.
-_PRELOADED = ["torch", "torch._dynamo", "experiments.throughput.sides"]
-
+_PRELOADED = ["torch", "torch._dynamo"]
 
 # What trains behind the gate until it raises FinishedError.
 Body = Callable[[Side, Workload, Gate, Effort], None]
@@ -42,29 +41,37 @@ class SideError(Exception):
 class SideProcess:
     """A side in a process of its own, blocked but for its windows. Close it, or use it as a context manager.
 
-    Other comparisons have a subclass, with another `body` for their sides.
+    Args:
+        body: what its process does.
+        side: the side.
+        workload: what it trains.
+        effort: how long it may take to find what suits it.
+        patience_s: how long to wait until it is built and has tuned itself; None for as long as it takes.
+
+    Attributes:
+        side: the same, with what it chose for itself.
+        ready: what it said when it was built.
+
+    Raises:
+        SideError: the side cannot be had.
     """
 
-    ready: Ready
-
     def __init__(
-        self, side: Side, workload: Workload, effort: Effort, patience_s: float | None = None, *, wait: bool = True
+        self, body: Body, side: Side, workload: Workload, effort: Effort, patience_s: float | None = None
     ) -> None:
-        """Start the process and, unless told not to wait, `await_ready`. Raises SideError."""
-        self.side, self._label = side, side.label
-        context = process_context()
+        self._label = side.label
+        context = process_context(body.__module__)
         self._connection, theirs = context.Pipe()
-        arguments = (theirs, side, workload, effort, self.body)
+        arguments = (theirs, side, workload, effort, body)
         self._process = context.Process(target=serve, args=arguments, name=side.label, daemon=True)  # type: ignore[attr-defined]
         self._process.start()
         theirs.close()  # so that this end sees the end of the file when the process dies
-        if wait:
-            self.await_ready(patience_s)
-
-    @staticmethod
-    def body(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
-        """What its process does; see `run_side`."""
-        run_side(side, workload, gate, effort)
+        try:
+            self.ready: Ready = self._receive(patience_s)
+        except BaseException:
+            self.close()
+            raise
+        self.side = side.chosen(self.ready)
 
     def __enter__(self) -> SideProcess:
         return self
@@ -72,27 +79,10 @@ class SideProcess:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def await_ready(self, patience_s: float | None) -> None:
-        """Wait until the side is built and has tuned itself, but no longer than `patience_s`. Raises SideError."""
-        try:
-            self.ready = self._receive(patience_s)
-        except BaseException:
-            self.close()
-            raise
-        self.side = self.side.chosen(self.ready)
-
     def window(self, visit: Visit, patience_s: float | None = None) -> Window:
         """Let the side train for a window; blocks until it is over or `patience_s` are. Raises SideError."""
-        self.begin(visit)
-        return self.end(patience_s)
-
-    def begin(self, visit: Visit) -> None:
-        """Let the side train for a window, and do not wait for it."""
-        with suppress(OSError):  # it died; `end` learns the reason
+        with suppress(OSError):  # it died; `_receive` learns the reason
             self._connection.send(visit)
-
-    def end(self, patience_s: float | None = None) -> Window:
-        """What the window that was begun came to. Raises SideError."""
         window: Window = self._receive(patience_s)
         return window
 
@@ -123,12 +113,12 @@ class SideProcess:
         return message
 
 
-def process_context() -> BaseContext:
-    """How processes are made. The server is told where this checkout is, as it need not be installed."""
+def process_context(module: str) -> BaseContext:
+    """How processes that work in `module` are made. The server is told where this checkout is, and has the module."""
     if sys.platform != "linux":  # elsewhere, system libraries do not stand being forked
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*_PRELOADED, module])
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
         forkserver.ensure_running()

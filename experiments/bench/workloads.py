@@ -37,14 +37,13 @@ class Effort:
 
     `tuned_single` tries each of its forms for `trial_s`, `trials` times while all of it took less than `trials_limit_s`
     (the first time is always whole). The auto side is measured as it is after `tuning_s` of tuning, its choice of an
-    executor included. `mps_pipes` is where the MPS daemon of `mps_processes` listens.
+    executor included.
     """
 
     trial_s: float = 0.4
     trials: int = 3
     trials_limit_s: float = 60.0
     tuning_s: float = 120.0
-    mps_pipes: str = ""
 
 
 @dataclass(frozen=True)

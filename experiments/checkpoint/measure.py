@@ -16,8 +16,8 @@ from crossbow_py.engine.device.freed_memory import keep_freed_memory
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models import MODELS
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, save
+from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.checkpoint.training import BATCH_SIZE, Training
-from experiments.common.windows import MAX_FOREIGN_SHARE
 
 TARGET = 0.02
 # Images and classes of the data sets they are made for.

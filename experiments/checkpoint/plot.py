@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
+from experiments.tables.pictures import save_picture
 
 EXPERIMENT = "checkpoint"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 PERIODS_S = (60, 300, 600)
@@ -58,3 +58,6 @@ def _row(result: Result, name: str, label: str) -> list[str]:
 def _spread(spread: list[float], form: str) -> str:
     middle, smallest, largest = (format(value, form) for value in spread)
     return f"{middle} ({smallest}–{largest})"
+
+
+TABLES = {"all": result_text}

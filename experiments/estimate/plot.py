@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.common.pictures import draw_beside
 from experiments.estimate.report import Result, cells_of
+from experiments.tables.pictures import draw_beside
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = ("#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#0072B2")

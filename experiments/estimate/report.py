@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -135,3 +135,6 @@ def _shown(cell: Row) -> str:
 def _kinds(result: Result) -> list[tuple[str, int, int]]:
     """(model, K, at once) of all cells, in their order."""
     return list(dict.fromkeys((cell["model"], cell["num_learners"], cell["at_once"]) for cell in result["cells"]))
+
+
+TABLES = {"all": result_text}

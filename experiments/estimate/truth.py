@@ -13,7 +13,6 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -91,10 +90,9 @@ class TrainingRun:
         with LiveBytes(self._ledger):
             with _DEVICE:
                 template = subject.make_model()
-            with _host_generators():
-                self.bank = ReplicaBank(
-                    template, num_learners, device=_DEVICE, precision=FP32, state_names=SGD.STATE, order="blocks"
-                )
+            self.bank = ReplicaBank(
+                template, num_learners, device=_DEVICE, precision=FP32, state_names=SGD.STATE, order="blocks"
+            )
         self.held_bytes = self._ledger.live
         self.peaks: dict[int, int] = {}
 
@@ -163,9 +161,3 @@ class TrainingRun:
             parameters = bank.trained_parameters(learner)
             bank.store_gradients(learner, torch.autograd.grad(loss, parameters, allow_unused=True))
             (output.detach().argmax(1) == targets).sum()
-
-
-def _host_generators() -> mock._patch[mock.MagicMock]:
-    """The "meta" device draws no numbers, so it has no generators; the bank makes one a learner."""
-    of_host = torch.Generator
-    return mock.patch.object(torch, "Generator", side_effect=lambda _: of_host())

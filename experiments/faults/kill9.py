@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine, machine_line
+from experiments.bench.results import write_result
 from experiments.faults.campaign import EXECUTORS, Campaign, figures
 from experiments.faults.report import kill9_text
 

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
+from experiments.bench.results import EXPERIMENTS, read_results
 from experiments.faults.folder import BETWEEN, PHASES
 from experiments.faults.report import phases
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from crossbow_py.train import __main__ as train
-from experiments.common.ports import free_port
+from experiments.bench.machine import free_port
 
 _PATIENCE_S = 60.0
 _PRELOADED = ["torch", "crossbow_py.train.__main__"]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import markdown_table
 from experiments.faults.campaign import figures
 from experiments.faults.folder import PHASES
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 
@@ -105,3 +105,6 @@ def _spread(values: Sequence[float]) -> str:
 def result_text(result: Result) -> str:
     """Of either kind."""
     return kill9_text(result) if result["kind"] == "kill9" else restarts_text(result)
+
+
+TABLES = {"all": result_text}

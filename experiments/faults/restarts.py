@@ -22,9 +22,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.telemetry.records import read_summary
-from experiments.common.arguments import count, positive
-from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import ROOT, machine, machine_line
+from experiments.bench.results import write_result
 from experiments.faults.folder import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,

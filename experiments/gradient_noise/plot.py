@@ -14,11 +14,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.cells.plot import UNITS, styles, unit_of
-from experiments.common.cells.summary import Result, by_cell
-from experiments.common.pictures import save_pictures
 from experiments.gradient_noise.report import by_evaluation, mean_of, noise_scale_samples
 from experiments.gradient_noise.run import EXPERIMENT
+from experiments.grids.plot import UNITS, styles, unit_of
+from experiments.grids.summary import Result, by_cell
+from experiments.tables.pictures import save_pictures
 
 _NOISE = "gradient noise scale, samples"
 _PANELS = {

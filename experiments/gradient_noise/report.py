@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from experiments.common.cells.report import accuracy, notes
-from experiments.common.cells.summary import Result, Run, by_cell, estimate, has_diverged
-from experiments.common.markdown import markdown_table, number
+from experiments.grids.report import accuracy, notes
+from experiments.grids.summary import Result, Run, by_cell, estimate, has_diverged
+from experiments.tables.markdown import markdown_table, number
 
 Records = Sequence[Any]
 _THIRDS = ("first third", "second third", "last third")
@@ -67,3 +67,6 @@ def result_text(result: Result) -> str:
     """All there is to say about a result."""
     picture = f"![{result['title']}](results/{result['grid']}.png)"
     return f"{picture}\n\n{statistics_table(result)}\n\n{notes(result)}"
+
+
+TABLES = {"all": result_text}

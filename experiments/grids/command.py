@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from crossbow_py.cli.command_line import say
-from experiments.common.arguments import count, seeds
-from experiments.common.cells.grid import Cell, Grid, chosen, in_turns
-from experiments.common.cells.running import Places, add_recorded, collect, run_cells
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import results_folder, write_result
+from experiments.bench.arguments import count, seeds
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import results_folder, write_result
+from experiments.grids.grid import Cell, Grid, chosen, in_turns
+from experiments.grids.running import Places, add_recorded, collect, run_cells
 
 _INTERRUPTED = 130
 

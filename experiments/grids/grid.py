@@ -19,7 +19,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.train.config import REGISTRIES, TrainConfig, compose, config_to_mapping
 
 TRAIN = "crossbow_py.train"
-PARTS = "experiments.common.cells.parts"
+PARTS = "experiments.grids.parts"
 Label = str | int | float
 
 # As it was by default, and in the recipes, when most runs were recorded: so others can be added to these.

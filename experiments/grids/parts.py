@@ -1,6 +1,6 @@
 """Trains as `python -m crossbow_py.train` does, stopping several times an epoch for an evaluation of its own.
 
-    python -m experiments.common.cells.parts PARTS key=value ...
+    python -m experiments.grids.parts PARTS key=value ...
 
 Every part goes on where the checkpoint of the one before stands, so that the samples, and the model that comes out, are
 those of a run in one piece (but with an `averaging.quadratic_period` that has learners average at the end, which is

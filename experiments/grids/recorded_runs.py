@@ -16,9 +16,9 @@ from typing import Any
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.telemetry.records import CONFIG_FILE, METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.__main__ import main as train
-from experiments.common.arguments import seeds
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import results_folder, write_result
+from experiments.bench.arguments import seeds
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import results_folder, write_result
 
 # Paths belong to the machine, and the wall time is that of the process that happened to end the run.
 _LEFT_OUT = ("output_dir", "model_path", "resumed_from", "wall_time_s")

@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.common.cells.summary import (
-    CellSummary,
-    Estimate,
-    Reached,
-    Result,
-    Run,
-    by_cell,
-    difference,
-    summaries,
-)
-from experiments.common.markdown import NONE, markdown_table
+from experiments.grids.summary import CellSummary, Estimate, Reached, Result, Run, by_cell, difference, summaries
+from experiments.tables.markdown import NONE, markdown_table
 
 
 def result_text(result: Result) -> str:
@@ -96,3 +87,6 @@ def _setting(runs: Sequence[Run], key: str) -> str:
     """Of all runs of a cell: one value, or from the least to the most."""
     values = sorted({run["summary"][key] for run in runs})
     return str(values[0]) if len(values) == 1 else f"{values[0]}–{values[-1]}"
+
+
+TABLES = {"all": result_text}  # of the questions that have no other

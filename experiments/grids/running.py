@@ -22,10 +22,10 @@ from typing import Any
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
-from experiments.common.cells.grid import Cell, Grid
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import write_result
-from experiments.common.windows import load_with_ended
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import write_result
+from experiments.bench.windows import load_with_ended
+from experiments.grids.grid import Cell, Grid
 
 MEASURED_FILE = "measured.jsonl"  # in a run's folder: what the program of a cell measures beside, a line an evaluation
 

@@ -24,7 +24,7 @@ from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SearchListener
 from crossbow_py.search.folder import open_search_folder
 from crossbow_py.train.config import compose
-from experiments.common.windows import spread
+from experiments.bench.windows import spread
 from experiments.hyperband.default_loop import Images, search
 
 SIDES = ("default_loop", "one_at_a_time", "packed")

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
 from experiments.hyperband.report import NAMES
+from experiments.tables.pictures import save_picture
 
 _WHOLE = "all of it, not split"
 _COLORS = {"training": "#0072B2", "measuring": "#E69F00", "rest": "#999999", _WHOLE: "#56B4E9"}

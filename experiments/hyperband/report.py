@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.headline import cores
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 
@@ -86,3 +87,16 @@ def _precision(result: Result, side: str) -> str:
 
 def _spread(ratio: Mapping[str, float]) -> str:
     return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
+
+
+def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
+    """The search on the first page: seconds of packs, of one tuned trial at a time and of the default loop."""
+    result = results["lenet_mnist"]
+    seconds = [f"{result['seconds'][side]['median']:,.0f}" for side in ("packed", "one_at_a_time", "default_loop")]
+    trials = {trial for trial, *_ in result["runs"]["packed"][0]["values"]}
+    title = f"Hyperband over {len(trials)} LeNets on MNIST, s"
+    return [[title, f"{seconds[0]} (packs)", *seconds[1:], str(result["repetitions"]), cores(result)]]
+
+
+TABLES = {"all": result_text, "headline": headline}
+HEADLINE = headline_rows

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
 from experiments.loader.sides import PILLOW
+from experiments.tables.pictures import save_picture
 
 EXPERIMENT = "loader"
 _OURS, _PILLOW = "#0072B2", "#999999"

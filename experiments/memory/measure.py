@@ -29,7 +29,7 @@ from torch.autograd.profiler import profile
 
 from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from experiments.common.rounds import Rounds, Setup
+from experiments.bench.rounds import Rounds, Setup
 
 ROUNDS_ON_HOST = 3
 # Eager rounds and the captures come first; the rounds after them are replays alone.

@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.common.pictures import draw_beside
 from experiments.memory.report import Result, rows_of
+from experiments.tables.pictures import draw_beside
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = {"serial": "#56B4E9", "fused": "#D55E00", "streams": "#009E73"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossbow_py.engine.sizing.learner_bytes import LearnerBytes
-from experiments.common.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -79,3 +79,6 @@ def _name(row: Row) -> str:
 
 def _mib(value: float | None, digits: int = 1) -> str:
     return NONE if value is None else f"{value / _MIB:,.{digits}f}"
+
+
+TABLES = {"all": result_text}

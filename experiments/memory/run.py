@@ -23,10 +23,10 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
-from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import draw_after, show_and_write
-from experiments.common.rounds import ExecutorName, Setup
+from experiments.bench.arguments import count
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import draw_after, show_and_write
+from experiments.bench.rounds import ExecutorName, Setup
 from experiments.memory.report import result_text
 
 DEFAULT_MODELS = ("lenet", "resnet32", "vgg16")

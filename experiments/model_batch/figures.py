@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.common.packs.comparison import PackCell
-from experiments.common.packs.running import executors_on, one_at_a_time, predictors_on
-from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, single
-from experiments.common.packs.workloads import PackWorkload
+from experiments.bench.packs.comparison import PackCell
+from experiments.bench.packs.running import executors_on, one_at_a_time, predictors_on
+from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, single
+from experiments.bench.packs.workloads import PackWorkload
 
 
 @dataclass(frozen=True)

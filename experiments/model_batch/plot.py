@@ -14,9 +14,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.packs.plot import rate_lines, ratio_lines
-from experiments.common.packs.report import bases_of
-from experiments.common.pictures import save_pictures
+from experiments.bench.packs.plot import rate_lines, ratio_lines
+from experiments.bench.packs.report import bases_of
+from experiments.tables.pictures import save_pictures
 
 
 def main() -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.common.markdown import markdown_table
-from experiments.common.packs.report import (
+from experiments.bench.packs.report import (
     Result,
     bases_of,
     best_pack,
@@ -15,6 +14,7 @@ from experiments.common.packs.report import (
     summary_header,
     summary_row,
 )
+from experiments.tables.markdown import markdown_table
 
 
 def headline(result: Result) -> str:
@@ -45,3 +45,6 @@ def result_text(result: Result) -> str:
     rows = result["rows"]
     parts = (headline(result), summary_table(result), cells_table(rows), how(result), left_out(rows))
     return "\n\n".join(part for part in parts if part)
+
+
+TABLES = {"all": result_text}

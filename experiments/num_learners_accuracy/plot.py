@@ -12,10 +12,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from matplotlib.figure import Figure
 
-from experiments.common.cells.plot import accuracy_lines
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
+from experiments.grids.plot import accuracy_lines
+from experiments.grids.summary import Result
 from experiments.num_learners_accuracy.run import EXPERIMENT
+from experiments.tables.pictures import save_pictures
 
 
 def main() -> int:

@@ -15,11 +15,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.packs.plot import ratio_lines
-from experiments.common.packs.report import Row, bases_of, grouped
-from experiments.common.packs.side import ONE_AT_A_TIME, TUNED
-from experiments.common.pictures import save_pictures
+from experiments.bench.packs.plot import ratio_lines
+from experiments.bench.packs.report import Row, bases_of, grouped
+from experiments.bench.packs.side import ONE_AT_A_TIME, TUNED
 from experiments.pack_step_time.parts import LARGER_MODELS
+from experiments.tables.pictures import save_pictures
 
 
 def main() -> int:

@@ -15,9 +15,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
 from experiments.preprocessing.measure import LOOP, OWN, WORKER
 from experiments.preprocessing.report import MODELBATCH, TARGET_SHARE
+from experiments.tables.pictures import save_picture
 
 EXPERIMENT = "preprocessing"
 _COLORS = {OWN: "#999999", LOOP: "#0072B2", WORKER: "#009E73"}

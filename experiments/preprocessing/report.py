@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
 from experiments.preprocessing.measure import OWN, WORKER
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 
@@ -69,3 +69,6 @@ def _percent(share: float) -> str:
 
 def _speedup(ratio: Mapping[str, float] | None) -> str:
     return "–" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
+
+
+TABLES = {"all": result_text}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.recorded_plot import save_curve
 from experiments.resnet32_cifar10.run import RUNS
+from experiments.tables.recorded_plot import save_curve
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from experiments.common.results import EXPERIMENTS, read_results, results_folder
+from experiments.bench.results import EXPERIMENTS, read_results, results_folder
 from experiments.scaling.inputs import HIDDEN_SHARE
 from experiments.scaling.report import SIMULATED, TARGET_ERROR, VALIDATED
 

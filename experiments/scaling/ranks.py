@@ -33,8 +33,8 @@ from crossbow_py.distributed.collective import Collective, ProcessGroupCollectiv
 from crossbow_py.engine.executors import Executor
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.components import Parts
-from experiments.common.rounds import build_model, input_shape, num_classes
-from experiments.common.windows import MAX_FOREIGN_SHARE
+from experiments.bench.rounds import build_model, input_shape, num_classes
+from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 NUM_RANKS = 2
 _NUM_IMAGES = 512

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
 from experiments.scaling.inputs import HIDDEN_SHARE, PARAMETERS, SHOWN_COUNTS, Workload
+from experiments.tables.markdown import markdown_table
 
 SIMULATED, CALIBRATED, VALIDATED = "simulated", "calibrated", "validated"
 TARGET_ERROR = 0.10
@@ -179,3 +179,6 @@ def _size(num_bytes: int) -> str:
 
 def _listed(counts: tuple[int, ...]) -> str:
     return ", ".join(map(str, counts))
+
+
+TABLES = {"all": result_text}

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results, results_folder
+from experiments.bench.results import EXPERIMENTS, read_results, results_folder
 
 Result = Mapping[str, Any]
 

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
-from experiments.common.recorded_runs import RecordedRuns
+from experiments.grids.recorded_runs import RecordedRuns
+from experiments.tables.pictures import save_picture
 
 _MANY = 100_000
 _UNITS = {1_000: "thousand", 1_000_000: "million"}

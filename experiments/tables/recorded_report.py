@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from statistics import mean
 from typing import Any
 
-from experiments.common.cells.summary import first_at
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.recorded_runs import RecordedRuns
+from experiments.grids.recorded_runs import RecordedRuns
+from experiments.grids.summary import first_at
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 

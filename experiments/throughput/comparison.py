@@ -9,9 +9,8 @@ from statistics import median
 from typing import Any
 
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.throughput.gate import Ready, Window
-from experiments.throughput.peers import COMPILED, PEER_SIDES
-from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
+from experiments.bench.gate import Ready, Window
+from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
 
 ATTEMPTS = 3
 _ORDER_SEED = 0

@@ -21,8 +21,8 @@ import torch
 
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.rounds import ExecutorName, Setup
+from experiments.bench.rounds import ExecutorName, Setup
+from experiments.tables.markdown import NONE, markdown_table
 from experiments.throughput.roofline_counts import batch_bytes, count_step, fused_kernels, update_bytes
 from experiments.throughput.roofline_device import Peaks, peaks, traced_rounds
 

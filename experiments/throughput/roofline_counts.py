@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine.modules.precision import Precision, PrecisionName, cast_module, choose_precision
-from experiments.common.rounds import Rounds, Setup, build_model, input_shape
+from experiments.bench.rounds import Rounds, Setup, build_model, input_shape
 
 # Places of arguments that are read twice: those whose sums are needed before the first output can be written, and the
 # gradient of a convolution's output, from which two kernels make the gradients of its input and of its weight.

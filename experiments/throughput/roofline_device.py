@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.common.rounds import Rounds, Setup
+from experiments.bench.rounds import Rounds, Setup
 
 Interval = tuple[float, float]
 

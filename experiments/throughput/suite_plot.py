@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.throughput.sides import AUTO, EXECUTOR_SIDES
+from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES
 from experiments.throughput.suite_report import (
     Result,
     Row,

@@ -14,9 +14,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.cells.plot import accuracy_lines, styles
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
+from experiments.grids.plot import accuracy_lines, styles
+from experiments.grids.summary import Result
+from experiments.tables.pictures import save_pictures
 from experiments.time_to_accuracy.report import times_of
 from experiments.time_to_accuracy.run import EXPERIMENT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table, number
+from experiments.tables.markdown import markdown_table, number
 
 Result = Mapping[str, Any]
 _NAMES = {"whole": "gate and update", "gate": "of this, the gate", "update": "of this, the update"}
@@ -51,3 +51,6 @@ def _ratio(row: Mapping[str, Any]) -> str:
     if row["ratio"] is None:
         return "–"
     return f"{row['ratio']:.2f} ({row['minimum']:.2f}–{row['maximum']:.2f})"
+
+
+TABLES = {"all": result_text}

@@ -15,14 +15,8 @@ from crossbow_py.data.streaming.loader import BATCHES_A_WORKER
 from crossbow_py.data.streaming.streamed_data import Key
 from crossbow_py.engine.device.intra_op import intra_op_threads
 from crossbow_py.engine.sizing.workers import Loading, recommend
-from experiments.common.streamed_runs import (
-    SIZE,
-    Photographs,
-    Setup,
-    StreamedRun,
-    photographs,
-)
-from experiments.common.windows import MAX_FOREIGN_SHARE, Windows
+from experiments.bench.streamed_runs import SIZE, Photographs, Setup, StreamedRun, photographs
+from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows
 
 NETWORKS = {"light": 16, "heavy": 96}  # widths: starved of data by one worker, and not
 NEAR_BEST = 0.95

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
+from experiments.tables.pictures import save_picture
 from experiments.workers.measure import NETWORKS
 
 EXPERIMENT = "workers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table, number
+from experiments.tables.markdown import markdown_table, number
 from experiments.workers.measure import NEAR_BEST
 
 Result = Mapping[str, Any]
@@ -63,3 +63,6 @@ def _row(cell: Mapping[str, Any]) -> list[str]:
         "–" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})",
         "–" if ratio is None else "yes" if is_near(cell) else "no",
     ]
+
+
+TABLES = {"all": result_text}

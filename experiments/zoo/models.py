@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experiments.common.torchvision import import_torchvision
+from experiments.bench.torchvision import import_torchvision
 
 PACKAGES = ("timm", "transformers")
 NUM_CLASSES = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 
@@ -61,3 +61,6 @@ def _executors(result: Result) -> Sequence[str]:
 
 def _outcome(rows: Mapping[str, Mapping[str, Any]], executor: str) -> str:
     return str(rows[executor]["outcome"]) if executor in rows else NONE
+
+
+TABLES = {"all": result_text}

@@ -11,13 +11,13 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from experiments.common.packs.side import BASES, DEFAULT, TUNED, PackSide
-from experiments.common.packs.sides import PackProcess
-from experiments.common.packs.workloads import PackWorkload
-from experiments.common.windows import MAX_FOREIGN_SHARE, spread
-from experiments.throughput.gate import Ready, Visit, Window
-from experiments.throughput.workers import SideError, SideProcess
-from experiments.throughput.workloads import Effort
+from experiments.bench.gate import Ready, Visit, Window
+from experiments.bench.packs.side import BASES, DEFAULT, TUNED, PackSide
+from experiments.bench.packs.sides import run_pack_side
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
+from experiments.bench.workers import SideError, SideProcess
+from experiments.bench.workloads import Effort
 
 EFFORT = Effort(trial_s=0.2, trials=2)
 WARM_UP_S = 0.3
@@ -79,7 +79,7 @@ def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
         processes: dict[int, SideProcess] = {}
         for number, cell in enumerate(cells):
             try:
-                process = stack.enter_context(PackProcess(cell.side, cell.workload, EFFORT))
+                process = stack.enter_context(SideProcess(run_pack_side, cell.side, cell.workload, EFFORT))
                 cell.ready = process.ready
                 warm = process.window(Visit(WARM_UP_S))
             except SideError as error:

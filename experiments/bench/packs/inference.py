@@ -11,13 +11,13 @@ from torch import Tensor
 
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.predict.predictors import PredictorName
-from experiments.common.machine import usable_cores
-from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide
-from experiments.common.packs.workloads import PackWorkload
-from experiments.throughput.captured import Step, captured, train_for_ever
-from experiments.throughput.gate import Gate, Ready
-from experiments.throughput.tuned import Form, fastest, thread_counts
-from experiments.throughput.workloads import Effort
+from experiments.bench.gate import Gate, Ready
+from experiments.bench.machine import usable_cores
+from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, ONE_THREAD, TUNED, PackSide
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.sides.captured import Step, captured, train_for_ever
+from experiments.bench.sides.tuned import Form, fastest, thread_counts
+from experiments.bench.workloads import Effort
 
 # Batches that are gone through over and over, so that images do not all come from the cache.
 _NUM_BATCHES = 16

@@ -12,14 +12,14 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundTasks
-from experiments.common.machine import usable_cores
-from experiments.common.packs.side import DEFAULT, TUNED, PackSide
-from experiments.common.packs.training import new_pack
-from experiments.common.packs.workloads import PackWorkload
-from experiments.throughput.captured import Step, captured, train_for_ever
-from experiments.throughput.gate import Gate, Ready
-from experiments.throughput.tuned import Form, fastest, thread_counts
-from experiments.throughput.workloads import Effort
+from experiments.bench.gate import Gate, Ready
+from experiments.bench.machine import usable_cores
+from experiments.bench.packs.side import DEFAULT, TUNED, PackSide
+from experiments.bench.packs.training import new_pack
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.sides.captured import Step, captured, train_for_ever
+from experiments.bench.sides.tuned import Form, fastest, thread_counts
+from experiments.bench.workloads import Effort
 
 _SEED = 0
 

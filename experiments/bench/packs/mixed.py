@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import cast
 
 import torch
 
 from crossbow_py import Trainer
-from experiments.common.machine import usable_cores
-from experiments.common.packs.side import ONE_THREAD, PackSide
-from experiments.common.packs.training import ENDLESS_EPOCHS, new_pack
-from experiments.common.packs.workloads import PackWorkload
-from experiments.throughput.gate import FinishedError, Gate, Ready
-from experiments.throughput.pacing import PacedLearners
+from experiments.bench.gate import FinishedError, Gate, Ready
+from experiments.bench.machine import usable_cores
+from experiments.bench.packs.side import ONE_THREAD, PackSide
+from experiments.bench.packs.training import ENDLESS_EPOCHS, new_pack
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.sides.paced import Paced
 
 
 class SharedGate:
@@ -67,9 +66,8 @@ def train_mixed(side: PackSide, workload: PackWorkload, gate: Gate) -> None:
 
     def train(number: int, pack: Trainer) -> None:
         torch.set_num_threads(threads)
-        pack.run.tuning = PacedLearners(cast(Gate, Member(shared, number)), pack.run.settings.batch_size)
         try:
-            pack.fit(max_epochs=ENDLESS_EPOCHS)
+            pack.fit(max_epochs=ENDLESS_EPOCHS, after_round=Paced(Member(shared, number)))
         except BaseException as error:  # raised again below, in the thread that waits
             shared.end()
             failures.append(error)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from experiments.common.packs.report import Row, grouped
-from experiments.common.packs.side import CAPTURED, DEFAULT, DEFAULT_ENSEMBLE, SERIAL, TUNED
+from experiments.bench.packs.report import Row, grouped
+from experiments.bench.packs.side import CAPTURED, DEFAULT, DEFAULT_ENSEMBLE, SERIAL, TUNED
 
 COLORS = {
     DEFAULT: "#999999", TUNED: "#000000", CAPTURED: "#D55E00", SERIAL: "#CC79A7",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.packs.side import BASES, DEFAULT, ONE_AT_A_TIME, TUNED
-from experiments.common.windows import dropped_windows
+from experiments.bench.packs.side import BASES, DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.bench.windows import dropped_windows
+from experiments.tables.markdown import NONE, markdown_table
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]

@@ -9,11 +9,11 @@ from typing import Any
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.packs.comparison import Method, PackCell, measure_panel, mixed_rows, rows_of
-from experiments.common.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
-from experiments.common.windows import MAX_FOREIGN_SHARE
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine
+from experiments.bench.packs.comparison import Method, PackCell, measure_panel, mixed_rows, rows_of
+from experiments.bench.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
+from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 
 def measuring_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from experiments.throughput.sides import Side
+from experiments.bench.sides.side import Side
 
 DEFAULT, TUNED, CAPTURED, SERIAL = "default_loop", "tuned_single", "captured", "serial"
 # Every batch through one model after another, as it has to be when the answers are wanted together.

@@ -1,6 +1,6 @@
 """The sides of a comparison of packs. Each works for ever, in a process of its own, and passes the gate at every tick.
 
-One model at a time: `default_loop`, PyTorch's tutorial loop; `tuned_single` (see experiments/throughput/tuned.py);
+One model at a time: `default_loop`, PyTorch's tutorial loop; `tuned_single` (see experiments/bench/sides/tuned.py);
 `captured`, on CUDA one model with a graph a step; `serial`, a pack of one by this project. Their images/s are those of
 any number of models trained one after another. The others are packs: models that share one feed and never meet
 (`averaging=independent`), by the executor the side is named after; an image counts once for every model that took it.
@@ -11,17 +11,16 @@ from __future__ import annotations
 from typing import cast
 
 from crossbow_py.core.errors import CrossbowError
-from experiments.common.packs.inference import predict
-from experiments.common.packs.layers import run_layers
-from experiments.common.packs.mixed import train_mixed
-from experiments.common.packs.side import CAPTURED, DEFAULT, TUNED, PackSide
-from experiments.common.packs.training import train_captured, train_pack
-from experiments.common.packs.workloads import PackWorkload
-from experiments.throughput.gate import Gate
-from experiments.throughput.sides import Side, default_loop
-from experiments.throughput.tuned import tuned_single
-from experiments.throughput.workers import SideProcess
-from experiments.throughput.workloads import Effort, Workload
+from experiments.bench.gate import Gate
+from experiments.bench.packs.inference import predict
+from experiments.bench.packs.layers import run_layers
+from experiments.bench.packs.mixed import train_mixed
+from experiments.bench.packs.side import CAPTURED, DEFAULT, TUNED, PackSide
+from experiments.bench.packs.training import train_captured, train_pack
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.sides.side import Side
+from experiments.bench.sides.tuned import default_loop, tuned_single
+from experiments.bench.workloads import Effort, Workload
 
 
 def run_pack_side(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
@@ -50,12 +49,3 @@ def _train(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -
         train_mixed(side, workload, gate)
     else:
         train_pack(side, workload, gate)
-
-
-class PackProcess(SideProcess):
-    """A side of a comparison of packs in a process of its own."""
-
-    @staticmethod
-    def body(side: Side, workload: Workload, gate: Gate, effort: Effort) -> None:
-        """See `run_pack_side`."""
-        run_pack_side(side, workload, gate, effort)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from crossbow_py import SGD, Independent, Trainer
-from experiments.common.machine import usable_cores
-from experiments.common.packs.side import ONE_THREAD, PackSide
-from experiments.common.packs.workloads import PackWorkload
-from experiments.throughput.captured import captured, train_for_ever
-from experiments.throughput.gate import Gate, Ready
-from experiments.throughput.one_model import how, model_step
-from experiments.throughput.pacing import PacedLearners
-from experiments.throughput.workloads import MOMENTUM, WEIGHT_DECAY
+from experiments.bench.gate import Gate, Ready
+from experiments.bench.machine import usable_cores
+from experiments.bench.packs.side import ONE_THREAD, PackSide
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.sides.captured import captured, how, model_step, train_for_ever
+from experiments.bench.sides.paced import Paced
+from experiments.bench.workloads import MOMENTUM, WEIGHT_DECAY
 
 ENDLESS_EPOCHS = 1e6
 _LEARNING_RATE = 0.001  # low, so that nothing diverges with batches of one image
@@ -42,9 +41,8 @@ def train_pack(side: PackSide, workload: PackWorkload, gate: Gate) -> None:
     # `fused_threads` has as many groups as there are threads, and gives each one of them.
     torch.set_num_threads(1 if side.side == "threads" else usable_cores())
     pack = new_pack(side, workload)
-    pack.run.tuning = PacedLearners(gate, workload.batch_size)
     gate.ready(Ready(1 if side.side in ONE_THREAD else torch.get_num_threads()))
-    pack.fit(max_epochs=ENDLESS_EPOCHS)
+    pack.fit(max_epochs=ENDLESS_EPOCHS, after_round=Paced(gate))
 
 
 def train_captured(side: PackSide, workload: PackWorkload, gate: Gate) -> None:

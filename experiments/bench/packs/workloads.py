@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from experiments.common.packs.models import BUILDS, classes_of, data_of
-from experiments.throughput.workloads import Workload, prepare_all
+from experiments.bench.packs.models import BUILDS, classes_of, data_of
+from experiments.bench.workloads import Workload, prepare_all
 
 # Whose images these are, among the models that experiments/throughput knows.
 _STANDS_FOR = {"cifar10": "resnet20", "mnist": "lenet"}

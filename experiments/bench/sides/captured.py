@@ -9,24 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crossbow_py.data.augmentation import PaddedImages
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 from crossbow_py.data.sampler import epoch_order
-from experiments.throughput.gate import Gate
-from experiments.throughput.workloads import Workload
+from experiments.bench.gate import Gate
+from experiments.bench.sides.updates import bf16_update, plain_update
+from experiments.bench.workloads import Workload
 
 SEED = 0
 EPOCHS = 8
+_SGD = "fused"
 _WARM_STEPS = 3
 # Replays a host may be ahead of the device: enough to keep it busy, few enough for a window to end when it should.
 _IN_FLIGHT = 4
 
 Step = Callable[[], None]
+LossOf = Callable[[Tensor], Tensor]
 
 
 class DeviceFeed:
@@ -109,3 +113,36 @@ def train_for_ever(step: Step, images: int, gate: Gate) -> None:
     while True:
         step()
         gate.tick(images)
+
+
+def how(device: str) -> str:
+    """What became of a step, for a side's detail."""
+    return "one CUDA graph a step" if device == "cuda" else "no CUDA graph"
+
+
+def model_step(precision: str, images: int, workload: Workload, compiler: str | None) -> Step:
+    """A training step of a fresh model on so many images; `compiler` is a backend of torch.compile."""
+    torch.backends.cudnn.benchmark = True
+    bf16 = precision == "bf16"
+    model = workload.make_model().to(workload.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    update = bf16_update(model, _SGD) if bf16 else plain_update(list(model.parameters()), _SGD)
+    feed = DeviceFeed(workload, images, torch.bfloat16 if bf16 else torch.float32, channels_last=True)
+
+    def loss_of(picks: Tensor) -> Tensor:
+        inputs, labels = feed.take(picks)
+        return nn.functional.cross_entropy(model(inputs).float(), labels)
+
+    loss = _through(compiler, loss_of)
+
+    def step() -> None:
+        loss(feed.next_picks()).backward()  # type: ignore[no-untyped-call]
+        update()
+
+    return step
+
+
+def _through(compiler: str | None, function: LossOf) -> LossOf:
+    if compiler is None:
+        return function
+    options: dict[str, Any] = {"backend": compiler, "dynamic": False, "fullgraph": True}
+    return cast(LossOf, torch.compile(function, **options))

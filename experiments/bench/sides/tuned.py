@@ -1,9 +1,12 @@
-"""`tuned_single`: one model, as fast as a good engineer gets it without a compiler.
+"""The sides of one plain model: `default_loop` and `tuned_single`.
 
-Channels last, the data resident and augmented as for `Trainer.fit`, gradients set to None, no `.item()` in the loop,
-freed memory kept by the allocator. The rest is found by measuring: how many intra-op threads, torch's foreach or fused
-SGD, and where bfloat16 is fast which of its two usual forms, autocast or bfloat16 weights with float32 masters and
-float32 BatchNorm.
+`default_loop` is what a tutorial teaches: float32, NCHW, every core on one model, a `DataLoader` over tensors. It is
+spared the augmentation that the other sides pay for.
+
+`tuned_single` is one model, as fast as a good engineer gets it without a compiler. Channels last, the data resident and
+augmented as for `Trainer.fit`, gradients set to None, no `.item()` in the loop, freed memory kept by the allocator. The
+rest is found by measuring: how many intra-op threads, torch's foreach or fused SGD, and where bfloat16 is fast which of
+its two usual forms, autocast or bfloat16 weights with float32 masters and float32 BatchNorm.
 """
 
 from __future__ import annotations
@@ -15,14 +18,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.device.freed_memory import keep_freed_memory
-from experiments.common.machine import usable_cores
-from experiments.throughput.gate import Gate, Ready
-from experiments.throughput.updates import bf16_update, plain_update
-from experiments.throughput.workloads import Effort, Workload
+from experiments.bench.gate import Gate, Ready
+from experiments.bench.machine import usable_cores
+from experiments.bench.sides.updates import bf16_update, plain_update
+from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
 
 _WARM_STEPS = 3
 _ALL_COUNTS_UP_TO = 8
@@ -42,6 +46,27 @@ def forms(precision: str) -> list[Form]:
     """All that are tried for fp32 or bf16."""
     arithmetics = ("fp32",) if precision == "fp32" else ("autocast", "bf16 weights")
     return [Form(*parts) for parts in itertools.product(arithmetics, ("foreach", "fused"))]
+
+
+def default_loop(workload: Workload, gate: Gate) -> None:
+    """PyTorch's training loop as the tutorials have it."""
+    device = torch.device(workload.device)
+    torch.set_num_threads(usable_cores())
+    loader = DataLoader(TensorDataset(*workload.tensors()), workload.batch_size, shuffle=True, drop_last=True)
+    model = workload.make_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))
+    gate.ready(Ready(torch.get_num_threads()))
+    running_loss = 0.0
+    while True:
+        for images, labels in loader:
+            inputs = (images.to(device).float() / 255 - mean) / std
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), labels.to(device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            running_loss += loss.item()
+            gate.tick(workload.batch_size)
 
 
 def tuned_single(precision: str, workload: Workload, gate: Gate, effort: Effort) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.engine.modules.precision import cast_module, choose_precision
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY
+from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY
 
 Update = Callable[[], None]
 

@@ -12,9 +12,9 @@ import torch
 
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import compose
-from experiments.common import pictures
 from experiments.hyperband import measure, plot, report, run
 from experiments.hyperband.measure import SIDES, measure_hyperband
+from experiments.tables import pictures
 
 SECONDS = {"default_loop": (300.0, 270.0), "one_at_a_time": (150.0, 162.0), "packed": (100.0, 100.0)}
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from experiments.common import pictures, results
-from experiments.common.pictures import draw_beside, save_picture, save_pictures
-from experiments.common.results import write_result
+from experiments.bench import results
+from experiments.bench.results import write_result
+from experiments.tables import pictures
+from experiments.tables.pictures import draw_beside, save_picture, save_pictures
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.common import pictures, recorded_plot, recorded_report, recorded_runs
-from experiments.common.recorded_runs import RecordedRuns
+from experiments.grids import recorded_runs
+from experiments.grids.recorded_runs import RecordedRuns
+from experiments.tables import pictures, recorded_plot, recorded_report
 from tests.unit.experiments.samples import accuracy_result, cells
 
 RUNS = RecordedRuns("any", experiment="any", target_accuracy=0.88)
