@@ -38,11 +38,11 @@ def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str]
         print(f"written to {path}")
 
 
-def draw_after(path: Path, plot: str) -> None:
-    """Draw a results file with the main program of the module `plot`; matplotlib is an extra."""
+def draw_after(question: str, path: Path) -> None:
+    """Draw a results file of a question, beside it; matplotlib is an extra."""
     try:
-        script = import_module(plot)
+        pictures = import_module("experiments.tables.pictures")
     except ImportError as error:
-        print(f"no picture: {error}; pip install '.[plots]', then python {plot.replace('.', '/')}.py {path}")
+        print(f"no picture: {error}; pip install '.[plots]', then python experiments/tables --pictures {question}")
         return
-    script.main([str(path)])
+    pictures.draw_beside(question, path, json.loads(path.read_text()))

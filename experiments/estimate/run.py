@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["command"] = time_command(options.command_repetitions)
     show_and_write(result, result_text, options.json)
     if options.json:
-        draw_after(options.json, "experiments.estimate.plot")
+        draw_after("estimate", options.json)
     return 0
 
 

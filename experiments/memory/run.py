@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure_model(setup, sorted(set(options.num_learners)), result)
     show_and_write(result, result_text, options.json)
     if options.json:
-        draw_after(options.json, "experiments.memory.plot")
+        draw_after("memory", options.json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
     python experiments/tables            # write what has changed
     python experiments/tables --check    # only say what is out of date (exit code 1)
+    python experiments/tables --pictures QUESTION ...    # draw the pictures of questions anew
 """
 
 from __future__ import annotations

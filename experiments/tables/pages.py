@@ -36,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Bring the pages up to date, or check that they are; returns the exit code."""
     parser = argparse.ArgumentParser(description="Rebuilds the tables of all pages from the results files.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 when a page is out of date")
-    check = parser.parse_args(argv).check
+    parser.add_argument("--pictures", nargs="+", metavar="QUESTION", help="draw those of these questions anew instead")
+    options = parser.parse_args(argv)
+    if options.pictures:
+        return int(import_module("experiments.tables.pictures").draw_questions(options.pictures))
+    check = options.check
     try:
         changed = [(path, text) for path in pages() if (text := rebuilt(path.read_text())) != path.read_text()]
     except ValueError as error:

@@ -10,17 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.grids.recorded_runs import RecordedRuns
-from experiments.tables.pictures import save_picture
 
 _MANY = 100_000
 _UNITS = {1_000: "thousand", 1_000_000: "million"}
 
 Results = Mapping[str, Mapping[str, Any]]
-
-
-def save_curve(recorded: RecordedRuns) -> int:
-    """Draw all results of a folder to curve.png in it; returns the exit code."""
-    return save_picture(recorded.folder, "curve.png", lambda results: draw(recorded, results))
 
 
 def draw(recorded: RecordedRuns, results: Results) -> Figure:

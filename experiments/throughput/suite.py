@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = measure_models(options, device.type, precision, begun_s)
     show_and_write(result, lambda found: f"{result_text(found)}\n\n{analysis_text(found)}", options.json)
     if options.json:
-        draw_after(options.json, "experiments.throughput.suite_plot")
+        draw_after("throughput", options.json)
     return 0
 
 

@@ -14,7 +14,6 @@ from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import compose
 from experiments.hyperband import measure, plot, report, run
 from experiments.hyperband.measure import SIDES, measure_hyperband
-from experiments.tables import pictures
 
 SECONDS = {"default_loop": (300.0, 270.0), "one_at_a_time": (150.0, 162.0), "packed": (100.0, 100.0)}
 
@@ -130,14 +129,6 @@ def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:
     assert [label.get_text() for label in axes.get_legend().get_texts()] == [
         "training", "measuring", "rest", "all of it, not split",
     ]  # fmt: skip
-
-
-def test_plot_without_results_says_what_to_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pictures, "read_results", lambda _: {})
-    assert plot.main() == 2
-    assert "run experiments/hyperband/run.py first" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from experiments.gradient_noise import report as noise_report
 from experiments.grids.grid import Cell, Grid
 from experiments.grids.running import recorded
 from experiments.num_learners_accuracy import plot as learners_plot
-from experiments.tables import pages, pictures
+from experiments.tables import pages
 from experiments.time_to_accuracy import default_loop
 from experiments.time_to_accuracy import plot as time_plot
 from experiments.time_to_accuracy import report as time_report
@@ -61,15 +61,6 @@ def test_small_residual_network_is_one_of_eight_layers() -> None:
     config = compose(GRIDS["averaging_rules/resnet8"].cells[0].overrides, TrainConfig)
     model = config.model.build((3, 32, 32), 10)
     assert sum(parameter.ndim > 1 for parameter in model.parameters()) == 8
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_plot_without_results_says_what_to_run(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pictures, "read_results", lambda _: {})
-    assert importlib.import_module(f"experiments.{folder}.plot").main() == 2
-    assert f"run experiments/{folder}/run.py first" in capsys.readouterr().err
 
 
 def labelled(name: str, seed: int, accuracy: float | None, elapsed_s: float = 3.0, **labels: Any) -> dict[str, Any]:

@@ -273,7 +273,7 @@ def test_tables_of_a_suite_are_its_own() -> None:
 
 
 def test_pictures_have_a_panel_a_model_and_lines_for_what_was_measured() -> None:
-    suite_plot = pytest.importorskip("experiments.throughput.suite_plot")
+    suite_plot = pytest.importorskip("experiments.throughput.plot")
     result = suite_result()
     result["rows"] += [{**row, "model": "lenet"} for row in result["rows"] if row["side"] != "fused"]
     result["data"]["lenet"] = "mnist"

@@ -1,18 +1,9 @@
-"""Draws a suite's results: throughput against the number of learners, and against the batch size.
-
-python experiments/throughput/suite_plot.py experiments/throughput/results/suite_cpu.json
-"""
+"""Draws a suite's results: throughput against the number of learners, and against the batch size."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from experiments.bench.sides.side import AUTO, EXECUTOR_SIDES
 from experiments.throughput.suite_report import (
+    KIND,
     Result,
     Row,
     batch_sizes,
@@ -44,19 +36,6 @@ _AUTO: dict[str, Any] = {
     "linestyle": "none",
     "zorder": 5,
 }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw both pictures of a results file, beside it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("result", type=Path, help="what suite.py --json wrote")
-    path: Path = parser.parse_args(argv).result
-    result = json.loads(path.read_text())
-    for name, draw in (("by_learners", draw_by_learners), ("by_batch_size", draw_by_batch_size)):
-        picture = path.with_name(f"{path.stem}_{name}.png")
-        draw(result).savefig(picture, dpi=110, metadata={"Software": None})
-        print(f"drawn to {picture}")
-    return 0
 
 
 def draw_by_learners(result: Result) -> Figure:
@@ -164,5 +143,11 @@ def _powers(axes: Axes, values: Sequence[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _pictures(results: Mapping[str, Result]) -> dict[str, Figure]:
+    suites = {name: result for name, result in results.items() if result.get("kind") == KIND}
+    by_learners = {f"results/{name}_by_learners.png": draw_by_learners(result) for name, result in suites.items()}
+    by_batch_size = {f"results/{name}_by_batch_size.png": draw_by_batch_size(result) for name, result in suites.items()}
+    return {**by_learners, **by_batch_size}
+
+
+PICTURES = _pictures
