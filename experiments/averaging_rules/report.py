@@ -1,4 +1,4 @@
-"""What rules come to over all data sets, built from all results of this experiment."""
+"""The table of rules over all data sets, built from all results of this experiment."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def accuracies_table(result: Result) -> str:
 
 
 def _differences(runs: Sequence[Run], variant: str, place: int) -> list[float]:
-    """To the mean of the learners' statistics, with the same weights."""
+    """Return the differences to the mean of the learners' statistics, with the same weights."""
     return [curve(run, variant)[place] - curve(run, MEAN)[place] for run in runs]
 
 
 def costs_table(result: Result) -> str:
-    """What statistics cost: medians over all evaluations, in seconds of runs that were alone and in evaluations."""
+    """A row a kind: its median cost, in seconds of runs that were alone and as a part of an evaluation's time."""
     runs = [run for own in healthy(result).values() for run in own]
     alone = [run for run in runs if run["alone"]]
     rows = []

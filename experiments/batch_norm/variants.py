@@ -60,7 +60,7 @@ def _train(config: TrainConfig) -> int:
 
 
 def measure(trained: Run) -> dict[str, Any]:
-    """Where training stands, and the test loss and accuracy with every kind of statistics; nothing is in flight."""
+    """Measure test loss and accuracy with every kind of statistics, when nothing is in flight."""
     samples = trained.state.samples_seen
     try:
         variants = {name: _with_statistics(trained, settings) for name, settings in VARIANTS.items()}
@@ -70,7 +70,7 @@ def measure(trained: Run) -> dict[str, Any]:
 
 
 def _with_statistics(trained: Run, settings: Mapping[str, Any]) -> dict[str, float | None]:
-    """As `Parts.evaluate`, with other settings of the averaging rule, and how long its two steps take."""
+    """Evaluate as `Parts.evaluate` does, with other settings of the averaging rule, and time its two steps."""
     parts, feed = trained.parts, trained.parts.test_feed
     assert feed is not None, "the data sets of cells have test data"
     assert isinstance(parts.rule, CentralRule), "cells have an average model"
@@ -88,7 +88,7 @@ def _with_statistics(trained: Run, settings: Mapping[str, Any]) -> dict[str, flo
 
 
 def _now_s() -> float:
-    """Once the device has done what it was given: host–device synchronisation."""
+    """Return the time once the device has done what it was given: host–device synchronisation."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()

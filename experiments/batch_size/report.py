@@ -22,7 +22,7 @@ class Best:
 
 
 def best_rates(result: Result) -> list[Best]:
-    """By side and samples a round: the rate with which most seeds reached the target, then from the fewest samples."""
+    """Find the best rate by side and samples a round: most seeds reach the target, then from the fewest samples."""
     found: dict[tuple[str, int], Best] = {}
     for runs in by_cell(result).values():
         labels = runs[0]["labels"]

@@ -32,7 +32,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the auto side came to: seconds of choosing an executor, then of training until the learners were settled.
+    """The choice of the auto side: seconds of choosing an executor, then of training until the learners were settled.
 
     `settled` is False when a time limit ended the auto-tuner's search.
     """
@@ -74,7 +74,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Window:
-    """What one window came to. `foreign_share` is the cores' share that others took, None where it is unknown.
+    """The result of one window. `foreign_share` is the share of the cores that others took, None where it is unknown.
 
     `members` are images/s by member of the side, where it has several loops: between the first and the last tick of
     each, so that no part of a round is counted.
@@ -108,7 +108,7 @@ class Channel(Protocol):
     """The side's end of the pipe: it receives a Visit (None for the end) and sends Ready, Window and Failure."""
 
     def send(self, obj: Any, /) -> None:
-        """To the parent."""
+        """Send to the parent."""
 
     def recv(self) -> Any:
         """Blocks until the parent sends; raises EOFError when it is gone."""
@@ -139,7 +139,7 @@ class Gate:
 
     @property
     def num_learners(self) -> int | None:
-        """With how many learners the window under way, lead-in included, is to be measured."""
+        """The number of learners wanted for the window under way, lead-in included; None leaves it as it is."""
         return self._visit.num_learners
 
     def ready(self, ready: Ready) -> None:

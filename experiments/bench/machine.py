@@ -1,4 +1,4 @@
-"""What a result was measured on: the facts that every results file carries."""
+"""The machine that a result was measured on: the facts that every results file carries."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def free_port() -> int:
-    """One of this host that nobody listens on."""
+    """A port of this host that nobody listens on."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port: int = bound.getsockname()[1]

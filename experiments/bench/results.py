@@ -15,7 +15,7 @@ EXPERIMENTS = ROOT / "experiments"
 
 
 def results_folder(experiment: str) -> Path:
-    """Where an experiment's results files lie."""
+    """The folder of an experiment's results files."""
     return EXPERIMENTS / experiment / "results"
 
 
@@ -31,7 +31,7 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def show_and_write(result: dict[str, Any], text: Callable[[dict[str, Any]], str], path: Path | None) -> None:
-    """To the terminal, and to the results file if there is to be one."""
+    """Print a result, and write its file if there is to be one."""
     print(f"\n{text(result)}\n\n{machine_line(result['machine'])}")
     if path:
         write_result(path, result)

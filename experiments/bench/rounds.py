@@ -43,7 +43,7 @@ def input_shape(model: str) -> tuple[int, int, int]:
 
 
 def num_classes(model: str) -> int:
-    """Of the data set these images stand for."""
+    """The number of classes of the data set that these images stand for."""
     return 1000 if model in _LARGE else 10
 
 
@@ -97,7 +97,7 @@ class Rounds:
             self._executor.close()
 
     def run(self, num_rounds: int) -> None:
-        """That many rounds more; when it returns, the device is past them. The first call makes the executor."""
+        """Run that many rounds more; when it returns, the device is past them. The first call makes the executor."""
         if self._executor is None:
             self._executor = self.parts.new_executor(self._seed)
         for _ in range(num_rounds):

@@ -82,7 +82,7 @@ class StreamedRun:
 
     @property
     def sample_bytes(self) -> int:
-        """Of an image as workers hand it over."""
+        """The bytes of an image as workers hand it over."""
         return self._feed.sample_bytes
 
     @property

@@ -24,7 +24,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Window:
-    """What a window came to. `images_per_s` counts an image once for every model that trained on it.
+    """The result of a window. `images_per_s` counts an image once for every model that trained on it.
 
     `foreign_share` is the part of the processor that other programs took; None when the kernel does not tell.
     """
@@ -37,7 +37,7 @@ class Window:
 
 
 def window_of(marks: Sequence[Mark], first: int, images_a_round: int) -> Window:
-    """From the end of round `first`, counted from 0, to the end of the last."""
+    """Make the window from the end of round `first`, counted from 0, to the end of the last."""
     begin, end, rounds = marks[first], marks[-1], len(marks) - 1 - first
     seconds = end.elapsed_s - begin.elapsed_s
     return Window(
@@ -50,7 +50,7 @@ def window_of(marks: Sequence[Mark], first: int, images_a_round: int) -> Window:
 
 @dataclass
 class Windows:
-    """Those of one side, None for a repetition in which others were busy at every attempt.
+    """The windows of one side, None for a repetition in which others were busy at every attempt.
 
     `dropped` counts the attempts that were of no use, `load_known` says whether every window knows what others took.
     """
@@ -75,7 +75,7 @@ class Windows:
         self.taken.append(None)
 
     def kept(self) -> list[Window]:
-        """The clean ones."""
+        """The clean windows."""
         return [window for window in self.taken if window is not None]
 
     def summary(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Windows:
         }
 
     def ratio(self, other: Windows) -> dict[str, float] | None:
-        """Of images/s to the other's, within repetitions in which both have a clean window."""
+        """Return the ratio of images/s to the other's, within repetitions in which both have a clean window."""
         pairs = zip(self.taken, other.taken, strict=False)
         return spread([own.images_per_s / base.images_per_s for own, base in pairs if own and base])
 
@@ -105,7 +105,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def dropped_windows(method: Mapping[str, Any], then: str = "dropped and tried again") -> str:
-    """What became of the windows in which others were busy, as the end of a sentence."""
+    """Say what became of the windows in which others were busy, as the end of a sentence."""
     if not method["foreign_load_known"]:
         return "this kernel does not tell whether others were busy meanwhile, so no window was dropped."
     share = f"{100 * method['max_foreign_share']:g} %"
@@ -113,7 +113,7 @@ def dropped_windows(method: Mapping[str, Any], then: str = "dropped and tried ag
 
 
 def load_with_ended() -> LoadSnapshot:
-    """Now, with the time of processes that have ended, such as workers, counted as our own."""
+    """Take a snapshot in which the time of processes that have ended, such as workers, counts as our own."""
     times = os.times()
     own_s = times.user + times.system + times.children_user + times.children_system
     return replace(LoadSnapshot.take(), own_s=own_s)

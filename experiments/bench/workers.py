@@ -114,7 +114,7 @@ class SideProcess:
 
 
 def process_context(module: str) -> BaseContext:
-    """How processes that work in `module` are made. The server is told where this checkout is, and has the module."""
+    """Return how processes that work in `module` are made. Their server knows this checkout and has the module."""
     if sys.platform != "linux":  # elsewhere, system libraries do not stand being forked
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -126,7 +126,7 @@ def process_context(module: str) -> BaseContext:
 
 
 def serve(connection: Connection[Any, Any], side: Side, workload: Workload, effort: Effort, body: Body) -> None:
-    """What the process does: train behind the gate until no more windows are wanted, or nobody is there to want any.
+    """Train behind the gate, in the side's process, until no more windows are wanted or nobody is there to want any.
 
     Ctrl-C reaches every process of the terminal; it is the parent's to answer, by closing its end.
     """

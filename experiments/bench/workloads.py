@@ -1,4 +1,4 @@
-"""What is trained: the model, and images of the data set it is made for, real where they are found."""
+"""Workloads: a model, and images of the data set it is made for, real where they are found."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEARNING_RATE, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 1e-4
 
 @dataclass(frozen=True)
 class Effort:
-    """How long a side may take to find what suits it, before its first window.
+    """The effort a side may make to find what suits it, before its first window.
 
     `tuned_single` tries each of its forms for `trial_s`, `trials` times while all of it took less than `trials_limit_s`
     (the first time is always whole). The auto side is measured as it is after `tuning_s` of tuning, its choice of an

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, in seconds lost: written beside it, and with training standing still."""
+"""The cost of a checkpoint in seconds of training lost: written beside it, and with training standing still."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _rate(training: Training) -> float:
 
 
 def figures(rate: float, snapshot_s: float, write_s: float, rounds: float, still_s: float) -> dict[str, float]:
-    """Of a repetition: seconds lost are those in which the rounds that are missing would have been trained.
+    """Work out a repetition: seconds lost are those in which the rounds that are missing would have been trained.
 
     Args:
         rate: rounds a second without a checkpoint.

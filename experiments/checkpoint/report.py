@@ -24,7 +24,7 @@ def cost_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """What it was, in a few sentences."""
+    """Say what was measured, in a few sentences."""
     found = result["figures"]
     what = (
         f"{result['num_learners']} learners of {result['model']}, {result['gb']:.2f} GB, beside {result['threads']} "

@@ -99,7 +99,7 @@ def supply_table(result: Result) -> str:
 
 
 def notes(result: Result) -> str:
-    """What it comes to, as sentences."""
+    """Sum it up in sentences."""
     cells = result["cells"]
     above = sum(cell["estimated"] > cell["true"] for cell in cells)
     sentences = [

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _runs(campaign: Campaign, num_ranks: int, num_kills: int) -> list[dict[str, Any]]:
-    """As many as it takes to kill that often with a checkpoint to go on from; executors take turns."""
+    """Run until that many kills had a checkpoint to go on from; executors take turns."""
     runs: list[dict[str, Any]] = []
     while (missing := num_kills - (figures(runs)["kills"] if runs else 0)) > 0:
         executor = EXECUTORS[len(runs) % len(EXECUTORS)]

@@ -15,7 +15,7 @@ Result = Mapping[str, Any]
 
 
 def phases(result: Result, num_ranks: int) -> Counter[str]:
-    """How many kills fell into each, of those with a checkpoint to go on from."""
+    """Count the kills with a checkpoint to go on from, by the phase into which they fell."""
     runs = [run for run in result["runs"] if run["num_ranks"] == num_ranks]
     return Counter(kill["phase"] for run in runs for kill in run["kills"] if kill["whole"] is not None)
 
@@ -103,7 +103,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def result_text(result: Result) -> str:
-    """Of either kind."""
+    """All there is to say about a result of either kind."""
     return kill9_text(result) if result["kind"] == "kill9" else restarts_text(result)
 
 

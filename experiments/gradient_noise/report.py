@@ -29,7 +29,7 @@ def noise_scale_samples(records: Records) -> float | None:
 
 
 def mean_of(records: Records, key: str) -> float | None:
-    """Of a statistic, or of a value of the record itself; None where it was never measured."""
+    """The mean of a statistic, or of a value of the record itself; None where it was never measured."""
     values = [record[key] if key in record else record["learning"][key] for record in records]
     known = [value for value in values if value is not None]
     return mean(known) if known else None
@@ -58,7 +58,7 @@ def statistics_table(result: Result) -> str:
 
 
 def thirds(evaluations: Sequence[Records]) -> list[Sequence[Records]]:
-    """As even as they go."""
+    """Divide the evaluations into three parts, as even as they go."""
     bounds = [round(place * len(evaluations) / len(_THIRDS)) for place in range(len(_THIRDS) + 1)]
     return [evaluations[first:end] for first, end in pairwise(bounds)]
 

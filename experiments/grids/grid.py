@@ -71,14 +71,14 @@ class Cell:
         return settings_of(self.overrides)
 
     def is_of(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record is of a run of this cell; keys newer than the record are to be what they are by default."""
+        """Return whether a record is of a run of this cell; keys newer than the record must have their default."""
         alike = (record["program"], record["parts"]) == (self.program, self.parts)
         then, now = (dict(_pair(word) for word in words.split()) for words in (record["settings"], self.settings))
         said = {_pair(word)[0] for word in _words(said_of(self.overrides))} & now.keys()
         return alike and {**now, **then} == now and not said - then.keys()
 
     def command(self, seed: int, output_dir: str) -> list[str]:
-        """What follows `python -m` to run it, or to go on with it."""
+        """The words after `python -m` that run it, or go on with it."""
         words = [*self.overrides, f"seed={seed}", f"output_dir='{output_dir}'", "resume=auto"]
         if self.program == TRAIN and self.parts == 1:
             return [TRAIN, *words]

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def in_parts(argv: Sequence[str], part: Callable[[Sequence[str]], int], file: str = METRICS_FILE) -> int:
-    """As `main`, with a part by `part`: given a command of `train`, it goes on to its end, and returns an exit code.
+    """Train part by part, each by `part`: given a command of `train`, it goes on to its end and returns an exit code.
 
     `file` is that in the run's folder that has a line, like those of metrics.jsonl, for every part that is done.
     """
@@ -67,7 +67,7 @@ def whole_length(config: TrainConfig) -> list[str]:
 
 
 def epochs_done(folder: Path, file: str = METRICS_FILE) -> float:
-    """Up to the last line of `file`, one for every evaluation, that the newest checkpoint is not before; 0 without one.
+    """The epochs at the last line of `file`, one an evaluation, that the newest checkpoint has; 0 without one.
 
     A run killed between an evaluation and its checkpoint goes on from the one before, and drops the line.
     """

@@ -100,26 +100,26 @@ def _healthy(runs: Sequence[Run]) -> list[Run]:
 
 
 def _unbroken(runs: Sequence[Run]) -> list[Run]:
-    """Those with at least half of the best accuracy: they say how far axes go."""
+    """The runs with at least half of the best accuracy: they say how far axes go."""
     healthy = _healthy(runs)
     best = max((run["summary"]["test_accuracy"] for run in healthy), default=0.0)
     return [run for run in healthy if 2 * run["summary"]["test_accuracy"] >= best]
 
 
 def unit_of(result: Result) -> int:
-    """In which samples are counted."""
+    """The unit in which samples are counted."""
     most = max(run["summary"]["samples_seen"] for run in result["runs"])
     return max((unit for unit in UNITS if most >= unit), default=1)
 
 
 def _shown_curves(runs: Sequence[Run]) -> tuple[float, float]:
-    """From where to where accuracies of evaluations go: without the worst tenth, the steep beginning."""
+    """The range of the evaluations' accuracies, without the worst tenth, the steep beginning."""
     values = sorted(record["test_accuracy"] for run in runs for record in run["epochs"])
     return _with_margin(values[len(values) // 10], values[-1]) if values else (0.0, 1.0)
 
 
 def _shown_finals(runs: Sequence[Run]) -> tuple[float, float]:
-    """From where to where final accuracies go: without those of the worst tenth that would flatten all others."""
+    """The range of final accuracies, without those of the worst tenth that would flatten all others."""
     values = sorted(run["summary"]["test_accuracy"] for run in runs)
     if not values:
         return (0.0, 1.0)
@@ -128,7 +128,7 @@ def _shown_finals(runs: Sequence[Run]) -> tuple[float, float]:
 
 
 def _with_intervals(least: float, most: float, cells: Sequence[CellSummary]) -> tuple[float, float]:
-    """That range and the intervals of the means in it, but for those wider than it: of two seeds far apart."""
+    """Widen a range by the intervals of the means in it, but for those wider than it: of two seeds far apart."""
     ends = [least, most]
     for cell in cells:
         if cell.final is None or cell.final.half_width is None or not least <= cell.final.mean <= most:

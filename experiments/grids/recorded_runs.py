@@ -26,7 +26,7 @@ _LEFT_OUT = ("output_dir", "model_path", "resumed_from", "wall_time_s")
 
 @dataclass(frozen=True)
 class RecordedRuns:
-    """What a folder of experiments records, as plain values.
+    """The runs that a folder of experiments records, as plain values.
 
     Attributes:
         folder: its name in experiments/, and that of the folder of its runs.

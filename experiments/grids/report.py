@@ -57,7 +57,7 @@ def when(found: Reached, value: float | None, n: int, form: str) -> str:
 
 
 def notes(result: Result) -> str:
-    """What has to be known about the runs, in sentences."""
+    """Say what has to be known about the runs."""
     runs = result["runs"]
     together, commits = [run for run in runs if not run["alone"]], sorted({str(_of(run, "commit")) for run in runs})
     precisions = sorted({run["summary"]["precision"] for run in runs})
@@ -84,7 +84,7 @@ def _of(run: Run, key: str) -> Any:
 
 
 def _setting(runs: Sequence[Run], key: str) -> str:
-    """Of all runs of a cell: one value, or from the least to the most."""
+    """A setting of all runs of a cell: one value, or from the least to the most."""
     values = sorted({run["summary"][key] for run in runs})
     return str(values[0]) if len(values) == 1 else f"{values[0]}–{values[-1]}"
 

@@ -44,7 +44,7 @@ _KEPT_OF_MACHINE = ("cpu", "cores", "gpus", "torch", "date", "commit")
 
 @dataclass(frozen=True)
 class Places:
-    """Where the runs of an experiment lie, and where its results files do."""
+    """The folders of an experiment's runs and of its results files."""
 
     runs: Path
     results: Path
@@ -117,7 +117,7 @@ def add_recorded(grid: Grid, places: Places, runs: Sequence[Mapping[str, Any]]) 
 
 
 def _record(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
-    """What is recorded of a run; None where nothing is, or where a default has changed since."""
+    """The record of a run; None where there is none, or where a default has changed since."""
     path = record_path(folder, seed)
     record = json.loads(path.read_text()) if path.exists() else None
     return record if record and cell.is_of(record) else None

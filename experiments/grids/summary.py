@@ -1,4 +1,4 @@
-"""What the runs of a grid come to: means over seeds with their confidence, and when a target was reached."""
+"""Sums over the runs of a grid: means over seeds with their confidence, and when a target was reached."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Reached:
-    """When the runs of a cell first had a target accuracy at an evaluation: means over those that had it.
+    """The time at which runs of a cell first had a target accuracy at an evaluation: means over those that had it.
 
     `seconds` are of training, without evaluation, over those of them that ran alone; None without any.
     """
@@ -80,7 +80,7 @@ def summaries(result: Result) -> list[CellSummary]:
 
 
 def summarize(name: str, runs: Sequence[Run], targets: Sequence[float]) -> CellSummary:
-    """Of one cell."""
+    """Sum up one cell."""
     healthy = [run for run in runs if not has_diverged(run)]
     return CellSummary(
         name=name,
@@ -93,7 +93,7 @@ def summarize(name: str, runs: Sequence[Run], targets: Sequence[float]) -> CellS
 
 
 def reached(runs: Sequence[Run], target: float) -> Reached:
-    """When the target was reached, on average over the runs that did."""
+    """Return when the target was reached, on average over the runs that did."""
     found = [(run, record) for run in runs if (record := first_at(run, target)) is not None]
     return Reached(
         n=len(found),
@@ -109,12 +109,12 @@ def first_at(run: Run, target: float) -> Mapping[str, Any] | None:
 
 
 def has_diverged(run: Run) -> bool:
-    """Whether it ended for a loss that is not finite."""
+    """Return whether the run ended for a loss that is not finite."""
     return bool(run["status"] == "failed")
 
 
 def difference(own: Sequence[Run], other: Sequence[Run]) -> Estimate | None:
-    """Of final accuracies to another cell's, seed by seed, over the seeds that both finished."""
+    """The difference of final accuracies to another cell's, seed by seed, over the seeds that both finished."""
     theirs = {run["seed"]: run["summary"]["test_accuracy"] for run in other if not has_diverged(run)}
     pairs = [run for run in own if run["seed"] in theirs and not has_diverged(run)]
     return estimate([run["summary"]["test_accuracy"] - theirs[run["seed"]] for run in pairs])

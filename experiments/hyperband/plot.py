@@ -31,7 +31,7 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def parts(run: Mapping[str, Any]) -> dict[str, float]:
-    """What took a run's seconds, as far as it is known."""
+    """Split a run's seconds, as far as it is known what took them."""
     if "train_s" not in run:
         return {_WHOLE: run["seconds"]}
     known = {"training": run["train_s"], "measuring": run["evaluation_s"]}

@@ -44,7 +44,7 @@ def sides_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """How many times as fast packs are, and whether that is what was wanted."""
+    """Say how many times as fast packs are, and whether that is what was wanted."""
     sentences, goals = [], wanted(result)
     for side in list(NAMES)[:-1]:
         ratio = result["ratios"][f"{side}_over_packed"]
@@ -60,12 +60,12 @@ def headline(result: Result) -> str:
 
 
 def wanted(result: Result) -> Mapping[str, float]:
-    """By side, how many times as fast packs were to be there; results of before there was a choice are of CPUs."""
+    """The speed-up of packs that was wanted, by side; results of before there was a choice are of CPUs."""
     return _WANTED[result.get("device", "cpu")]
 
 
 def overhead_text(result: Result) -> str:
-    """What a search takes besides training and measuring."""
+    """Say what a search takes besides training and measuring."""
     shares = [run["overhead_s"] / run["seconds"] for run in result["runs"]["packed"]]
     return (
         f"Sampling, storage, files of trials and changing seats took {median(shares):.1%} of the packed search's time "
@@ -80,7 +80,7 @@ def result_text(result: Result) -> str:
 
 
 def _precision(result: Result, side: str) -> str:
-    """Of its first run, as of all."""
+    """The precision of its first run, as of all."""
     precision: str = result["runs"][side][0].get("precision", "fp32")  # earlier results were all in that
     return precision
 

@@ -11,7 +11,7 @@ Result = Mapping[str, Any]
 
 
 def headline(result: Result) -> str:
-    """What it was, in a line."""
+    """Say what was measured, in a line."""
     share = result["method"]["foreign_share"]
     busy = "" if share is None else f" Other programs had {share:.0%} of the core meanwhile."
     return (

@@ -73,7 +73,7 @@ def probe(setup: Setup) -> dict[str, int]:
 
 
 def held_bytes(bank: ReplicaBank) -> int:
-    """What a bank's buffers take, padding and alignment included; each storage once."""
+    """The bytes of a bank's buffers, padding and alignment included; each storage once."""
     storages = {}
     for value in vars(bank).values():
         for rows in value.values() if isinstance(value, dict) else [value]:

@@ -87,7 +87,7 @@ def measure_model(setup: Setup, num_learners: Sequence[int], result: dict[str, A
 
 
 def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners: int, executor: str) -> dict[str, int]:
-    """What was measured, and beside it what was predicted."""
+    """Put the prediction beside what was measured."""
     at_once = 1 if executor == "serial" else num_learners
     return {
         **measured,
@@ -96,7 +96,7 @@ def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners
 
 
 def measure(asked: Mapping[str, Any]) -> dict[str, int]:
-    """What measure.py finds, in a fresh process. Raises MeasurementError."""
+    """Run measure.py in a fresh process. Raises MeasurementError."""
     done = subprocess.run(
         [sys.executable, str(_MEASURE), json.dumps(asked)],
         cwd=ROOT, env={**os.environ, **_QUIET}, capture_output=True, text=True, check=False,

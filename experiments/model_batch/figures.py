@@ -13,7 +13,7 @@ from experiments.bench.packs.workloads import PackWorkload
 
 @dataclass(frozen=True)
 class ModelBatchFigure:
-    """How many of which model, what they do, and over which batch sizes."""
+    """A figure: how many of which model, what they do, and over which batch sizes."""
 
     title: str
     model: str
@@ -40,7 +40,7 @@ FIGURES = {
 
 
 def sides_of(figure: ModelBatchFigure, device: str) -> list[PackSide]:
-    """Those of one model, and the packs."""
+    """The sides of one model, and the packs."""
     if figure.work == "layers":  # here all of the models are gone through in every tick
         return [PackSide(name, figure.num_models, work=figure.work) for name in (DEFAULT, TUNED, "fused")]
     training = figure.work == "training"

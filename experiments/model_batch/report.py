@@ -18,7 +18,7 @@ from experiments.tables.markdown import markdown_table
 
 
 def headline(result: Result) -> str:
-    """What it was, and the largest gains of a pack."""
+    """Say what was measured, and the largest gains of a pack."""
     figure = result["figure"]
     text = f"{figure['title']}: {figure['num_models']} models ({figure['model']})."
     packs = [best_pack(rows) for rows in grouped(result["rows"], "batch_size").values()]

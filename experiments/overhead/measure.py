@@ -1,4 +1,4 @@
-"""What starting takes in processes of their own, and what telemetry takes of rounds, with and without by turns."""
+"""The cost of starting, in processes of their own, and of telemetry, in rounds with and without it by turns."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def telemetry_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """Whether it is as little as was wanted."""
+    """Say whether it is as little as was wanted."""
     starts = result["starts"]
     ratio, longest = (
         starts["import_ratio"]["median"],

@@ -1,4 +1,4 @@
-"""What is measured of packs' step time: families, two of them side by side, and the limits. The panels of each."""
+"""The panels of each part of packs' step time: families, two of them side by side, and the limits."""
 
 from __future__ import annotations
 

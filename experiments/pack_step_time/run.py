@@ -1,4 +1,4 @@
-"""How much faster packs of 2 to 16 models step than one model at a time: four families, mixed packs, and the limits.
+"""Measures packs of 2 to 16 models against one model at a time: four families, mixed packs, and the limits.
 
     python experiments/pack_step_time/run.py families [--json PATH]
 

@@ -16,7 +16,7 @@ TARGET_SHARE = 0.05
 
 
 def headline(result: Result) -> str:
-    """What it was, and what the largest number of models comes to."""
+    """Say what was measured, and what the largest number of models comes to."""
     method = result["method"]
     setting = (
         f"{result['images']} training images of {result['folder']}, crops of {result['size']} x {result['size']}; a "

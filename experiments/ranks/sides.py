@@ -1,4 +1,4 @@
-"""What is compared, in a rank's process: training by this package, alone or together, and DistributedDataParallel."""
+"""The sides, in a rank's process: training by this package, alone or together, and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sides:
 
     @property
     def names(self) -> list[str]:
-        """Of all sides."""
+        """The names of all sides."""
         return [*self._trainers, *self._steps]
 
     def window(self, side: str, num_rounds: int) -> Measured:

@@ -137,7 +137,7 @@ def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def all_reduce_s(calibration: Mapping[str, Any], num_bytes: float, kind: str) -> float:
-    """What was measured at a size, `idle` or `busy`."""
+    """The seconds that were measured at a size, `idle` or `busy`."""
     sweep = calibration["all_reduce"]
     return between(sweep["bytes"], [each / 1e6 for each in sweep[kind]["us"]], num_bytes)
 

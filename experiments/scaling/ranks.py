@@ -51,13 +51,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables call it."""
+        """The name in tables."""
         return f"{self.model} b={self.batch_size}"
 
 
 @dataclass
 class Measured:
-    """What one rank has to say of a window: seconds of tasks, and of processor time it took."""
+    """A rank's figures of a window: seconds of tasks, and of processor time it took."""
 
     wall_s: float
     rounds: int = 0
@@ -73,7 +73,7 @@ class Measured:
 
 
 class Rank:
-    """What a rank can be asked for; every method is a window. Lives in the rank's own process."""
+    """The windows that a rank can be asked for, a method each. Lives in the rank's own process."""
 
     def __init__(self) -> None:
         self._parts: dict[Case, Parts] = {}
@@ -259,11 +259,11 @@ class RankPair:
         return self
 
     def _serve_function(self) -> Callable[[int, int, str, Connection], None]:
-        """What the processes run."""
+        """The function that the processes run."""
         return _serve
 
     def _new_store(self) -> str:
-        """Where ranks meet."""
+        """The store at which ranks meet."""
         return str(Path(self._folder.name) / "store")
 
     def __exit__(self, *error: object) -> None:

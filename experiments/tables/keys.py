@@ -40,7 +40,7 @@ def table(part: str) -> str:
 
 
 def _own(keys: Sequence[Key]) -> list[Key]:
-    """Those that training has not, or with another meaning or default."""
+    """The keys that training has not, or with another meaning or default."""
     of_training = command_keys(TrainConfig)
     return [key for key in keys if key not in of_training]
 
@@ -75,7 +75,7 @@ def _options(key: Key, group: str) -> str:
 
 
 def _has_one_row(key: Key, group: str) -> bool:
-    """Whether the options that are not named lack the key, and not only have another default of it."""
+    """Return whether the options that are not named lack the key, and not only have another default of it."""
     return sum(each.name == key.name for each in group_keys(group)) == 1
 
 
@@ -84,13 +84,13 @@ def _shorter(values: str) -> str:
 
 
 def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Without padding, which long cells would make wide."""
+    """A table without padding, which long cells would make wide."""
     lines = [header, ["---"] * len(header), *([_escaped(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _escaped(cell: str) -> str:
-    """As text of a cell: what is between backticks, and the rest, in which nothing is markup."""
+    """Escape the text of a cell: outside of backticks nothing is markup."""
     parts = cell.split("`")
     parts[::2] = [part.replace("<", "&lt;").replace("*", "\\*").replace("|", "\\|") for part in parts[::2]]
     return "`".join(parts)

@@ -21,7 +21,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """As a cell of a table."""
+    """A number as a cell of a table."""
     return NONE if value is None else format(value, form)
 
 

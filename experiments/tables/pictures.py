@@ -61,7 +61,7 @@ def draw_beside(question: str, path: Path, result: Result) -> None:
 
 
 def pictures_of(question: str) -> Pictures | None:
-    """What a question's pictures are; None where it has none."""
+    """Return the pictures of a question; None where it has none."""
     if (EXPERIMENTS / question / "plot.py").exists():
         found: Pictures = import_module(f"experiments.{question}.plot").PICTURES
         return found

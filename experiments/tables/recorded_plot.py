@@ -48,13 +48,13 @@ def _label(run: Mapping[str, Any]) -> str:
 
 
 def _unit(results: Results) -> int:
-    """In which samples are counted: millions, or thousands when there are few."""
+    """The unit in which samples are counted: millions, or thousands when there are few."""
     most = max(run["summary"]["samples_seen"] for result in results.values() for run in result["runs"])
     return 1_000_000 if most >= _MANY else 1_000
 
 
 def _samples_per_epoch(results: Results) -> float:
-    """Of the first run; all are on the same data set."""
+    """The samples of an epoch of the first run; all are on the same data set."""
     summary = next(iter(results.values()))["runs"][0]["summary"]
     return float(summary["samples_seen"] / summary["epochs"])
 

@@ -53,6 +53,6 @@ def _summary_row(run: Mapping[str, Any], target_accuracy: float) -> list[str]:
 
 
 def _data_cells(run: Mapping[str, Any]) -> list[str]:
-    """Of a run whose data lived on the device, and of records older than these numbers, nothing is known."""
+    """Cells on data; nothing is known of data that lived on the device, and in records older than these numbers."""
     num_workers, wait_share = (run["summary"].get(key) for key in ("num_workers", "data_wait_share"))
     return [NONE if num_workers is None else str(num_workers), NONE if wait_share is None else f"{wait_share:.1%}"]

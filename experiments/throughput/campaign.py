@@ -32,7 +32,7 @@ Start = Callable[[Side, Workload, Effort, float], SideProcess]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure of a model, and how.
+    """The plan for a model: what to measure, and how.
 
     `tuning_share` of a model's time is for the auto side to choose an executor and settle, and `peers_share` is kept
     for the first cells of the peers.
@@ -123,15 +123,15 @@ class Campaign:
         return max(0.0, (self._left_s() - self._promised_s()) / 2) + _GRACE_S
 
     def _one_pass_s(self, cells: Iterable[Cell]) -> float:
-        """What a window of each will take, as far as is known."""
+        """The seconds that a window of each will take, as far as is known."""
         return sum(self._costs_s.get(cell, 0.0) for cell in cells)
 
     def _promised_s(self) -> float:
-        """What the passes after the first will take with the cells so far."""
+        """The seconds that the passes after the first will take with the cells so far."""
         return (self._plan.limits.passes - 1) * self._one_pass_s(self.measurements)
 
     def _first_windows(self, cells: Iterable[Cell], reserved_s: float) -> None:
-        """Of the cells not measured yet that there is time for, beside what is reserved for others."""
+        """Measure the cells that were not yet, as far as there is time beside what is reserved for others."""
         for cell in cells:
             if cell in self.measurements:
                 continue

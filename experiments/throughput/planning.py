@@ -1,4 +1,4 @@
-"""Which cells of the suite are measured, given what is known of their speed and the time there is. Pure.
+"""The plan of the suite: which cells are measured, given what is known of their speed and the time there is. Pure.
 
 A cell is a side at a batch size with a number of learners. Nothing is guessed in place of a measurement: a cell that is
 not measured is left out, and its record says why.
@@ -50,7 +50,7 @@ class Limits:
 
 
 class ProcessKey(NamedTuple):
-    """What measures a cell: `num_learners` is OPEN where K changes from window to window."""
+    """The key of the process that measures a cell; `num_learners` is OPEN where K changes from window to window."""
 
     batch_size: int
     side: str
@@ -66,11 +66,11 @@ class Cell:
 
     @property
     def images_per_round(self) -> int:
-        """Of all learners."""
+        """The images of a round of all learners."""
         return self.batch_size * max(1, self.side.num_learners)
 
     def keeps_learners(self, limits: Limits) -> bool:
-        """Whether a process of its own measures the cell, with this K; else K changes from window to window."""
+        """Return whether a process of its own measures the cell, with this K; else K changes from window to window."""
         return self.side.side in (*SINGLE_SIDES, *PEER_SIDES) or (limits.captures and self.side.side != AUTO)
 
     def process_key(self, limits: Limits) -> ProcessKey:
@@ -89,7 +89,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Cells:
-    """In the order of their turn: one model, all K at the main batch size, auto there, its peers, and what remains.
+    """The cells in their order: one model, all K at the main batch size, auto there, its peers, what remains.
 
     `single` and `auto` are always measured, the others while there is time: from short rounds to long ones, at other
     batch sizes a few K first, and `serial` with K > 1 last (its learners take turns, so to leave it out loses least).
@@ -139,7 +139,7 @@ def compared_learners(num_learners: Sequence[int]) -> int:
 
 
 def _is_distinct(executor: str, num_learners: int) -> bool:
-    """Whether it is not another executor by another name: groups of one learner each are `streams`."""
+    """Return whether it is an executor of its own: groups of one learner each are `streams` by another name."""
     return num_learners > getattr(EXECUTORS[executor], "STREAMS", 0)
 
 
@@ -157,7 +157,7 @@ def _is_repetitive(side: Side) -> bool:
 
 
 def _is_first(side: Side) -> bool:
-    """Whether a side comes before others at batch sizes that are not the main one."""
+    """Return whether a side comes before others at batch sizes that are not the main one."""
     few = side.num_learners in MAIN_LEARNERS or side.side in (*SINGLE_SIDES, "serial")
     return few and not _is_repetitive(side)
 
@@ -215,7 +215,7 @@ def _is_first_peer(cell: Cell, main: int, num_learners: int) -> bool:
 
 
 def visit(cell: Cell, limits: Limits) -> Visit:
-    """What to ask of the cell's process."""
+    """The visit to ask of the cell's process."""
     learners = None if cell.keeps_learners(limits) or cell.side.side == AUTO else cell.side.num_learners
     return Visit(limits.window_s, limits.lead_in_s, lead_in_rounds(cell.side), learners)
 
@@ -226,13 +226,13 @@ def lead_in_rounds(side: Side) -> int:
 
 
 def warm_up(side: Side, limits: Limits) -> Visit | None:
-    """What to ask of a new process before its first window, where it has to capture; its result means nothing."""
+    """The visit of a new process before its first window, where it has to capture; its result means nothing."""
     captures = limits.captures and side.side in EXECUTOR_SIDES
     return Visit(0.0, lead_in_s=0.0, lead_in_ticks=_CAPTURE_ROUNDS) if captures else None
 
 
 def visit_s(cell: Cell, images_per_s: float, limits: Limits) -> float:
-    """How long a window takes with its lead-in, at a throughput; both end with a round."""
+    """The seconds of a window with its lead-in, at a throughput; both end with a round."""
     round_s = cell.images_per_round / images_per_s
     return max(limits.lead_in_s, lead_in_rounds(cell.side) * round_s) + max(limits.window_s, round_s)
 
@@ -251,7 +251,7 @@ def expected_images_per_s(cell: Cell, known: Mapping[Cell, float]) -> float | No
 
 
 def expected_start_s(cell: Cell, known: Mapping[ProcessKey, float], limits: Limits) -> float:
-    """How long the cell's process takes to start: nothing where it runs, else by other processes of the same side.
+    """The seconds that the cell's process takes to start: none where it runs, else by other processes of the same side.
 
     `tuned_single` tries steps of its forms, which take longer with the batch size.
     """
@@ -277,6 +277,6 @@ def left_out(cell: Cell, images_per_s: float, start_s: float, left_s: float, lim
 
 
 def share_s(left_s: float, models: Sequence[str], device: str) -> float:
-    """What the first of the models gets of the time left for all of them; what it does not use, the others get."""
+    """The first model's share of the time left for all of them; what it does not use, the others get."""
     weights = [_WEIGHTS[device].get(model, _OTHER_WEIGHT) for model in models]
     return left_s * weights[0] / sum(weights)

@@ -51,7 +51,7 @@ def rounds_table(result: Result) -> str:
 
 
 def notes(result: Result) -> str:
-    """What was measured and how, in a line or two."""
+    """Say what was measured and how, in a line or two."""
     method = result["method"]
     text = (
         f"{result['model']}, b={result['batch_size']}, {result['data']} images on {result['device']}: median of "
@@ -62,7 +62,7 @@ def notes(result: Result) -> str:
 
 
 def choices(result: Result) -> list[str]:
-    """What sides chose for themselves by measuring."""
+    """Say what sides chose for themselves by measuring."""
     chosen = [(row, row["detail"]) for row in result["rows"] if row["detail"]]
     return [f"{row['side']} {row['precision']} chose {detail}, threads: {row['threads']}." for row, detail in chosen]
 

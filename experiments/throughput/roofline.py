@@ -1,4 +1,4 @@
-"""How far a measured throughput is from what the device could do at most: a roofline.
+"""A roofline: how far a measured throughput is from what the device could do at most.
 
 A round of K learners with B images each must do so many FLOPs, move so many bytes and launch so many kernels
 (roofline_counts.py); the device does so many a second (roofline_device.py). The limit is where FLOPs or bytes alone
@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What a round must do: FLOPs, and bytes with and without point-wise operators of their own."""
+    """The work of a round: FLOPs, and bytes with and without point-wise operators of their own."""
 
     num_images: int
     flops: float
@@ -48,7 +48,7 @@ def roofline_of(
     device: str | torch.device,
     executor: ExecutorName = "fused",
 ) -> dict[str, Any]:
-    """What a measured cell could have been, as plain values.
+    """Work out what a measured cell could have been, as plain values.
 
     Args:
         model: of the zoo.

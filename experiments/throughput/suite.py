@@ -120,7 +120,7 @@ def default_models(device: str) -> tuple[str, ...]:
 
 
 def make_plan(options: argparse.Namespace, device: str, precision: PrecisionName) -> Plan:
-    """What to measure of a model.
+    """Plan what to measure of a model.
 
     On a CPU peers are slow to build (Inductor) or to run (vmap), so they are measured there only if asked for by name.
     """

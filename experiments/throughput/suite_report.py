@@ -71,7 +71,7 @@ def left_out_of(model: str, left_out: Mapping[Cell, LeftOut]) -> list[dict[str, 
 
 
 def auto_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[str, Any]]:
-    """What the auto side chose, how long that took, and its ratio to the best cell of its batch size."""
+    """An entry a model: what the auto side chose, how long that took, its ratio to the best cell of its batch size."""
     rows, entries = rows_of(model, measurements), []
     for cell, measurement in measurements.items():
         choice = measurement.ready.choice
@@ -142,7 +142,7 @@ def _auto_cells(auto: Mapping[str, Any] | None) -> list[str]:
 
 
 def best_table(result: Result, model: str) -> str:
-    """For every batch size, a row per side: an executor's with its fastest K."""
+    """A row a batch size and side: an executor's with its fastest K."""
     header = ["side", "b", "K", "images/s", "÷ tuned_single", "÷ default_loop", "n"]
     rows, own = [], rows_of_model(result, model)
     for batch_size in batch_sizes(result):
@@ -211,7 +211,7 @@ def _cells(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def notes(result: Result) -> str:
-    """How it was measured."""
+    """Say how it was measured."""
     method = result["method"]
     text = (
         f"{result['device']}, {result['precision']} (default_loop fp32), medians of n windows of "
@@ -222,12 +222,12 @@ def notes(result: Result) -> str:
 
 
 def models(result: Result) -> list[str]:
-    """In the order they were measured."""
+    """The models in the order they were measured."""
     return list(dict.fromkeys(row["model"] for row in result["rows"]))
 
 
 def batch_sizes(result: Result) -> list[int]:
-    """Ascending."""
+    """The batch sizes, ascending."""
     return sorted({row["batch_size"] for row in result["rows"]})
 
 

@@ -62,7 +62,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass
 class _Trained:
-    """Where training stands."""
+    """The state of training."""
 
     samples: int = 0
     seconds: float = 0.0

@@ -42,7 +42,7 @@ def sides_table(result: Result, target: float) -> str:
 
 
 def times_of(result: Result, target: float) -> dict[str, Times]:
-    """By cell and seed, the seconds of those that reached the target."""
+    """The seconds of the runs that reached the target, by cell and seed."""
     return {
         name: {run["seed"]: record["elapsed_s"] for run in runs if (record := first_at(run, target)) is not None}
         for name, runs in by_cell(result).items()
@@ -80,7 +80,7 @@ def _epochs(runs: list[Run], target: float) -> list[float]:
 
 
 def _foreign(runs: list[Run]) -> str:
-    """Of the cores, in the median and at most."""
+    """The share of the cores that others took, in the median and at most."""
     shares = [run["foreign_share"] for run in runs if run["foreign_share"] is not None]
     return f"{median(shares):.0%} (≤ {max(shares):.0%})" if shares else NONE
 

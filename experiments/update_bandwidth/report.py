@@ -34,7 +34,7 @@ def bandwidth_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """What it was, in a line."""
+    """Say what was measured, in a line."""
     counted = ", ".join(f"{name} {count}" for name, count in result["bytes_a_value"].items())
     return (
         f"{result['model']}, K = {result['num_learners']}, {result['precision']} on {result['device']}, "

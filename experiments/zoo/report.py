@@ -11,7 +11,7 @@ Result = Mapping[str, Any]
 
 
 def result_text(result: Result) -> str:
-    """What each executor serves of each package, and a row a model."""
+    """All there is to say about a result: what each executor serves of each package, and a row a model."""
     return "\n\n".join([summary_table(result), models_table(result), *_reasons(result)])
 
 

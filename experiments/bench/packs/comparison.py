@@ -28,7 +28,7 @@ MIXED_WINDOWS = 5
 
 @dataclass(frozen=True)
 class Method:
-    """How windows are taken: their length, how many a side, and from which foreign load on they are dropped."""
+    """The method: how long windows are, how many a side has, and the foreign load from which on they are dropped."""
 
     seconds: float
     repetitions: int
@@ -96,7 +96,7 @@ def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
 
 
 def name_of(cell: PackCell) -> str:
-    """On the terminal."""
+    """Return the cell's name on the terminal."""
     beside = f" and {cell.workload.partner.model}" if cell.workload.partner else ""
     return f"{cell.workload.model}{beside} b={cell.workload.batch_size} {cell.side.label}"
 
@@ -137,7 +137,7 @@ def find(cells: Sequence[PackCell], side: str, model: str, num_models: int | Non
 
 
 def ratio_to(cell: PackCell, base: PackCell | None) -> dict[str, float] | None:
-    """Of images/s, within repetitions in which both have a clean window: median, smallest, largest."""
+    """Return the ratio of images/s within repetitions in which both have a clean window: median, smallest, largest."""
     if base is None or base is cell:
         return None
     pairs = zip(cell.rates(), base.rates(), strict=False)

@@ -24,7 +24,7 @@ _NUM_BATCHES = 16
 
 
 def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -> None:
-    """For ever. Every model takes the batch; the images count once for each."""
+    """Predict for ever. Every model takes the batch; the images count once for each."""
     torch.set_num_threads(usable_cores())
     with ExitStack() as stack:
         if side.side in (DEFAULT, DEFAULT_ENSEMBLE):
@@ -38,7 +38,7 @@ def predict(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) 
 
 
 def default_step(num_models: int, workload: PackWorkload) -> Step:
-    """As PyTorch's tutorials have it: `model.eval()`, `torch.no_grad()`, float32, NCHW. Of several models the mean."""
+    """Make the step of PyTorch's tutorials: `model.eval()`, `torch.no_grad()`, float32, NCHW; the mean of models."""
     device = torch.device(workload.device)
     models = [workload.make_model().to(device).eval() for _ in range(num_models)]
     mean, std = (torch.tensor(values, device=device).view(-1, 1, 1) for values in (workload.mean, workload.std))

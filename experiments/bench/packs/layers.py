@@ -25,7 +25,7 @@ _SEED = 0
 
 
 def run_layers(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effort) -> None:
-    """For ever; every tick is a batch through all of the models."""
+    """Run for ever; every tick is a batch through all of the models."""
     torch.set_num_threads(usable_cores())
     if side.side == DEFAULT:
         step, detail = one_by_one(side.num_learners, workload), ""
@@ -38,7 +38,7 @@ def run_layers(side: PackSide, workload: PackWorkload, gate: Gate, effort: Effor
 
 
 def one_by_one(num_models: int, workload: PackWorkload) -> Step:
-    """As PyTorch's tutorials have it, `backward()` into `.grad`."""
+    """Make the step of PyTorch's tutorials, `backward()` into `.grad`."""
     device = torch.device(workload.device)
     models = [workload.make_model().to(device) for _ in range(num_models)]
     feed = _feed(workload)
@@ -66,7 +66,7 @@ def _tuned(num_models: int, workload: PackWorkload, effort: Effort) -> tuple[Ste
 
 
 def resident_one_by_one(num_models: int, workload: PackWorkload) -> Step:
-    """On one resident batch, so that a graph can hold it; gradients are returned and not accumulated."""
+    """Make a step on one resident batch, so that a graph can hold it; gradients are returned and not accumulated."""
     device = torch.device(workload.device)
     models = [workload.make_model().to(device) for _ in range(num_models)]
     parameters = [list(model.parameters()) for model in models]

@@ -1,4 +1,4 @@
-"""What packs are made of: models of the zoo and a few small ones, each by a name that says all of its sizes."""
+"""The models that packs consist of: some of the zoo and a few small ones, by names that say all of their sizes."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ BUILDS: dict[str, Build] = {
 
 
 def classes_of(model: str, num_classes: int) -> int:
-    """How many outputs a model has, of which the data set uses `num_classes`."""
+    """Return the number of a model's outputs, of which the data set uses `num_classes`."""
     return LAYER_UNITS if model == "layer" else num_classes
 
 
 def data_of(model: str) -> str:
-    """Which images it is trained on: mnist or cifar10."""
+    """Return the data set that a model is trained on: mnist or cifar10."""
     return "mnist" if model in _ON_MNIST else "cifar10"

@@ -38,13 +38,13 @@ def bases_of(rows: Sequence[Row]) -> list[str]:
 
 
 def summary_header(rows: Sequence[Row]) -> list[str]:
-    """What stands over the cells of `summary_row`."""
+    """The header over the cells of `summary_row`."""
     bases = bases_of(rows)
     return [*bases, "best pack", "images/s", *(f"÷ {base}" for base in bases), "n"]
 
 
 def summary_row(rows: Sequence[Row]) -> list[str]:
-    """Of the rows of one panel: the sides of one model at a time, the best pack, and its ratios to them."""
+    """Sum up the rows of one panel: the sides of one model at a time, the best pack, and its ratios to them."""
     pack, bases = best_pack(rows), bases_of(rows)
     singles = [_rate(row_of(rows, side)) for side in bases]
     if pack is None:
@@ -85,7 +85,7 @@ def cells_table(rows: Sequence[Row]) -> str:
 
 
 def how(result: Result) -> str:
-    """How it was measured, in a line or two."""
+    """Say how it was measured, in a line or two."""
     method = result["method"]
     text = (
         f"{' and '.join(result['data'])} images on {result['device']}, fp32; images/s are summed over models; medians "

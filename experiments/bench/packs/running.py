@@ -17,7 +17,7 @@ from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 
 def measuring_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:
-    """With the options that say how, where and how long is measured."""
+    """Make a parser with the options that say how, where and how long is measured."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")

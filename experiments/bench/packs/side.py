@@ -1,4 +1,4 @@
-"""What a side of a comparison of packs is."""
+"""The sides of comparisons of packs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PackSide(Side):
 
     @property
     def label(self) -> str:
-        """As it is called on the terminal."""
+        """The side's name on the terminal."""
         models = "" if self.num_learners == 1 and self.side in ONE_AT_A_TIME else f" K={self.num_learners}"
         return f"{'mixed ' if self.mixed else ''}{self.side}{models} {self.precision} {self.work}"
 

@@ -1,4 +1,4 @@
-"""What the sides of a comparison of packs work on: a model by name, and real images where they are found."""
+"""The workloads of comparisons of packs: a model by name, and real images where they are found."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class DeviceFeed:
 
 
 def captured(step: Step, device: str) -> Step:
-    """On CUDA the step as a graph, captured after a few steps and replayed a few ahead; elsewhere the step itself.
+    """Return the step as a CUDA graph, captured after a few steps and replayed a few ahead; elsewhere the step itself.
 
     Raises RuntimeError when the step cannot be run or captured.
     """
@@ -116,7 +116,7 @@ def train_for_ever(step: Step, images: int, gate: Gate) -> None:
 
 
 def how(device: str) -> str:
-    """What became of a step, for a side's detail."""
+    """Say in a side's detail whether its step became a graph."""
     return "one CUDA graph a step" if device == "cuda" else "no CUDA graph"
 
 

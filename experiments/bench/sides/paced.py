@@ -1,4 +1,4 @@
-"""How a `Trainer.fit` is held to windows: by what it calls after every round.
+"""Pacing: a `Trainer.fit` is held to windows by what it calls after every round.
 
 A call comes when a round has been submitted and the one before is over. As this holds at both ends of a window, as many
 rounds are finished within it as are submitted.
@@ -18,7 +18,7 @@ class Ticked(Protocol):
 
     @property
     def num_learners(self) -> int | None:
-        """With how many learners the window under way is to be measured; None leaves it as it is."""
+        """The number of learners wanted for the window under way; None leaves it as it is."""
 
     def tick(self, images: int, /) -> None:
         """See Gate."""

@@ -40,12 +40,12 @@ class Side:
 
     @property
     def executor(self) -> Executor:
-        """What `Trainer` calls the executor of a side of ours: the same."""
+        """The executor of a side of ours, which `Trainer` calls the same."""
         return cast(Executor, self.side)
 
     @property
     def label(self) -> str:
-        """As it is called on the terminal."""
+        """The side's name on the terminal."""
         if self.side in SINGLE_SIDES:
             return f"{self.side} {self.precision}"
         learners = "" if self.num_learners == OPEN else f" K={self.num_learners}"

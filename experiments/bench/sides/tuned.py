@@ -36,7 +36,7 @@ Step = Callable[[], None]
 
 
 class Form(NamedTuple):
-    """What a step is made of. `arithmetic` is fp32, autocast or bf16 weights; `sgd` is foreach or fused."""
+    """The form of a step. `arithmetic` is fp32, autocast or bf16 weights; `sgd` is foreach or fused."""
 
     arithmetic: str
     sgd: str
