@@ -61,8 +61,3 @@ def foreign_share(before: LoadSnapshot, after: LoadSnapshot) -> float | None:
     if busy < own / 2:
         return None
     return max(0.0, busy - own) / (after.cores * (after.wall_s - before.wall_s))
-
-
-def own_share(before: LoadSnapshot, after: LoadSnapshot) -> float:
-    """Share of the usable cores that this process took between two snapshots."""
-    return (after.own_s - before.own_s) / (after.cores * (after.wall_s - before.wall_s))

@@ -127,7 +127,7 @@ class RoundRunner:
                     bank.trim()
                 self.executor = self._run.new_executor()
             except (RuntimeError, MemoryError) as error:
-                if num_learners == 1 or not is_out_of_memory(error):
+                if num_learners == 1 or self._run.tuning is None or not is_out_of_memory(error):
                     raise
                 failed = True
             # Out of the except block, the error is gone, and with it what its frames held.

@@ -102,12 +102,17 @@ class RunSettings:
 class Choices:
     """What `auto` became: kept in checkpoints, so that a resume takes the same.
 
-    `executor` is `auto` until the candidates have been measured.
+    Attributes:
+        device: where learners run.
+        precision: their formats.
+        executor: how they run; `auto` until the candidates have been measured.
+        executor_choice_s: seconds that measuring the candidates took; 0 where none was measured. Not in checkpoints.
     """
 
     device: torch.device
     precision: Precision
     executor: str
+    executor_choice_s: float = 0.0
 
     def to_plain(self) -> dict[str, str]:
         """Plain values for a checkpoint."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 SAME = 1e-4  # relative: float32 after ten rounds
@@ -58,3 +58,6 @@ def _spread(spread: Mapping[str, float] | None, form: str) -> str:
         return "–"
     middle, least, most = (format(spread[key], form) for key in ("median", "minimum", "maximum"))
     return f"{middle} ({least}–{most})"
+
+
+TABLES = {"all": result_text}

@@ -20,9 +20,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.agreement import nets, setup, throughput
 from experiments.agreement.report import result_text
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.command import run_grid
+from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
 
 EXPERIMENT = "averaging_rules"
 ONE = "one learner"

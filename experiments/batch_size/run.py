@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Cell, Grid, merged
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Cell, Grid, merged
 
 EXPERIMENT = "batch_size"
 ONE, LEARNERS = "one model", "learners of 32"

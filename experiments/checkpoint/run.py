@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine, usable_cores
+from experiments.bench.results import show_and_write
 from experiments.checkpoint.measure import WRITTEN_MODELS, measure_checkpoints
 from experiments.checkpoint.report import result_text
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, usable_cores
-from experiments.common.results import show_and_write
 
 
 def main(argv: Sequence[str] | None = None) -> int:

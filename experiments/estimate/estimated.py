@@ -14,7 +14,7 @@ from experiments.estimate.truth import Subject
 
 
 def estimate(subject: Subject) -> LearnerModel:
-    """What the estimator finds out about a model, by two probes without a device."""
+    """Estimate a model by two probes without a device."""
     job = Job(nn.functional.cross_entropy, SGD(learning_rate=0.1, momentum=0.9, weight_decay=1e-4), SMA(), FP32)
     staged = subject.sample_bytes + 8  # a target is an int64
     return estimate_learner(subject.make_model, Sample(subject.input_shape), job, staged_sample_bytes=staged)

@@ -20,9 +20,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.engine.sizing.memory import LearnerModel
-from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import draw_after, show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import draw_after, show_and_write
 from experiments.estimate.estimated import estimate
 from experiments.estimate.report import result_text
 from experiments.estimate.supplied import SECONDS, Supply, compare
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["command"] = time_command(options.command_repetitions)
     show_and_write(result, result_text, options.json)
     if options.json:
-        draw_after(options.json, "experiments.estimate.plot")
+        draw_after("estimate", options.json)
     return 0
 
 

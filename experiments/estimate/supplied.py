@@ -30,7 +30,7 @@ SECONDS = {
 
 @dataclass(frozen=True)
 class Supply:
-    """What workers have to do: I bytes and t_fetch a sample, t_step a sample, N learners that take a batch each."""
+    """The work of the workers: I bytes and t_fetch a sample, t_step a sample, N learners that take a batch each."""
 
     sample_bytes: int
     fetch_s: float
@@ -56,7 +56,7 @@ def best_pair(supply: Supply, largest_batch: int, memory_bytes: int) -> tuple[in
 
 
 def compare(supply: Supply, largest_batch: int, memory_bytes: int) -> Mapping[str, Any]:
-    """What is recommended and what is best, as (batch size, workers)."""
+    """Return the recommended and the best (batch size, workers)."""
     loading = Loading(supply.sample_bytes, fetch_s=supply.fetch_s, step_s=supply.step_s, through_shared=True)
     found = recommend(largest_batch, loading, Host(CORES, memory_bytes, shared_bytes=None))
     best = best_pair(supply, largest_batch, memory_bytes)

@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine, machine_line
+from experiments.bench.results import write_result
 from experiments.faults.campaign import EXECUTORS, Campaign, figures
 from experiments.faults.report import kill9_text
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _runs(campaign: Campaign, num_ranks: int, num_kills: int) -> list[dict[str, Any]]:
-    """As many as it takes to kill that often with a checkpoint to go on from; executors take turns."""
+    """Run until that many kills had a checkpoint to go on from; executors take turns."""
     runs: list[dict[str, Any]] = []
     while (missing := num_kills - (figures(runs)["kills"] if runs else 0)) > 0:
         executor = EXECUTORS[len(runs) % len(EXECUTORS)]

@@ -22,9 +22,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.telemetry.records import read_summary
-from experiments.common.arguments import count, positive
-from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import ROOT, machine, machine_line
+from experiments.bench.results import write_result
 from experiments.faults.folder import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,
@@ -126,7 +126,7 @@ def _await_batches(recorded: Path, name: str, number: int, process: subprocess.P
 
 
 def _outcome(run: Path, recordings: Sequence[Recording], killed_s: float) -> dict[str, Any]:
-    """What a run that has ended was trained on, and how soon it was again."""
+    """Return which samples a run that has ended was trained on, and how soon it trained again."""
     starts = starts_of(recordings, _NUM_RANKS)
     begins = [begin or 0 for begin in resumed_from((run / "console.log").read_text(encoding="utf-8"))]
     summary = read_summary(run)
@@ -146,7 +146,7 @@ def _outcome(run: Path, recordings: Sequence[Recording], killed_s: float) -> dic
 
 
 def first_round_s(recording: Recording) -> float:
-    """When a process had trained its first round: the second begins."""
+    """The time when a process had trained its first round: the second begins."""
     return recording.times_s[_NUM_LEARNERS]
 
 

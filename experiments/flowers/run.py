@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.recorded_runs import RecordedRuns, record
+from experiments.grids.recorded_runs import RecordedRuns, record
+from experiments.tables.recorded_report import table_of
 
 # Five classes of equally many photographs: guessing gets one in five.
 RUNS = RecordedRuns(
@@ -25,6 +26,7 @@ RUNS = RecordedRuns(
     chance=0.2,
     shown_accuracy=(0.0, 1.0),
 )
+TABLES = {"summary": table_of(RUNS)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,9 +17,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.hyperband.measure import measure_hyperband
 from experiments.hyperband.report import result_text
 

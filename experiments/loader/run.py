@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.loader.measure import measure_loader
 from experiments.loader.report import result_text
 

@@ -23,10 +23,10 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
-from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import draw_after, show_and_write
-from experiments.common.rounds import ExecutorName, Setup
+from experiments.bench.arguments import count
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import draw_after, show_and_write
+from experiments.bench.rounds import ExecutorName, Setup
 from experiments.memory.report import result_text
 
 DEFAULT_MODELS = ("lenet", "resnet32", "vgg16")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure_model(setup, sorted(set(options.num_learners)), result)
     show_and_write(result, result_text, options.json)
     if options.json:
-        draw_after(options.json, "experiments.memory.plot")
+        draw_after("memory", options.json)
     return 0
 
 
@@ -87,7 +87,7 @@ def measure_model(setup: Setup, num_learners: Sequence[int], result: dict[str, A
 
 
 def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners: int, executor: str) -> dict[str, int]:
-    """What was measured, and beside it what was predicted."""
+    """Put the prediction beside what was measured."""
     at_once = 1 if executor == "serial" else num_learners
     return {
         **measured,
@@ -96,7 +96,7 @@ def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners
 
 
 def measure(asked: Mapping[str, Any]) -> dict[str, int]:
-    """What measure.py finds, in a fresh process. Raises MeasurementError."""
+    """Run measure.py in a fresh process. Raises MeasurementError."""
     done = subprocess.run(
         [sys.executable, str(_MEASURE), json.dumps(asked)],
         cwd=ROOT, env={**os.environ, **_QUIET}, capture_output=True, text=True, check=False,

@@ -14,8 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Cell, Grid, cells
+from experiments.grids import report
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Cell, Grid, cells
 
 EXPERIMENT = "num_learners_accuracy"
 NUM_LEARNERS = (1, 2, 4, 8)
@@ -58,6 +59,7 @@ GRIDS = {
              targets=(0.99,), reference=REFERENCE, alone=True),
     )
 }  # fmt: skip
+TABLES = report.TABLES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

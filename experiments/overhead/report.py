@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 MOST_IMPORT_RATIO, MOST_HELP_S, MOST_TELEMETRY = 1.2, 3.0, 0.01
@@ -39,7 +39,7 @@ def telemetry_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """Whether it is as little as was wanted."""
+    """Say whether it is as little as was wanted."""
     starts = result["starts"]
     ratio, longest = (
         starts["import_ratio"]["median"],
@@ -73,3 +73,6 @@ def _spread(spread: Mapping[str, float] | None, form: str) -> str:
         return NONE
     middle, least, most = (format(spread[key], form) for key in ("median", "minimum", "maximum"))
     return f"{middle} ({least}–{most})"
+
+
+TABLES = {"all": result_text, "headline": headline}

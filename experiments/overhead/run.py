@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine, machine_line
+from experiments.bench.results import write_result
 from experiments.overhead.measure import NETWORKS, measure_starts, measure_telemetry
 from experiments.overhead.report import result_text
 

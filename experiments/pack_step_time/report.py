@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.packs.report import (
+from experiments.bench.packs.report import (
     Result,
     Row,
     best_pack,
@@ -21,7 +20,8 @@ from experiments.common.packs.report import (
     summary_header,
     summary_row,
 )
-from experiments.common.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.bench.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.tables.markdown import NONE, markdown_table
 
 
 def families_table(rows: Sequence[Row]) -> str:
@@ -112,3 +112,6 @@ def result_text(result: Result) -> str:
     table = {"families": families_table(rows), "limits": limits_table(rows), "mixed": mixed_table(mixed)}
     parts = (headline(result), table[result["part"]], cells_table(rows), how(result), left_out([*rows, *mixed]))
     return "\n\n".join(part for part in parts if part)
+
+
+TABLES = {"all": result_text}

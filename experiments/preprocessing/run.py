@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.preprocessing.measure import measure_preprocessing
 from experiments.preprocessing.report import result_text
 

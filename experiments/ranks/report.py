@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 
@@ -55,3 +55,6 @@ def _number(ratio: Mapping[str, float] | None, form: str) -> str:
     if ratio is None:
         return ""
     return f"{ratio['median']:{form}} ({ratio['minimum']:{form}}–{ratio['maximum']:{form}})"
+
+
+TABLES = {"all": result_text}

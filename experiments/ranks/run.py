@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.ranks.measure import measure_ranks
 from experiments.ranks.report import result_text
 

@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.scaling.fitting import between, fit_line, variation
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
@@ -137,7 +137,7 @@ def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def all_reduce_s(calibration: Mapping[str, Any], num_bytes: float, kind: str) -> float:
-    """What was measured at a size, `idle` or `busy`."""
+    """The seconds that were measured at a size, `idle` or `busy`."""
     sweep = calibration["all_reduce"]
     return between(sweep["bytes"], [each / 1e6 for each in sweep[kind]["us"]], num_bytes)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.scaling.inputs import GPU, GPU_COUNTS, SYNCHRONOUS, WORKLOADS
 from experiments.scaling.network import NETWORKS
 from experiments.scaling.report import SIMULATED, result_text

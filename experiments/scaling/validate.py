@@ -18,10 +18,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import read_results, show_and_write
-from experiments.common.windows import spread
+from experiments.bench.arguments import count
+from experiments.bench.machine import machine
+from experiments.bench.results import read_results, show_and_write
+from experiments.bench.windows import spread
 from experiments.scaling.calibrate import CASES, all_reduce_s
 from experiments.scaling.inputs import PARAMETERS
 from experiments.scaling.ranks import NUM_RANKS, Case, Measured, RankPair

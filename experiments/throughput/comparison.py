@@ -1,4 +1,4 @@
-"""From windows to numbers: interleaving, what is dropped, medians, and ratios paired by repetition."""
+"""Numbers from windows: interleaving, what is dropped, medians, and ratios paired by repetition."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from statistics import median
 from typing import Any
 
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.throughput.gate import Ready, Window
-from experiments.throughput.peers import COMPILED, PEER_SIDES
-from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
+from experiments.bench.gate import Ready, Window
+from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
 
 ATTEMPTS = 3
 _ORDER_SEED = 0
@@ -96,7 +95,7 @@ def paired_ratios(numerator: Sequence[float | None], denominator: Sequence[float
 
 
 def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """What the comparison is for; every entry is the median of the ratios within repetitions.
+    """Return the ratios that the comparison is for, each the median of the ratios within repetitions.
 
     Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision, and of learners to peers;
     and `round_time`, of rounds with SMA to rounds of as many learners without averaging.
@@ -124,7 +123,7 @@ def _is_base(base: Side, side: Side) -> bool:
 
 
 def _is_peer(base: Side, side: Side) -> bool:
-    """Whether `base` is another way to train as many learners, or one compiled model on a batch of one or of all.
+    """Return whether `base` trains as many learners another way, or one compiled model on a batch of one or of all.
 
     The same learners eager in turn, `serial`, count as another way.
     """
@@ -135,7 +134,7 @@ def _is_peer(base: Side, side: Side) -> bool:
 
 
 def _ratio(kind: str, side: Side, base: Side, values: Sequence[float]) -> dict[str, Any]:
-    """Of `side` to `base`; `values` are the ratios within repetitions."""
+    """The entry of `side` to `base`; `values` are the ratios within repetitions."""
     return {
         "kind": kind,
         **asdict(side),

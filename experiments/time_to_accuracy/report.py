@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 
-from experiments.common.cells.report import accuracy, notes
-from experiments.common.cells.summary import Result, Run, by_cell, first_at, summarize
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.windows import spread
-from experiments.time_to_accuracy.run import DEFAULT, TUNED
+from experiments.bench.windows import spread
+from experiments.grids.report import accuracy, notes
+from experiments.grids.summary import Result, Run, by_cell, first_at, summarize
+from experiments.tables.headline import cores
+from experiments.tables.markdown import NONE, markdown_table
+from experiments.time_to_accuracy.run import DEFAULT, LEARNERS, TUNED
 
 Times = dict[int, float]
+
+_ON_FIRST_PAGE = (("resnet32", 0.88, "ResNet-32 on CIFAR-10 to {}, s"), ("lenet", 0.99, "LeNet on MNIST to {}, s"))
 
 
 def sides_table(result: Result, target: float) -> str:
@@ -38,7 +42,7 @@ def sides_table(result: Result, target: float) -> str:
 
 
 def times_of(result: Result, target: float) -> dict[str, Times]:
-    """By cell and seed, the seconds of those that reached the target."""
+    """The seconds of the runs that reached the target, by cell and seed."""
     return {
         name: {run["seed"]: record["elapsed_s"] for run in runs if (record := first_at(run, target)) is not None}
         for name, runs in by_cell(result).items()
@@ -76,6 +80,24 @@ def _epochs(runs: list[Run], target: float) -> list[float]:
 
 
 def _foreign(runs: list[Run]) -> str:
-    """Of the cores, in the median and at most."""
+    """The share of the cores that others took, in the median and at most."""
     shares = [run["foreign_share"] for run in runs if run["foreign_share"] is not None]
     return f"{median(shares):.0%} (≤ {max(shares):.0%})" if shares else NONE
+
+
+def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
+    """Seconds to an accuracy on the first page, a row a data set: the fastest cell of every side."""
+    rows = []
+    for name, target, title in _ON_FIRST_PAGE:
+        result = results[name]
+        times = times_of(result, target)
+        cells = [fastest(result, side, times) for side in (LEARNERS, TUNED, DEFAULT)]
+        values = [f"{median(times[cell].values()):,.1f}" if cell else NONE for cell in cells]
+        runs = max(len(times[cell]) for cell in cells if cell)
+        own = cells[0].removeprefix(f"{LEARNERS}, ") if cells[0] else ""
+        rows.append([title.format(target), f"{values[0]} ({own})", *values[1:], str(runs), cores(result)])
+    return rows
+
+
+TABLES = {"all": result_text}
+HEADLINE = headline_rows

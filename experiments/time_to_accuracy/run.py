@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Cell, Grid, cells, merged
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Cell, Grid, cells, merged
 
 EXPERIMENT = "time_to_accuracy"
 LEARNERS, TUNED, DEFAULT = "learners", "one tuned model", "PyTorch's default loop"

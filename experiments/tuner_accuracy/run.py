@@ -13,8 +13,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Grid, cells
+from experiments.grids import report
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Grid, cells
 
 EXPERIMENT = "tuner_accuracy"
 AUTO = "auto"
@@ -36,6 +37,7 @@ GRIDS = {
              targets=(0.99,), reference=AUTO, alone=True),
     )
 }  # fmt: skip
+TABLES = report.TABLES
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ import torch
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.engine.device.freed_memory import keep_freed_memory
 from crossbow_py.engine.modules.precision import choose_precision
-from experiments.common.windows import MAX_FOREIGN_SHARE
+from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.update_bandwidth.copies import copies, copy_bytes
 from experiments.update_bandwidth.updates import Part, device_parts, host_parts, make_bank, num_values
 

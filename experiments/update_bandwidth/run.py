@@ -16,10 +16,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
-from experiments.throughput.workloads import WORKLOAD_MODELS
+from experiments.bench.arguments import count, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
+from experiments.bench.workloads import WORKLOAD_MODELS
 from experiments.update_bandwidth.measure import measure_update
 from experiments.update_bandwidth.report import result_text
 

@@ -36,7 +36,7 @@ Data = tuple[Tensor, Tensor]
 
 
 def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[str, Any]:
-    """What each executor came to: `outcome` ok, refused, DIFFERENT or crash, with `difference` or `reason`.
+    """Compare by each executor: `outcome` ok, refused, DIFFERENT or crash, with `difference` or `reason`.
 
     `serial` comes first; where it crashes there is nothing to compare with.
     """

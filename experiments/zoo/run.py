@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine, usable_cores
-from experiments.common.results import show_and_write, write_result
+from experiments.bench.arguments import count
+from experiments.bench.machine import machine, usable_cores
+from experiments.bench.results import show_and_write, write_result
 from experiments.zoo.comparison import BATCH_SIZE, CHANGE, MULTIPLE, NUM_LEARNERS, NUM_ROUNDS, TOLERANCE, compared
 from experiments.zoo.models import PACKAGES, TIMM, TRANSFORMERS, entry_of
 from experiments.zoo.report import result_text

@@ -141,7 +141,9 @@ class ReplicaBank:
         if self.precision.has_shadow:
             self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
         self.step_counts = [0] * capacity
-        self.generators = [torch.Generator(self.device) for _ in range(capacity)]
+        # Shapes without memory, on "meta", have no generator of their own.
+        drawn_on = "cpu" if self.device.type == "meta" else self.device
+        self.generators = [torch.Generator(drawn_on) for _ in range(capacity)]
         self.dropout_rates: list[float | None] = [None] * capacity
         self.counter_names = [name for name, _ in self.template.named_buffers() if name.endswith(_COUNTER)]
         self.counters = torch.zeros(capacity, len(self.counter_names), dtype=torch.int64, device=self.device)

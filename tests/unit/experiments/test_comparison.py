@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.bench.gate import Window
+from experiments.bench.sides.side import OPEN, Side
 from experiments.throughput import report
 from experiments.throughput.comparison import ATTEMPTS, clean_window, measure, paired_ratios, plan_sides, ratios, to_row
-from experiments.throughput.gate import Window
-from experiments.throughput.sides import OPEN, Side, sides_on
+from experiments.throughput.sides import sides_on
 from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT, measurement, throughput_result
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.common.machine import machine
+from experiments.bench.machine import machine
 from experiments.estimate import plot, report, run, time_search
 from experiments.estimate.supplied import SECONDS, Supply, best_pair, compare
 from experiments.estimate.truth import SUBJECTS

@@ -13,7 +13,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.streaming.preparation import Preparation
 from crossbow_py.data.streaming.streamed_data import Fetched, StreamedData
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from experiments.common.rounds import Rounds, Setup
+from experiments.bench.rounds import Rounds, Setup
 from experiments.estimate.relay import run_in_step
 from experiments.estimate.searching import doubling_search, largest
 from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun, staged_batches

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
-from experiments.common.machine import machine
-from experiments.common.rounds import Rounds, Setup
+from experiments.bench.machine import machine
+from experiments.bench.rounds import Rounds, Setup
 from experiments.memory import measure, plot, report, run
 
 MIB = 2**20

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from experiments.common import windows
-from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, photographs
-from experiments.common.windows import Mark, Window, Windows, window_of
+from experiments.bench import windows
+from experiments.bench.streamed_runs import Setup, StreamedRun, five_layers, photographs
+from experiments.bench.windows import Mark, Window, Windows, window_of
 from experiments.loader import run as loader
 from experiments.preprocessing import run as preprocessing
 from experiments.workers import run as workers
