@@ -18,7 +18,6 @@ from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, Rou
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.labels import counted
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.gradient_mean import average_gradients
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
@@ -252,13 +251,13 @@ class RoundTasks:
             self.sum_gradients(rows, outcome)
             return
         self.gate_gradients(outcome)
-        average_gradients(self.bank, self.gradient_mean, self.collective)
+        self.bank.average_gradients(self.gradient_mean, self.collective)
 
     @property
     def summed_rows(self) -> list[TrainedRow]:
         """The learners' rows with the sum of all gradients in place of their own; empty where they do not share it."""
         bank = self.bank
-        if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_alike:
+        if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_identical:
             return []
         if len(self._summed_rows) != bank.num_learners:
             total = bank.total.trained()

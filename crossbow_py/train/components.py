@@ -15,7 +15,6 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
-from crossbow_py.engine.bank.gradient_mean import align_groups
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
@@ -123,26 +122,26 @@ class Parts:
             self._tasks(seed=0).move(RoundOutcome(plan))
         elif plan.outer_step is not None:
             self.take_outer_step(plan.outer_step, without=range(self.bank.num_learners))
-        elif self.bank.replicas_alike:  # its learners do not step until they are given another's weights
+        elif self.bank.replicas_identical:  # its learners do not step until they are given another's weights
             self.bank.total.zero_row(0)
             self.collective.all_reduce_sum(self.bank.total.storage)
 
     def take_replica(self, is_whole: bool) -> None:
         """Where all replicas are alike: take those of a rank whose are whole. All ranks call it together, drained."""
         bank = self.bank
-        if bank.replicas_alike:
+        if bank.replicas_identical:
             found = self.ranks.gather([is_whole, bank.step_counts[0]])
             source = next((rank for rank, (whole, _) in enumerate(found) if whole), 0)
             row = bank.trained_row(0)
             self.ranks.copy_from(source, [*row.weights, *(part for parts in row.state.values() for part in parts)])
             bank.step_counts[0] = int(found[source][1])
             bank.refresh_shadow(0)
-        align_groups(bank)
+        bank.align_groups()
         self.adopt_learner()
 
     def adopt_learner(self) -> None:
         """Once nothing is in flight: z ← one of the learners, where they are alike."""
-        if self.bank.replicas_alike:
+        if self.bank.replicas_identical:
             self.bank.adopt_learner()
 
     def take_outer_step(self, step: OuterStep, without: Collection[int] = ()) -> None:

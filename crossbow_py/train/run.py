@@ -16,9 +16,7 @@ from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.synchronisation import differing
-from crossbow_py.engine.bank.gradient_mean import align_groups
-from crossbow_py.engine.bank.measures import squared_distances
-from crossbow_py.engine.bank.saved_bank import CENTRAL, mean_weights, num_saved
+from crossbow_py.engine.bank.replicas import CENTRAL, mean_weights, num_saved
 from crossbow_py.engine.update.outer_step import mean_of_learners
 from crossbow_py.train.build import DataSets
 from crossbow_py.train.checkpoints import checkpoint
@@ -154,7 +152,7 @@ class Run:
         if parts.bank.is_single:
             return None
         center = mean_of_learners(parts.bank, parts.collective, sick) if parts.rule.shows_mean else None
-        squares = squared_distances(parts.bank, center, sick)
+        squares = parts.bank.squared_distances(center, sick)
         total, count = parts.ranks.sum([sum(squares), len(squares)])
         return math.sqrt(total / count) if count else None
 
@@ -233,18 +231,18 @@ class Run:
             ill = [part["state"]["sick_learners"] for part in parts]
             bank.z.load(0, mean_weights([part["bank"] for part in parts], ill))
         # Alike, learners are z with a state that goes on; else each is its own, as long as there are enough.
-        mean, goes_on = self.parts.rule.gradient_mean, not bank.replicas_alike
-        if bank.replicas_alike and mean is not None:
+        mean, goes_on = self.parts.rule.gradient_mean, not bank.replicas_identical
+        if bank.replicas_identical and mean is not None:
             goes_on = mean.num_groups(num_learners, checkpoint.num_ranks) == 1
         for row in range(bank.num_learners):
             learner = bank.first_learner + row
             rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
             saved = checkpoint.part(rank)
-            there = learner < num_learners * checkpoint.num_ranks or bank.replicas_alike
+            there = learner < num_learners * checkpoint.num_ranks or bank.replicas_identical
             (bank.load_row if there and goes_on else bank.clone_learner)(row, saved["bank"], saved_row)
             if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
                 sick[row] = since  # its buffers, at least, are not to be used
-        align_groups(bank)
+        bank.align_groups()
         return sick
 
     def _central(self, checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
@@ -285,7 +283,7 @@ class Run:
         rounds = math.inf if total_samples is None else -(-total_samples // self.samples_per_round)
         if bank.is_single or self.tuning:
             return []
-        if bank.replicas_alike:
+        if bank.replicas_identical:
             size = rule.gradient_mean and rule.gradient_mean.group_size
             one_group = (
                 f"averaging.group_size={size} puts all {bank.num_learners} learners into one group: they average "

@@ -8,7 +8,6 @@ import pytest
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays, groups_of
 from crossbow_py.engine.modules.precision import FP32
@@ -72,7 +71,7 @@ def test_correction_norm_is_that_of_all_groups():
     ours, reference = (tasks_for() for _ in range(2))
     run(TwoSubArrays(ours, RecordingStreams()), ours, 3)
     run(SerialExecutor(reference), reference, 3)
-    assert math.isclose(correction_norm(ours.bank), correction_norm(reference.bank), rel_tol=1e-9)
+    assert math.isclose(ours.bank.correction_norm(), reference.bank.correction_norm(), rel_tol=1e-9)
 
 
 def test_groups_without_update_kernels_are_refused_in_one_line(monkeypatch):

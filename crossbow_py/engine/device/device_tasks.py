@@ -16,7 +16,6 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
-from crossbow_py.engine.bank.gradient_mean import average_gradients
 from crossbow_py.engine.modules.dropout import MaskTape
 from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, correct_of_batch
 from crossbow_py.engine.update.device_update import DeviceUpdate, OneLearner, keep_bits
@@ -117,7 +116,7 @@ def average_gated(tasks: RoundTasks, parts: Sequence[RoundValues]) -> None:
         some = torch.stack([of[learner][FINITE] for learner in group]).amax()
         for learner in group:
             of[learner][STEPPED].copy_(some / some)
-    average_gradients(tasks.bank, mean, tasks.collective)
+    tasks.bank.average_gradients(mean, tasks.collective)
 
 
 class DeviceTasks(RoundValues):

@@ -15,7 +15,6 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.settings import apart_from_defaults, flat, to_mapping, written
 from crossbow_py.core.versions import versions
 from crossbow_py.engine.auto_tuner import Decision
-from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -281,7 +280,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         averaging_settings=averaging_settings(parts.rule) if settings.several or parts.ranks.num_ranks > 1 else (),
         several=settings.several or parts.ranks.num_ranks > 1,
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
-        replicas_differ=parts.rule.has_central_model and not parts.bank.replicas_alike,
+        replicas_differ=parts.rule.has_central_model and not parts.bank.replicas_identical,
         learning_statistics=settings.learning_statistics,
         hyper_parameters=hyper_parameters(run),
     )
@@ -339,7 +338,7 @@ def epoch_record(
         learning_rate=learning_rate,
         elapsed_s=state.elapsed_s,
         spread=run.spread() if central else None,
-        correction_norm=correction_norm(parts.bank) if central else None,
+        correction_norm=parts.bank.correction_norm() if central else None,
         data_wait_share=lap.wait_share if parts.train_feed.STREAMS else None,
         num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
         metrics=evaluation.metrics if evaluation else {},
