@@ -17,7 +17,8 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.optimizers import Optimizer, for_learner
 from crossbow_py.engine.update.outer_step import bring_up_to_date, mean_of_learners, take_outer_step
 from crossbow_py.engine.update.row_update import TorchUpdate

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from experiments.common.machine import usable_cores
 from experiments.throughput.gate import Gate, Ready
 from experiments.throughput.updates import bf16_update, plain_update

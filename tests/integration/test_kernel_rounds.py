@@ -14,7 +14,7 @@ from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.subarrays import TwoSubArrays
+from crossbow_py.engine.executors.streams import TwoSubArrays
 from crossbow_py.engine.kernels import batch_norm
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.update.optimizers import SGD, AdamW

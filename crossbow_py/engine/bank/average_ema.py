@@ -19,7 +19,7 @@ from torch import Tensor
 from crossbow_py.averaging import ema
 from crossbow_py.engine.bank.layout import Rows, clone_all
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.device.host import intra_op_threads
 
 
 class AverageEMA:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
+from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.common.machine import machine
 from experiments.common.rounds import Rounds, Setup
 from experiments.memory import measure, plot, report, run

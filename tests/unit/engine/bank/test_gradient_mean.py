@@ -12,8 +12,7 @@ from crossbow_py.averaging import GradientMean, GroupedSMA, SynchronousSGD
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.executors.subarrays import TwoSubArrays
+from crossbow_py.engine.executors.streams import StreamsExecutor, TwoSubArrays
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask
