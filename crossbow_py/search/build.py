@@ -26,7 +26,7 @@ from crossbow_py.data.labels import Classes
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.dropout import counter_seed
-from crossbow_py.engine.modules.label_smoothing import IGNORED
+from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.search.config import SearchConfig, trial_config

@@ -21,8 +21,8 @@ from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import FP32, Precision
-from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline

@@ -45,7 +45,7 @@ class RoundRunner:
         if self.out_of_memory:
             self._run.sit_out(plan)
             return True
-        if plan.together is not None or (self._run.bank.replicas_alike and not self._run.bank.is_single):
+        if plan.together is not None or (self._run.bank.replicas_identical and not self._run.bank.is_single):
             if not self._sums_due:  # none is in flight, but evaluations may have summed since
                 self._sums_begun = self._run.collective.num_sums
             self._sums_due.append(plan)

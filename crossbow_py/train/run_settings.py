@@ -12,7 +12,7 @@ import torch
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
 from crossbow_py.core.settings import check, setting, suggestion
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.modules.precision import Precision, PrecisionName, choose_device, choose_precision

@@ -19,9 +19,9 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.host import flushed_denormals
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import device_uuids, ordinary_modes
-from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
 from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.profile import OperatorProfile

@@ -12,7 +12,7 @@ import torch
 
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models import MODELS
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, save

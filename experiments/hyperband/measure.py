@@ -18,7 +18,7 @@ from crossbow_py.cli.configuration import compose
 from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.base import DataSource
-from crossbow_py.engine.device.denormals import flush_denormals
+from crossbow_py.engine.device.host import flush_denormals
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.config import SearchConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crossbow_py.engine.sizing.learner_bytes import LearnerBytes
+from crossbow_py.engine.sizing.memory import LearnerBytes
 from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]

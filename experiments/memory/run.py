@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
-from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
+from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
 from experiments.bench.arguments import count
 from experiments.bench.machine import ROOT, machine

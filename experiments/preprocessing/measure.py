@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.device.host import intra_op_threads
 from experiments.bench.streamed_runs import SIZE, Setup, StreamedRun, five_layers, photographs
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows
 

@@ -13,7 +13,7 @@ from typing import Any
 from crossbow_py.core.host import Host, read_host
 from crossbow_py.data.streaming.loader import BATCHES_A_WORKER
 from crossbow_py.data.streaming.streamed_data import Key
-from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.sizing.workers import Loading, recommend
 from experiments.bench.streamed_runs import SIZE, Photographs, Setup, StreamedRun, photographs
 from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows

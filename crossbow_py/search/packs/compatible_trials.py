@@ -8,7 +8,7 @@ from torch import nn
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.fusion.fused_agreement import Comparison
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.train.run_settings import Choices, RunSettings
 

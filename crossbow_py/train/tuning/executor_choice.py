@@ -20,7 +20,8 @@ from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreement
 from crossbow_py.engine.fusion.graph import FusionError
-from crossbow_py.engine.rounds import Loss, Round, RoundTasks
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.feeds import make_feed
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores
 from experiments.bench.sides.updates import bf16_update, plain_update

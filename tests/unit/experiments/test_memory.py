@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
+from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from experiments.bench.machine import machine
 from experiments.bench.rounds import Rounds, Setup
 from experiments.memory import measure, plot, report, run

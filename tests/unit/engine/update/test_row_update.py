@@ -361,7 +361,7 @@ def in_a_process(cache):
 
 def test_library_that_computes_something_else_is_not_used(monkeypatch):
     # Another test may have found it right.
-    monkeypatch.setattr("crossbow_py.engine.update.native.agreement._CHECKED", set())
+    monkeypatch.setattr("crossbow_py.engine.update.update_choice._CHECKED", set())
     monkeypatch.setattr(AveragingRule, "corrections", lambda self, out, weights, z, coefficients: None)
     update, message = choose_update(SGD(), SMA(), CPU, torch.float32)
     assert update.NAME == "torch"

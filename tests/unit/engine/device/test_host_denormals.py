@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.engine.device.denormals import flushed_denormals, flushes_denormals
+from crossbow_py.engine.device.host import flushed_denormals, flushes_denormals
 from tests.trainers import make_trainer
 
 pytestmark = pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the processor has no such mode")

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from crossbow_py.core.host import usable_core_ids
-from crossbow_py.engine.device import intra_op
-from crossbow_py.engine.device.intra_op import SleepingThreads, faster_threads, intra_op_threads
+from crossbow_py.engine.device import host
+from crossbow_py.engine.device.host import SleepingThreads, faster_threads, intra_op_threads
 
 # Seconds of CPU time after operators on two threads, while the process does nothing: spinning, sleeping, spinning.
 IDLE_SECONDS = """
 import json, time, torch
-from crossbow_py.engine.device.intra_op import SleepingThreads
+from crossbow_py.engine.device.host import SleepingThreads
 from crossbow_py.core.host import usable_core_ids
 
 torch.set_num_threads(2)
@@ -58,7 +58,7 @@ def test_threads_are_as_many_as_took_less_time(
     def work() -> None:
         now_s[0] += alone_s if torch.get_num_threads() == 1 else together_s
 
-    monkeypatch.setattr(intra_op.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(host.time, "perf_counter", lambda: now_s[0])
     assert faster_threads(work) == best
     assert torch.get_num_threads() == 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossbow_py.engine.device import freed_memory
+from crossbow_py.engine.device import host
 
 BLOCK = 2**30 - 2**21
 
@@ -28,13 +28,13 @@ class Libc:
 
 
 def keep(monkeypatch, libc):
-    monkeypatch.setattr(freed_memory.ctypes, "CDLL", lambda _: libc)
-    freed_memory.keep_freed_memory.__wrapped__()
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: libc)
+    host.keep_freed_memory.__wrapped__()
     return libc.calls
 
 
 def test_freed_memory_is_kept_and_the_heap_stretched_in_whole_huge_pages(monkeypatch):
-    monkeypatch.setattr(freed_memory.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**21}.get)  # 8 GiB, so 2
+    monkeypatch.setattr(host.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**21}.get)  # 8 GiB, so 2
     start = 2**21 * 5 + 16
     calls = keep(monkeypatch, Libc(mallopt=[1, 1], malloc=[start, None]))
     aligned = 2**21 * 6

@@ -11,8 +11,7 @@ from crossbow_py.averaging import SMA
 from crossbow_py.core.errors import LearnerError, RankLostError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.averaging_thread import AveragingThread
-from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.fused import AveragingThread, FusedExecutor
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.telemetry.timeline import Timeline
 from tests.support import assert_learners_equal, make_tasks, plan
