@@ -153,7 +153,8 @@ class AutoTuner:
     def out_of_memory(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
         """Go back to fewer learners, because the current number did not fit in memory.
 
-        It and larger ones are not tried again. The new number is the best of the smaller counts measured or, if none was, the next smaller count.
+        It and larger ones are not tried again. The new number is the best of the smaller counts measured or, if none
+        was, the next smaller count.
         """
         count = state.num_learners
         assert count > 1, "one learner does not fit in memory, which the caller has to report"
