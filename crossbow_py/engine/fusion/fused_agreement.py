@@ -288,9 +288,9 @@ def _disagreement(compared: Comparison, kernels: bool) -> str | None:
         fused = pair.together()
     with _failing("it cannot be compared with its graph"):
         found = next((each for j in _LEARNERS if (each := pair.difference(j, fused[j])) is not None), None)
-        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], alike=True):
+        if found is None and pair.is_coarse and not kernels and pair.difference(0, fused[0], same_operators=True):
             # In a coarse format rounding hides a lot; what the graph's operators give one by one leaves it little.
-            found = pair.difference(0, pair.one_by_one(), alike=True)
+            found = pair.difference(0, pair.one_by_one(), same_operators=True)
     return None if found is None else f"its graph gives other numbers than the model itself ({found})"
 
 
@@ -377,7 +377,7 @@ class _Pair:
             for learner in _LEARNERS
         ]
 
-    def difference(self, learner: int, found: dict[str, Tensor], alike: bool = False) -> Difference | None:
+    def difference(self, learner: int, found: dict[str, Tensor], same_operators: bool = False) -> Difference | None:
         """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""
         batch = self._batches[learner]
         if learner not in self._expected:
@@ -388,7 +388,7 @@ class _Pair:
                 self._moved[learner] = self._passes.alone_with_moved_weights(learner, batch)
             return self._moved[learner]
 
-        return furthest(found, self._expected[learner], control, self._precision.compute, alike)
+        return furthest(found, self._expected[learner], control, self._precision.compute, same_operators)
 
     def one_by_one(self) -> dict[str, Tensor]:
         """Return what the first learner gives by the graph's operators as they were exported."""

@@ -176,7 +176,7 @@ class _Trial:
             return [_KEEPS_STATE.format(changed)]
         first = {"the output": self._output}
         if again["the output"].shape == self._output.shape and (
-            self._draws_torch or furthest(again, first, lambda: first, precision.compute, alike=True) is None
+            self._draws_torch or furthest(again, first, lambda: first, precision.compute, same_operators=True) is None
         ):
             return []
         return [_DOES_NOT_REPEAT]
