@@ -25,12 +25,12 @@ from crossbow_py.engine.sizing.bound import free_bytes
 from crossbow_py.engine.sizing.job import Job, Sample
 from crossbow_py.engine.sizing.memory import ELSEWHERE, LARGEST_BATCH, MIB, ON_HOST, HeldBack, LearnerModel
 from crossbow_py.engine.sizing.probes import estimate_learner
-from crossbow_py.engine.sizing.search import Measured, largest_measured
-from crossbow_py.engine.sizing.speed import fetch_seconds, step_seconds
-from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
+from crossbow_py.estimate.batch_search import Measured, largest_measured
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.measuring import reserved_bytes, with_learners, within
+from crossbow_py.estimate.speed import fetch_seconds, step_seconds
+from crossbow_py.estimate.units import parse_bytes
 from crossbow_py.train.run_settings import RunSettings
 
 Method = Literal["counted", "measured"]

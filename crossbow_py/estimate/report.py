@@ -10,8 +10,8 @@ from crossbow_py.core.errors import unwritable
 from crossbow_py.core.text_table import columns
 from crossbow_py.core.versions import versions
 from crossbow_py.engine.sizing.memory import breakdown
-from crossbow_py.engine.sizing.units import in_words
 from crossbow_py.estimate.estimation import Estimate
+from crossbow_py.estimate.units import in_words
 from crossbow_py.telemetry.records import write_atomically
 from crossbow_py.train.config import config_to_mapping
 

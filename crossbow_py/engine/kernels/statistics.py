@@ -1,19 +1,19 @@
-"""Mean and variance of columns, by the kernel that makes them: they need no pass over memory of their own.
+"""Mean and variance of columns, computed by the kernel that makes the columns, without another pass over memory.
 
-A kernel whose programs each hold a tile of rows (the accumulator of a convolution, say) ends with `finish_statistics`.
-A program hands in its tile's mean and its sum of squared deviations and takes a ticket; the one that draws the last
-ticket of its columns combines all tiles, in their order, so the bits do not depend on which one was last.
+A kernel whose programs each hold a tile of rows (such as the accumulator of a convolution) ends with
+`finish_statistics`. A program stores its tile's mean and sum of squared deviations, and takes a ticket; the program
+with the last ticket of its columns combines all tiles in order, so the bits do not depend on which one was last.
 
-Deviations are taken from the tile's own mean, and parts a and b of n_a and n_b rows are combined (Chan, Golub, LeVeque:
+Deviations are from the tile's own mean, and parts a and b of n_a and n_b rows are combined (Chan, Golub, LeVeque:
 "Updating formulae and a pairwise algorithm for computing sample variances", 1979) by
 
     δ = m_b − m_a,  n = n_a + n_b,  m = m_a + δ·n_b/n,  S = S_a + S_b + δ²·n_a·n_b/n
 
-A sum of squares would lose the variance of columns whose mean is large.
+A plain sum of squares would lose the variance of columns with a large mean.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+# Arguments of kernels become pointers and tiles when Triton compiles them, for which Python has no types.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ from torch import Tensor
 
 
 def partials_shape(num_tiles: int, N: int) -> tuple[int, int, int]:
-    """Shape of the buffer for what `num_tiles` tiles hand in: two numbers for each of N columns."""
+    """Return the shape of the buffer of `num_tiles` tiles' partial results: two numbers for each of N columns."""
     return (num_tiles, 2, N)
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """What programs of one launch leave for each other; made once, outside of graphs.
+    """Memory through which the programs of one launch exchange results; made once, outside of graphs.
 
-    Launches that use it follow each other on one stream. It may serve several kernels that split their work alike.
+    Launches that use it must follow each other on one stream. Kernels that split their work equally may share it.
 
     Attributes:
         partials: `[tiles, 2, N]`, float32, or float64 for float64 values.
@@ -47,13 +47,13 @@ class Workspace:
     def of_tiles(
         cls, num_tiles: int, column_blocks: int, N: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Workspace:
-        """For a launch of `num_tiles` tiles in each of `column_blocks` blocks of the N columns."""
+        """Return a workspace for a launch of `num_tiles` tiles in each of `column_blocks` blocks of N columns."""
         partials = torch.empty(partials_shape(num_tiles, N), dtype=dtype, device=device)
         return cls(partials, torch.zeros(column_blocks, dtype=torch.int32, device=device))
 
 
-# Below, `columns` are a tile's column numbers, `column_mask` those that exist; tile t holds the rows from
-# t * rows_per_tile to M or to the next tile's. Reductions are over axis 0, the rows.
+# Below, `columns` are the indices of a tile's columns, and `column_mask` says which exist; tile t holds the rows from
+# t * rows_per_tile to those of the next tile or to M. Reductions are over axis 0, the rows.
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 A step is one batched product of all learners and some element-wise operators. Values for the backward pass are stored
 for all steps together: gradients of weights are one batched product over all steps, and those of an LSTM's gates are
 multiples of factors computed for all steps at once (for GRU that was no faster). For an LSTM with 64 hidden values and
-batches of 16, with factors computed in each step, 16 learners took 0.78 of the time of autograd over the same operators,
-on two CPU cores.
+batches of 16, with factors computed in each step, 16 learners took 0.78 of the time of autograd over the same
+operators, on two CPU cores.
 
 Legend: K learners, T steps, B batch, H hidden size; gates are in torch's order.
 """
