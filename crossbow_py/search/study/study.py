@@ -17,8 +17,8 @@ from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.search.events import brought_up
 from crossbow_py.search.hyperband import Outcome, Segment, TrialState
+from crossbow_py.search.identity import brought_up
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.claims import SegmentClaims, SegmentResult
 from crossbow_py.search.study.heartbeat import Heartbeat
