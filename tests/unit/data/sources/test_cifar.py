@@ -12,8 +12,7 @@ import torch
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.cifar import Cifar10, Cifar100, PublishedBatch
-
-from .files import cifar10_batches, cifar_archive, cifar_batches, write_cifar
+from tests.unit.data.files import cifar10_batches, cifar_archive, cifar_batches, write_cifar
 
 
 def settings(root: Path) -> Cifar10:
