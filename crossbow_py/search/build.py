@@ -41,17 +41,15 @@ from crossbow_py.search.events import (
     TrialRecord,
 )
 from crossbow_py.search.folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder
-from crossbow_py.search.hyperband import Results, best, is_over, is_reached
+from crossbow_py.search.hyperband import Results, best, epoch_samples, is_over, is_reached, total_samples
 from crossbow_py.search.identity import defaults_of, identity
-from crossbow_py.search.loop import Search, SearchHooks
+from crossbow_py.search.loop import Search, SearchHooks, SearchRules
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import Roster, SearchData
 from crossbow_py.search.report.search_file import recorded_summary
-from crossbow_py.search.rules import SearchRules, epoch_samples, total_samples
-from crossbow_py.search.study.journal import BadStorageError
 from crossbow_py.search.study.states import TrialStates
-from crossbow_py.search.study.storage import shown_address
+from crossbow_py.search.study.storage import BadStorageError, shown_address
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import DataSets, count_classes, new_feed
