@@ -34,7 +34,8 @@ from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.estimate.config import EstimateConfig
-from crossbow_py.train.build import DataSets, build_parts
+from crossbow_py.train.build import build_run
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings, choose
 from crossbow_py.train.tuning.calibration import still_round
 
@@ -277,7 +278,7 @@ def _measured(
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
             settings = RunSettings.of(
-                vars(config), num_learners=num_learners, batch_size=batch_size, executor=executor
+                config, num_learners=num_learners, batch_size=batch_size, executor=executor
             )
             stored = replace(facts.sample, input_dtype=facts.stored)
             return reserved_bytes(make_model, stored, facts.num_classes, settings, config.optimizer, config.averaging)
@@ -353,19 +354,15 @@ def _train(
     optimizer: Optimizer,
     rule: AveragingRule,
 ) -> None:
-    parts = build_parts(
-        make_model, data, settings, choose(settings, None), optimizer=optimizer, rule=rule,
-        loss=nn.functional.cross_entropy, metrics={}, init_from=None, max_evaluation_batches=None, timeline=None,
-        announce=lambda _: None,
-    )  # fmt: skip
-    executor = parts.new_executor(settings.seed)
+    run = build_run(make_model, data, settings, choose(settings, None), optimizer=optimizer, rule=rule)
+    executor = run.new_executor()
     try:
         for index in range(_ROUNDS):
-            executor.submit(still_round(index, parts.bank.num_learners, settings.batch_size, rule))
+            executor.submit(still_round(index, run.bank.num_learners, settings.batch_size, rule))
         executor.drain()
     finally:
         executor.close()
-        parts.close_feeds()
+        run.close_feeds()
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -41,9 +41,9 @@ from crossbow_py.search.events import (
     TrialRecord,
 )
 from crossbow_py.search.folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder
-from crossbow_py.search.hyperband import Results, best, epoch_samples, is_over, is_reached, total_samples
+from crossbow_py.search.hyperband import Results, best, is_over, is_reached, total_samples
 from crossbow_py.search.identity import defaults_of, identity
-from crossbow_py.search.loop import Search, SearchHooks, SearchRules
+from crossbow_py.search.loop import Search, SearchHooks, SearchRules, epoch_samples
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import Roster, SearchData
@@ -52,9 +52,10 @@ from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.storage import BadStorageError, shown_address
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
-from crossbow_py.train.build import DataSets, count_classes, new_feed
+from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
 
@@ -86,7 +87,7 @@ class SearchRun:
 
     def _build(self) -> None:
         config, folder = self.config, self.folder
-        self.settings = RunSettings.of(vars(config), num_learners=1)
+        self.settings = RunSettings.of(config, num_learners=1)
         self.choices = _choices(self.settings)
         brackets = config.brackets()
         num_trials = sum(bracket.num_trials for bracket in brackets)

@@ -25,7 +25,6 @@ from typing import Literal, TypeAlias, get_args
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.settings import suggestion
-from crossbow_py.train.stopping import StopConditions
 
 Method = Literal["hyperband", "successive_halving", "none"]
 
@@ -307,11 +306,7 @@ def _rungs(bracket: Bracket, results: Results, maximize: bool) -> list[tuple[int
     return rungs
 
 
-def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
-    """After how many samples a training run of so many epochs ends."""
-    planned = StopConditions(max_epochs=epochs).planned_samples(samples_per_epoch)
-    assert planned is not None, "a number of epochs is a number of samples"
-    return planned
+# --- lengths ----------------------------------------------------------------------------------------------------------
 
 
 def segment_lengths(bracket: Bracket) -> list[float]:

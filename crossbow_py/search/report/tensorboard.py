@@ -24,7 +24,8 @@ from crossbow_py.core.errors import unwritable
 from crossbow_py.core.file_writing import replacing
 from crossbow_py.core.settings import flat
 from crossbow_py.search.events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.search.hyperband import TrialState, bracket_of, epoch_samples
+from crossbow_py.search.hyperband import TrialState, bracket_of
+from crossbow_py.search.loop import epoch_samples
 from crossbow_py.search.report.standing import last_epochs, leader, num_results
 from crossbow_py.search.space import Parameter
 from crossbow_py.telemetry.hyper_parameters import columns, ended, started

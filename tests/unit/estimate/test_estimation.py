@@ -23,7 +23,7 @@ from crossbow_py.estimate.__main__ import main
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.estimation import _made_up, estimate
 from crossbow_py.estimate.report import as_text
-from crossbow_py.train.build import DataSets
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings
 
 GIB = 2**30
