@@ -23,10 +23,7 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.units.branches import Branches
-from crossbow_py.predict.captures import Captures
-from crossbow_py.predict.last_used import LastUsed
-from crossbow_py.predict.recording import Forward, recorded
-from crossbow_py.predict.timing import fastest
+from crossbow_py.predict.programs import Captures, Forward, LastUsed, fastest, recorded
 
 PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
 
