@@ -17,8 +17,7 @@ from crossbow_py.data.sources.cifar import Cifar10
 from crossbow_py.data.sources.downloads import PublishedFile, data_folders, download, find
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.sources.mnist import Mnist
-
-from .files import cifar10_batches, cifar_archive, write_cifar
+from tests.unit.data.files import cifar10_batches, cifar_archive, write_cifar
 
 CONTENT = b"published" * 1000
 MD5 = hashlib.md5(CONTENT).hexdigest()

@@ -11,8 +11,7 @@ import torch
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import FashionMnist, Mnist, read_idx
-
-from .files import idx, write_mnist
+from tests.unit.data.files import idx, write_mnist
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
