@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from crossbow_py.core.file_writing import replacing
-from crossbow_py.core.own_files import read_text
+from crossbow_py.core.files import read_text, replacing
 from crossbow_py.distributed.ranks import ALONE, Ranks
 
 LAUNCH_FILE = ".launch"

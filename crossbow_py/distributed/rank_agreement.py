@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.host import versions
 from crossbow_py.core.plain_values import differences
 from crossbow_py.core.version import PACKAGE
-from crossbow_py.core.versions import versions
 from crossbow_py.distributed.ranks import Ranks
 
 # Paths may differ from host to host, and what only the first rank reads is its own.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from crossbow_py.cli.command_line import run_with_text, say
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.report.writing import write_report
 
 USAGE = """\

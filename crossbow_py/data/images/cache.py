@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import one_line
-from crossbow_py.core.own_files import check_own
+from crossbow_py.core.files import check_own
 from crossbow_py.data.images.folder import ImageFiles
 
 IMAGES, INDEX = "images.bin", "index.npy"

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.core.file_locks import locked
-from crossbow_py.core.file_writing import sync
+from crossbow_py.core.files import sync
 from crossbow_py.core.host import read_host
 from crossbow_py.core.user_cache import user_cache
 from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key

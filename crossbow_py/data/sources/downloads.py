@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from crossbow_py.core.errors import UserError, one_line
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 
 # The remedy for every file that is there but cannot be used.
 REPLACE = "restore the published file, or remove what is there and let data.download=true fetch it anew"

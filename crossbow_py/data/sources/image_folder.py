@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
 from crossbow_py.data.datasets import Data

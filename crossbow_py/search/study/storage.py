@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from crossbow_py.core.errors import CrossbowError, UserError, one_line
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.search.study.journal import BEGIN, BadStorageError, JournalFile, StorageError
 
 _P = ParamSpec("_P")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossbow_py.core import foreign_load as load
+from crossbow_py.core import host
 from experiments.throughput import one_model, sides, tuned, vmapped, workloads
 from experiments.throughput.workloads import Workload
 from tests.unit.data.images.pictures import write_part
@@ -18,7 +18,7 @@ from tests.unit.experiments.samples import BATCH
 @pytest.fixture(autouse=True)
 def load_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No window is dropped because other tests keep the cores busy meanwhile."""
-    monkeypatch.setattr(load, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(host, "_STAT", tmp_path / "stat")
 
 
 @pytest.fixture
