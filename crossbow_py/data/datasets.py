@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.streaming.streamed_data import StreamedData
+
+_VALUES_AT_ONCE = 2**22  # that are looked at, so that copies of them are small
 
 
 class MapStyleDataset(Protocol):
@@ -163,3 +166,82 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
         )
     size = f" with {len(item)} entries" if isinstance(item, tuple | list) else ""
     raise UserError(f"{needs} of type {type(item).__name__}{size}; return one input and one target.")
+
+
+def counted(targets: Tensor, ignored: int) -> Tensor:
+    """Return which targets are not `ignored`, a mask. Of bytes torch would take 156 for -100."""
+    return (targets.long() if targets.dtype == torch.uint8 else targets) != ignored
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Labels from 0 to `num_classes` − 1, and `ignored`, which the loss leaves out."""
+
+    num_classes: int
+    ignored: int
+
+    def first_outside(self, targets: Tensor) -> tuple[int, int] | None:
+        """(sample, label) of the first integer target [N, ...] that is none of them; None where there is none."""
+        if targets.is_floating_point() or targets.is_complex():
+            return None
+        outside = ((targets < 0) | (targets >= self.num_classes)) & counted(targets, self.ignored)
+        if not outside.any():
+            return None
+        sample = int(outside.flatten(1).any(1).int().argmax() if outside.ndim > 1 else outside.int().argmax())
+        return sample, int(targets[sample][outside[sample]].flatten()[0])
+
+    def refusal(self, what: str, label: int) -> str:
+        """One sentence on `what` that has such a label."""
+        return (
+            f"{what} has the class {label}, and the model tells {self.num_classes} classes apart, which are 0 to "
+            f"{self.num_classes - 1} ({self.ignored} is left out of the loss); correct that target, give the model "
+            f"more outputs, or, where {label} marks what is not to be learned, give the loss "
+            f"nn.CrossEntropyLoss(ignore_index={label})."
+        )
+
+
+def is_image_batch(inputs: Tensor) -> bool:
+    """uint8 [N, C, H, W] counts as images."""
+    return inputs.dtype == torch.uint8 and inputs.ndim == 4
+
+
+def is_clip_batch(inputs: Tensor) -> bool:
+    """uint8 [N, C, T, H, W] counts as clips."""
+    return inputs.dtype == torch.uint8 and inputs.ndim == 5
+
+
+class Rounded(NamedTuple):
+    """An integer among floating inputs, and what the dtype of batches makes of it."""
+
+    value: float
+    becomes: float
+
+    def sentence(self, dtype: torch.dtype) -> str:
+        """Tell the user."""
+        return f"{self.remark(dtype).capitalize()}."
+
+    def remark(self, dtype: torch.dtype) -> str:
+        """The same as a part of a sentence."""
+        kind = str(dtype).removeprefix("torch.")
+        remedy = "set precision=fp32, or " if dtype == torch.bfloat16 else ""
+        return (
+            f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
+            f"are ids, years or counts, {remedy}give them as a tensor of integers"
+        )
+
+
+def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
+    """The first integer in floating inputs [N, ...] that is another number in `dtype`; None where there is none.
+
+    It may be an id, which must not become its neighbour's; of other numbers the last digits are noise.
+    """
+    if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
+        return None
+    exact = 2 / torch.finfo(dtype).eps  # every integer up to there is a number of that format
+    for part in torch.split(inputs, max(1, _VALUES_AT_ONCE * len(inputs) // max(1, inputs.numel()))):
+        if part.numel() and bool((part.abs() > exact).any()):
+            rounded = part.to(dtype).to(part.dtype)
+            found = (rounded != part) & (part == part.round()) & part.isfinite()
+            if found.any():
+                return Rounded(float(part[found][0]), float(rounded[found][0]))
+    return None

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
+from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.labels import counted
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.gradient_mean import average_gradients
 from crossbow_py.engine.bank.layout import TrainedRow

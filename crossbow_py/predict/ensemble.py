@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.resident.inputs import rounded_integer
+from crossbow_py.data.datasets import rounded_integer
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusionError

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.device.freed_memory import keep_freed_memory
 from experiments.common.machine import usable_cores
 from experiments.throughput.gate import Gate, Ready

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,66 +20,17 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
+from crossbow_py.data.feed import MemoryOrder
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 
-# Each learner's batch in one piece, or the channels of all learners side by side.
-MemoryOrder = Literal["stacked", "channels"]
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
-_VALUES_AT_ONCE = 2**22  # that are looked at, so that copies of them are small
 _NUM_PLACES, _MIRRORED = 3, 2  # rows of the picks of images that say where pixels come from, and the last of them
-
-
-def is_image_batch(inputs: Tensor) -> bool:
-    """uint8 [N, C, H, W] counts as images."""
-    return inputs.dtype == torch.uint8 and inputs.ndim == 4
 
 
 def num_picks(augmentation: Augmentation) -> int:
     """R of images that are stored for that; see `ImageInputs`."""
     return _NUM_PLACES + (NUM_EDGES if augmentation.random_erasing else 0)
-
-
-def is_clip_batch(inputs: Tensor) -> bool:
-    """uint8 [N, C, T, H, W] counts as clips."""
-    return inputs.dtype == torch.uint8 and inputs.ndim == 5
-
-
-class Rounded(NamedTuple):
-    """An integer among floating inputs, and what the dtype of batches makes of it."""
-
-    value: float
-    becomes: float
-
-    def sentence(self, dtype: torch.dtype) -> str:
-        """Tell the user."""
-        return f"{self.remark(dtype).capitalize()}."
-
-    def remark(self, dtype: torch.dtype) -> str:
-        """The same as a part of a sentence."""
-        kind = str(dtype).removeprefix("torch.")
-        remedy = "set precision=fp32, or " if dtype == torch.bfloat16 else ""
-        return (
-            f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
-            f"are ids, years or counts, {remedy}give them as a tensor of integers"
-        )
-
-
-def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
-    """The first integer in floating inputs [N, ...] that is another number in `dtype`; None where there is none.
-
-    It may be an id, which must not become its neighbour's; of other numbers the last digits are noise.
-    """
-    if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
-        return None
-    exact = 2 / torch.finfo(dtype).eps  # every integer up to there is a number of that format
-    for part in torch.split(inputs, max(1, _VALUES_AT_ONCE * len(inputs) // max(1, inputs.numel()))):
-        if part.numel() and bool((part.abs() > exact).any()):
-            rounded = part.to(dtype).to(part.dtype)
-            found = (rounded != part) & (part == part.round()) & part.isfinite()
-            if found.any():
-                return Rounded(float(part[found][0]), float(rounded[found][0]))
-    return None
 
 
 class ResidentInputs(ABC):

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
-from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, Feed, PickedFeed
-from crossbow_py.data.labels import Classes, counted
-from crossbow_py.data.resident.inputs import MemoryOrder, ResidentInputs
+from crossbow_py.data.datasets import Classes, counted
+from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
+from crossbow_py.data.resident.inputs import ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
 
 STREAM = 2**48  # positions a stream has: more samples than any run takes

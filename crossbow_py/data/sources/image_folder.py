@@ -11,7 +11,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
 from crossbow_py.data.datasets import Data
-from crossbow_py.data.images.cache_writing import Opened, open_or_fill
+from crossbow_py.data.images.cache import Opened, open_or_fill
 from crossbow_py.data.images.folder import ImageFiles, count, scan
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.base import Declared, SourceSettings

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
-from crossbow_py.data.datasets import MapStyleDataset
+from crossbow_py.data.datasets import MapStyleDataset, is_image_batch
 from crossbow_py.data.randomness import sample_words
-from crossbow_py.data.resident.inputs import is_image_batch
 from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
 from crossbow_py.data.streaming.worker_processes import says_no_shared_memory
 

@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from crossbow_py.core.errors import BadDataError, DataError, UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
-from crossbow_py.data.labels import Classes
-from crossbow_py.data.resident.inputs import Rounded, rounded_integer
+from crossbow_py.data.datasets import Classes, Rounded, rounded_integer
 from crossbow_py.data.streaming.streamed_data import Fetched, Key, StreamedData
 from crossbow_py.data.streaming.worker_processes import (
     leave_signals_to_the_run,
@@ -81,14 +80,14 @@ class Needs(NamedTuple):
 _ANYTHING = Needs()
 
 
-class _Order(NamedTuple):
+class _Request(NamedTuple):
     """A batch to be made, and the slot for its inputs."""
 
     keys: list[Key]
     slot: int
 
 
-class _Workshop:
+class _BatchDataset:
     """What a worker process is given. Items are orders: one for every batch."""
 
     def __init__(
@@ -103,7 +102,7 @@ class _Workshop:
         self._data, self._seed, self._training = data, seed, training
         self._notes, self._slots, self._needs = notes, slots, needs
 
-    def __getitems__(self, order: _Order) -> Loaded:
+    def __getitems__(self, request: _Request) -> Loaded:
         worker = get_worker_info()
         own = self._notes[0 if worker is None else worker.id].numpy()
 
@@ -113,11 +112,11 @@ class _Workshop:
         begun = time.perf_counter()
         own[_PID], own[_SINCE_NS] = os.getpid(), time.monotonic_ns()
         try:
-            out = None if self._slots is None else self._slots[order.slot]
+            out = None if self._slots is None else self._slots[request.slot]
             fetched = self._data.fetch(
-                order.keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out
+                request.keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out
             )
-            self._check_labels(order.keys, fetched.targets)
+            self._check_labels(request.keys, fetched.targets)
             rounded = None if self._needs.dtype is None else rounded_integer(fetched.inputs, self._needs.dtype)
             num_inputs = len(fetched.inputs)
             if out is not None:
@@ -134,7 +133,7 @@ class _Workshop:
         seconds = time.perf_counter() - begun
         if out is None:
             return Loaded(fetched, seconds, rounded=rounded)
-        return Loaded(fetched, seconds, slot=order.slot, num_inputs=num_inputs)
+        return Loaded(fetched, seconds, slot=request.slot, num_inputs=num_inputs)
 
     def _check_labels(self, keys: list[Key], targets: Tensor) -> None:
         """Raises UserError. Where bad samples were left out, nobody knows which sample has which target."""
@@ -184,15 +183,15 @@ class Loader:
         self._stopped = threading.Event()
         # What the workers have in hand, and the batch that was given last.
         num_slots = BATCHES_A_WORKER * num_workers + 2
-        orders = map(_Order, batches, itertools.cycle(range(num_slots)))
+        requests = map(_Request, batches, itertools.cycle(range(num_slots)))
         shape = data.image_shape if num_workers else None
         before = set(multiprocessing.active_children())
         with _killed_unless_started(before), quiet_start():
             self._slots = None if shape is None else shared_images(num_slots, batch_size, shape)
             self._notes = shared_notes(num_workers, _COLUMNS)
             loader: DataLoader[Any] = DataLoader(
-                _Workshop(data, seed, training, self._notes, self._slots, needs),  # type: ignore[arg-type]  # no single items
-                batch_sampler=orders,  # type: ignore[arg-type]  # what it gives is the workshop's affair
+                _BatchDataset(data, seed, training, self._notes, self._slots, needs),  # type: ignore[arg-type]  # no single items
+                batch_sampler=requests,  # type: ignore[arg-type]  # requests, not lists of indices
                 num_workers=num_workers,
                 collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes
                 pin_memory=pins,

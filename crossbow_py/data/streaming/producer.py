@@ -1,4 +1,4 @@
-"""A thread that makes batches ahead, and the shelf it puts them on."""
+"""A thread that makes batches ahead, and the buffer it puts them on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
+from crossbow_py.data.sampler import Positions, joins
 from crossbow_py.data.streaming.loader import Loaded, Loader
-from crossbow_py.data.streaming.positions import Positions, joins
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ _CHECK_EVERY_S = 0.25
 _PATIENCE_S = 2.0  # with workers that are at a batch when they are stopped
 
 
-class Shelf(Generic[T]):
+class PrefetchBuffer(Generic[T]):
     """Batches by their position in the stream. Thread-safe; one producer puts, others wait."""
 
     def __init__(self) -> None:
@@ -85,28 +85,28 @@ class Shelf(Generic[T]):
 
 
 class Producer(Generic[T]):
-    """Fills a shelf, batch after batch, until it is stopped or fails.
+    """Fills a buffer, batch after batch, until it is stopped or fails.
 
     Args:
-        shelf: where batches go, and the failure.
+        buffer: where batches go, and the failure.
         loader: of the batches, used and closed by the thread.
-        stage: what lies on the shelf of the loaded batch of a position; called in the thread, may raise.
+        stage: what lies on the buffer of the loaded batch of a position; called in the thread, may raise.
         positions: where the batches stand in the stream; at least as many as the loader has.
         index: number of the loader's first among them.
     """
 
     def __init__(
         self,
-        shelf: Shelf[T],
+        buffer: PrefetchBuffer[T],
         loader: Loader,
         stage: Callable[[int, Loaded], T],
         positions: Positions,
         index: int = 0,
     ) -> None:
-        self._shelf, self._loader, self._stage = shelf, loader, stage
+        self._buffer, self._loader, self._stage = buffer, loader, stage
         self._positions, self._index = positions, index  # the index is the thread's; others only read it
         self._stopped = threading.Event()
-        shelf.begin()
+        buffer.begin()
         self._thread = threading.Thread(target=self._run, name="crossbow data", daemon=True)
         self._thread.start()
 
@@ -119,14 +119,14 @@ class Producer(Generic[T]):
 
         Raises DataError when a worker process is dead or hangs, or what the thread failed with.
         """
-        while not self._shelf.wait_for(start, _CHECK_EVERY_S) and not until():
+        while not self._buffer.wait_for(start, _CHECK_EVERY_S) and not until():
             self._loader.check()
 
     def stop(self) -> None:
         """End the thread and the processes; processes that do not answer are killed. Does not raise."""
         self._stopped.set()
         self._loader.stop()
-        self._shelf.wake()
+        self._buffer.wake()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():  # a worker that hangs keeps a DataLoader from closing
             self._loader.kill()
@@ -136,31 +136,31 @@ class Producer(Generic[T]):
         try:
             for loaded in self._loader:
                 start = self._positions[self._index]
-                if not self._shelf.has_room(start, self._stopped):
+                if not self._buffer.has_room(start, self._stopped):
                     return
-                self._shelf.put(start, self._stage(start, loaded))
+                self._buffer.put(start, self._stage(start, loaded))
                 self._index += 1
         except BaseException as error:
-            self._shelf.fail(error)
+            self._buffer.fail(error)
             self._loader.kill()  # what keeps the error keeps the loader too, and with it its processes
         finally:
             self._loader.close()
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """What a loader gives, one after the other, made a few ahead of the caller."""
 
     def __init__(self, loader: Loader, stage: Callable[[int, Loaded], T]) -> None:
-        self._shelf: Shelf[T] = Shelf()
+        self._buffer: PrefetchBuffer[T] = PrefetchBuffer()
         self._few, self._next = 2 * max(1, loader.num_workers), 0
-        self._producer = Producer(self._shelf, loader, stage, range(sys.maxsize))
+        self._producer = Producer(self._buffer, loader, stage, range(sys.maxsize))
 
     def __next__(self) -> T:
         """The next one, of which there must be one. Raises as `Producer.wait_for`."""
-        self._shelf.keep(range(self._next, self._next + self._few + 1))
-        self._shelf.allow(self._next + self._few)
+        self._buffer.keep(range(self._next, self._next + self._few + 1))
+        self._buffer.allow(self._next + self._few)
         self._producer.wait_for(self._next)
-        found = self._shelf.get(self._next)
+        found = self._buffer.get(self._next)
         assert found is not None, "what was waited for is there"
         self._next += 1
         return found

@@ -1,8 +1,8 @@
 """The feed of data that is made by worker processes while learners train: decoded ahead, copied ahead, used once.
 
-    worker processes ──Fetched──► producer thread ──copy stream──► shelf ──► flip, normalise, erase ──► learners
+    worker processes ──Fetched──► producer thread ──copy stream──► buffer ──► flip, normalise, erase ──► learners
 
-The producer thread keeps the shelf filled: a round's batches and the next round's (double buffers), uint8 on the
+The producer thread keeps the buffer filled: a round's batches and the next round's (double buffers), uint8 on the
 device. One feed serves all learners of a rank, also when they share every batch, and makes no other rank's batches.
 What a batch holds follows from its position in the stream alone, so that the number of workers may change at any time.
 """
@@ -20,22 +20,19 @@ from torch import Tensor
 
 from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.data.augmentation import Augmentation, Ids, flipped
-from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.data.labels import Classes
-from crossbow_py.data.resident.inputs import is_image_batch
-from crossbow_py.data.sampler import cut_up, epoch_order, segments
+from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
+from crossbow_py.data.feed import Batch, EpochCache, Feed
+from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
+from crossbow_py.data.sampler import Positions, RankPositions, cut_up, epoch_order, segments
 from crossbow_py.data.streaming.loader import Loaded, Loader, Needs, fetched_or_raise
-from crossbow_py.data.streaming.positions import Positions, RankPositions
-from crossbow_py.data.streaming.preparation import Preparation
-from crossbow_py.data.streaming.producer import Ahead, Producer, Shelf
+from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
 from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
 
 _EVALUATION_CHUNK = 16  # samples a worker makes at a time, so that a small test set keeps all of them busy
 
 
 class _Staged(NamedTuple):
-    """A batch on the shelf: as workers made it, on the device; `copied` is a CUDA event once it is there.
+    """A batch on the buffer: as workers made it, on the device; `copied` is a CUDA event once it is there.
 
     What is still to be done to images: bool [B], and int32 [4, B] as of `draw_rectangles`.
     """
@@ -114,14 +111,14 @@ class StreamingFeed(Feed):
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._erased = EpochCache(erased) if augmentation.random_erasing else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._shelf: Shelf[_Staged] = Shelf()
+        self._buffer: PrefetchBuffer[_Staged] = PrefetchBuffer()
         self._unannounced = threading.Lock()
         self._producer: Producer[_Staged] | None = None
         self._last_round: frozenset[int] = frozenset()
         self._round: frozenset[int] = frozenset()
         self._bad: dict[int, BadSample] = {}
         self._num_loaded, self._loading_s = 0, 0.0
-        self._evaluating: Ahead[Fetched] | None = None
+        self._evaluating: Prefetcher[Fetched] | None = None
         self._classes: Classes | None = None
         self._measuring: Feed | None = None
         self.sample_bytes, self._has_floats = 0, False
@@ -145,19 +142,19 @@ class StreamingFeed(Feed):
         positions = RankPositions(tuple(sorted(wanted)), self.batch_size, self._num_ranks)
         num_ahead = max(2, len(wanted)) if self.num_workers else 0
         held = [positions[index] for index in range(len(wanted) + num_ahead)]
-        self._shelf.keep(self._last_round.union(held))
-        there = self._shelf.starts()
+        self._buffer.keep(self._last_round.union(held))
+        there = self._buffer.starts()
         if self.num_workers:
             missing = (index for index, start in enumerate(held) if start not in there)
             self._produce(positions, next(missing, len(held)))
-            self._shelf.allow(held[-1])
+            self._buffer.allow(held[-1])
         return wanted <= there
 
     def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
         """See `Feed.wait`."""
         for start in sorted(set(starts)):
             if self._producer is None:
-                if self._shelf.get(start) is None:
+                if self._buffer.get(start) is None:
                     self._load_here(start)
                 continue
             self._producer.wait_for(start, until)
@@ -186,7 +183,7 @@ class StreamingFeed(Feed):
         def stage(index: int, loaded: Loaded) -> _Staged:
             return self._on_device(starts[index], fetched_or_raise(loaded))
 
-        with contextlib.closing(Ahead(loader, stage)) as staged:
+        with contextlib.closing(Prefetcher(loader, stage)) as staged:
             for _ in starts:
                 one = self._arrived(next(staged))
                 yield Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
@@ -200,7 +197,7 @@ class StreamingFeed(Feed):
             return
         chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
-        with contextlib.closing(Ahead(loader, lambda _, loaded: self._accept(loaded))) as fetched:
+        with contextlib.closing(Prefetcher(loader, lambda _, loaded: self._accept(loaded))) as fetched:
             self._evaluating = fetched  # a generator that an error's traceback keeps would not close it
             for parts in chunks:
                 yield from self._evaluation_batch([next(fetched) for _ in parts])
@@ -241,18 +238,18 @@ class StreamingFeed(Feed):
         if self._evaluating is not None:
             self._evaluating.close()
             self._evaluating = None
-        self._shelf = Shelf()
+        self._buffer = PrefetchBuffer()
         self._last_round = self._round = frozenset()
 
     def _produce(self, positions: Positions, index: int) -> None:
         """Let the producer be on its way to `positions[index]`, the first batch that is missing, and on from there."""
         producer, soon = self._producer, 4 * len(self._round)
         while producer is None or not producer.reaches(positions, index, soon):
-            if self._shelf.get(positions[index]) is None:
+            if self._buffer.get(positions[index]) is None:
                 self._stop()
                 batches = (self._keys(positions[number]) for number in itertools.count(index))
                 loader = self._new_loader(batches, self.num_workers, training=True)
-                self._producer = Producer(self._shelf, loader, self._stage, positions, index)
+                self._producer = Producer(self._buffer, loader, self._stage, positions, index)
                 return
             index += 1  # it was put since one looked
 
@@ -263,7 +260,7 @@ class StreamingFeed(Feed):
 
     def _load_here(self, start: int) -> None:
         loader = self._new_loader([self._keys(start)], 0, training=True)
-        self._shelf.put(start, self._stage(start, next(loader)))
+        self._buffer.put(start, self._stage(start, next(loader)))
 
     def _new_loader(self, batches: Iterable[list[Key]], num_workers: int, training: bool) -> Loader:
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
@@ -318,13 +315,13 @@ class StreamingFeed(Feed):
         return [(epoch, torch.from_numpy(self._orders(epoch)[first:last])) for epoch, first, last in runs]
 
     def _take(self, starts: Sequence[int]) -> list[_Staged]:
-        """From the shelf, made first where they were not announced. On CUDA the current stream waits for the copies."""
-        found = self._on_shelf(starts)
+        """From the buffer, made first where they were not announced. On CUDA the current stream waits for the copies."""
+        found = self._buffered(starts)
         if len(found) < len(starts):
             with self._unannounced:  # only one at a time may send the producer elsewhere
                 self.announce(starts)
                 self.wait(starts)
-                found = self._on_shelf(starts)
+                found = self._buffered(starts)
         assert len(found) == len(starts), "what was waited for is there"
         return [self._arrived(one) for one in found]
 
@@ -335,11 +332,11 @@ class StreamingFeed(Feed):
             stream.wait_event(one.copied)
             for tensor in (one.inputs, one.targets, one.mirrored, one.erased):
                 if tensor is not None:
-                    tensor.record_stream(stream)  # the shelf may drop it while this stream still reads it
+                    tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
         return one
 
-    def _on_shelf(self, starts: Sequence[int]) -> list[_Staged]:
-        return [staged for start in starts if (staged := self._shelf.get(start)) is not None]
+    def _buffered(self, starts: Sequence[int]) -> list[_Staged]:
+        return [staged for start in starts if (staged := self._buffer.get(start)) is not None]
 
     def _accept(self, loaded: Loaded) -> Fetched:
         """The batch, its bad samples counted. Raises BadSampleError when they are too many."""
@@ -392,3 +389,62 @@ class _SameBatchFeed(Feed):
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
         if first == 0:  # there is but one
             yield Batch(*(each[:batch_size] for each in self._batch))
+
+
+class Preparation:
+    """What is done to streamed inputs on the device. Any thread may call it.
+
+    uint8 images [B, C, H, W] and clips [B, C, T, H, W] are scaled to [0, 1] and normalised; floating inputs are cast,
+    and normalised when there is a normalisation; other inputs stay as they are.
+    """
+
+    def __init__(
+        self, normalisation: Normalisation | None, device: torch.device, channels_last: bool, dtype: torch.dtype
+    ) -> None:
+        self._normalisation, self._device = normalisation, device
+        self._channels_last, self._dtype = channels_last, dtype
+        self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
+
+    def __call__(self, inputs: Tensor, mirrored: Tensor | None = None, erased: Tensor | None = None) -> Tensor:
+        """[B, ...] prepared, enqueued on the current stream; the host does not wait.
+
+        Args:
+            inputs: on the device.
+            mirrored: bool [B] on the device, which images to flip left to right; None for none.
+            erased: int32 [4, B] on the device, (top, bottom, left, right) of what is erased of images; None for none.
+        """
+        if is_image_batch(inputs):
+            return self._images(inputs, mirrored, erased)
+        if is_clip_batch(inputs):
+            return self._normalised(inputs, self._normalisation or IDENTITY)
+        if inputs.is_floating_point():
+            normalisation = self._normalisation
+            inputs = inputs.to(self._dtype) if normalisation is None else self._normalised(inputs, normalisation)
+        last = self._channels_last and inputs.ndim == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+
+    @property
+    def casts_to(self) -> torch.dtype | None:
+        """What floating inputs are cast to as they are; None where they are normalised."""
+        return None if self._normalisation else self._dtype
+
+    def _normalised(self, inputs: Tensor, normalisation: Normalisation) -> Tensor:
+        """As `Normalisation.apply`, its constants copied to the device once."""
+        kind = inputs.ndim, inputs.dtype
+        if kind not in self._constants:
+            normalisation.check_channels(inputs.shape[1])
+            self._constants[kind] = normalisation.constants(inputs, self._dtype)
+        mean, std = self._constants[kind]
+        return inputs.to(mean.dtype).sub(mean).div_(std).to(self._dtype)
+
+    def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
+        if mirrored is not None:
+            images = flipped(images, mirrored)
+        channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
+        if shape not in self._pixels:
+            normalisation = self._normalisation or IDENTITY
+            self._pixels[shape] = PixelNormaliser(
+                (channels, height, width), normalisation, self._dtype, self._device, self._channels_last
+            )
+        return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1), erased)

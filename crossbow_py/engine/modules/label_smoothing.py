@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.data.labels import counted
+from crossbow_py.data.datasets import counted
 
 IGNORED = -100  # targets that cross_entropy leaves out of its mean
 
