@@ -1,7 +1,10 @@
-"""Which sample stands where: a continuous stream of per-epoch permutations. Pure functions of values.
+"""The order of samples: a continuous stream of per-epoch permutations. Pure functions of values.
 
-Position p of the stream, counted in samples, lies in epoch e = p // N and holds `epoch_order(seed, e, N)[p % N]`. A
+Position p of the stream, counted in samples, is in epoch e = p // N and holds `epoch_order(seed, e, N)[p % N]`. A
 batch is any run of positions: it may cross an epoch's end and is never partial.
+
+A round takes K·R adjacent batches from the cursor on: rank r of R, with K learners of its own, takes those at
+cursor + (r·K + j)·B for j < K. So a rank's next batches are K·R·B positions further on, for every rank and cursor.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ T = TypeVar("T")
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
-    """The order [N] in which epoch `epoch` visits the samples."""
+    """Return the order, int64 [N], in which epoch `epoch` visits the samples."""
     return permutation(seed, "sample order", epoch, num_samples)
 
 
 def segments(start: int, count: int, num_samples: int) -> list[tuple[int, int, int]]:
-    """Stream positions [start, start + count) as runs (epoch, first, last) of places in that epoch, last excluded."""
+    """Return stream positions [start, start + count) as runs (epoch, first, last) within epochs, last excluded."""
     runs = []
     position, end = start, start + count
     while position < end:
@@ -37,17 +40,17 @@ def segments(start: int, count: int, num_samples: int) -> list[tuple[int, int, i
 
 
 def cut_up(items: Sequence[T], at_most: int) -> list[list[T]]:
-    """`items` [>= 1] in as few runs as can be, of nearly equal length and none longer than `at_most`."""
+    """Cut at least one item into as few runs as possible, of nearly equal length and none longer than `at_most`."""
     parts = -(-len(items) // at_most)
     edges = [len(items) * part // parts for part in range(parts + 1)]
     return [list(items[first:last]) for first, last in itertools.pairwise(edges)]
 
 
 class Positions(Protocol):
-    """Positions in the order in which they are taken, each larger than the one before; a `range` is such."""
+    """Increasing stream positions of batches, in the order in which they are taken. A `range` is one."""
 
     def __getitem__(self, index: int, /) -> int:
-        """The position of batch number `index`, from 0 on."""
+        """Return the position of batch number `index`, from 0 on."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,9 @@ class RankPositions:
     """The positions of a rank's batches from a round on: this round's, the next round's, and so on without end.
 
     Attributes:
-        own: this round's, different ones in order; those of learners adjoin.
-        batch_size: samples from one batch to the next.
-        num_ranks: R, ranks that take as many batches a round each.
+        own: this round's positions, increasing; the learners' batches are adjacent.
+        batch_size: samples a batch.
+        num_ranks: R, ranks that each take as many batches a round.
     """
 
     own: tuple[int, ...]
@@ -65,7 +68,7 @@ class RankPositions:
     num_ranks: int
 
     def __getitem__(self, index: int, /) -> int:
-        """See `Positions`: batch j of the n-th round from here, counted from 0, for index = n·K + j."""
+        """Return the position of batch j of the n-th round from here, counted from 0, for index = n·K + j."""
         num_own = len(self.own)
         rounds, j = divmod(index, num_own)
         if rounds == 0:
@@ -74,10 +77,10 @@ class RankPositions:
 
 
 def joins(path: Positions, at: int, other: Positions, index: int, soon: int) -> bool:
-    """Whether `path`, from its number `at` on, comes to `other[index]` and follows `other` from there.
+    """Return whether `path`, from its number `at` on, reaches `other[index]` and follows `other` from there.
 
-    At most `soon` positions may come before it, and as many behind it are compared: from K on, these tell a path of
-    another K, or one that stands at another learner, from one that agrees for ever.
+    At most `soon` positions may come before it, and as many after it are compared. K of them are enough to tell a path
+    with another K, or at another learner, from one that agrees for ever.
     """
     for number in range(at, at + soon + 1):
         if path[number] == other[index]:
