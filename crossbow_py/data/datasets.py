@@ -35,7 +35,6 @@ Pair = tuple[Tensor, Tensor]
 Data = Pair | MapStyleDataset
 
 
-
 def as_pair(data: Data) -> Pair | None:
     """Return (inputs, targets) if `data` is a pair of tensors or a TensorDataset of two, else None."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:

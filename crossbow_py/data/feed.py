@@ -203,6 +203,3 @@ class EpochCache(Generic[Key, T]):
             while len(self._tables) > self.kept:
                 self._tables.popitem(last=False)
             return self._tables[epoch]
-
-
-

@@ -1,10 +1,10 @@
-"""The cache of images that are decoded and made smaller: one memory-mapped file, and an index of it.
+"""The cache of decoded and shrunk images: one memory-mapped file and its index.
 
     FOLDER/KEY/images.bin    pixels, uint8 [H, W, 3], one image after the other
-    FOLDER/KEY/index.npy     int64 [N, 3]: where an image begins, its height and width; zeros for one that is not there
+    FOLDER/KEY/index.npy     int64 [N, 3]: an image's offset, height and width; zeros for an image that is not there
 
-The key is a hash of everything the pixels depend on, so a file is never changed once it stands there. The cache saves
-time and nothing else: what is not in it is decoded when it is needed, with the same result.
+The key is a hash of everything the pixels depend on, so a file never changes. The cache only saves time: an image that
+is not in it is decoded when it is needed, with the same result.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_si
 from crossbow_py.data.images.folder import ImageFiles
 from crossbow_py.data.streaming.worker_processes import leave_signals_to_the_run, quiet_start, start_method
 
-_POLL_S = 0.5  # how often one looks whether workers are well
-_CHUNK = 32  # files a worker takes at a time
-_PROBED = 200  # files whose size tells how much room is needed
+IMAGES, INDEX = "images.bin", "index.npy"
+_FORMAT_VERSION = 1
+_POLL_S = 0.5  # seconds between checks of the workers
+_CHUNK = 32  # files a worker decodes at a time
+_PROBED = 200  # files whose size is read to estimate the room that is needed
 _MIB, _GIB = 2**20, 2**30
+
 Pixels = npt.NDArray[np.uint8]
 Advance = Callable[[int], None]
 
-IMAGES, INDEX = "images.bin", "index.npy"
-_FORMAT_VERSION = 1
-
 
 def cache_key(files: ImageFiles, short_side: int) -> str:
-    """Hexadecimal hash of the files (name, size, time of change), the size they get, and what decodes and resizes them.
+    """Return a hexadecimal hash of the files (name, size, time of change), the short side, and the decoding libraries.
 
-    Raises OSError when a file is gone.
+    Raises OSError if a file is gone.
     """
     stats = np.empty((len(files), 2), dtype=np.int64)
     for index in range(len(files)):
-        stat = os.stat(files.path(index))  # noqa: PTH116 - a million of them, and Path would take as long again
+        stat = os.stat(files.path(index))  # noqa: PTH116 - for a million files Path would take twice as long
         stats[index] = stat.st_size, stat.st_mtime_ns
     settings = (_FORMAT_VERSION, short_side, PIL.__version__, torch.__version__, *files.classes)
     parts = (repr(settings).encode(), files.labels.tobytes(), files.ends.tobytes(), files.names, stats.tobytes())
@@ -66,15 +66,15 @@ def cache_key(files: ImageFiles, short_side: int) -> str:
 
 
 class ImageCache:
-    """A cache that is complete, opened for reading. It may be sent to other processes, which open it anew.
+    """A complete cache, opened for reading. Other processes that it is sent to open it again.
 
     Args:
         folder: FOLDER/KEY.
-        count: N, the number of files it is about.
+        count: N, the number of image files.
 
     Raises:
         OSError: it is not there, or cannot be read.
-        ValueError: it is not what an index says, or the index is none.
+        ValueError: the index is damaged or does not match the pixels.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
@@ -86,11 +86,11 @@ class ImageCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of pixels."""
+        """Return the bytes of all pixels."""
         return len(self._values)
 
     def pixels(self, file: int) -> Tensor | None:
-        """uint8 [H, W, 3] of one image, in the file: writing to it would end the process. None when it is not there."""
+        """Return uint8 [H, W, 3] of one image, mapped read-only (writing crashes); None if it is not in the cache."""
         begin, height, width = self._index[file].tolist()
         return self._values.as_strided((height, width, 3), (3 * width, 3, 1), begin) if height else None
 
@@ -102,34 +102,34 @@ class ImageCache:
 
 
 def _read_index(path: Path) -> npt.NDArray[np.int64]:
-    """Raises OSError, and ValueError for a file that holds no array."""
+    """Read the index. Raises OSError, and ValueError for a file that holds no array."""
     try:
-        # Mapped first: `np.load` makes room for as much as the header says.
+        # Mapped first, as `np.load` allocates whatever size the header claims.
         index: npt.NDArray[np.int64] = np.array(np.lib.format.open_memmap(path, mode="r"))
     except OSError:
         raise
-    except Exception as error:  # a damaged header can make its reader raise nearly anything
+    except Exception as error:  # a damaged header can raise nearly anything
         raise ValueError(f"{path} holds no index ({one_line(error)})") from error
     return index
 
 
 def _mapped(path: Path) -> Tensor:
-    """The bytes of a file; none cannot be mapped."""
+    """Return the bytes of a file, mapped; an empty file cannot be mapped."""
     if path.stat().st_size == 0:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():
-        # Torch warns of a tensor that cannot be written to. A private mapping that could be would count as memory, and
-        # one larger than the machine's would be refused.
+        # Torch warns of a read-only tensor. A private writable mapping would count as memory, and one larger than the
+        # machine's memory would be refused.
         warnings.simplefilter("ignore")
         return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 def _check_index(index: npt.NDArray[np.int64], count: int, num_bytes: int) -> None:
-    """Raise ValueError unless the images lie one after the other and fill the file."""
+    """Raise ValueError unless the images follow each other and fill the file."""
     if index.shape != (count, 3) or index.dtype != np.int64 or (index < 0).any():
         raise ValueError(f"the index must be int64 [{count}, 3], got {index.dtype} {list(index.shape)}")
     heights, widths = index[:, 1], index[:, 2]
-    # Larger numbers could overflow below, and fit by chance.
+    # Larger numbers could overflow below and fit by chance.
     if ((heights == 0) != (widths == 0)).any() or (widths > num_bytes // 3 // np.maximum(heights, 1)).any():
         raise ValueError(f"the index has images that do not fit a file of {num_bytes} bytes")
     sizes = 3 * heights * widths
@@ -139,31 +139,31 @@ def _check_index(index: npt.NDArray[np.int64], count: int, num_bytes: int) -> No
 
 
 class Opened(NamedTuple):
-    """The cache, None when training goes on without one, and what the user should know about it."""
+    """The cache, None if training goes on without one, and sentences for the user about it."""
 
     cache: ImageCache | None
     notes: tuple[str, ...] = ()
 
 
-class _NoRoom(Exception):  # noqa: N818 - not raised at anyone
-    """The disk is too small; says by how much."""
+class _NoRoom(Exception):  # noqa: N818 - never leaves this module
+    """The disk is too small; the message says by how much."""
 
 
 def open_or_fill(
     files: ImageFiles, short_side: int, folder: Path | None, *, timeout_s: float, progress: bool
 ) -> Opened:
-    """The cache of these files with a short side of at most `short_side`, filled first where it is not there yet.
+    """Open the cache of these files with a short side of at most `short_side`, and fill it first if it is not there.
 
-    It is in `folder`, or by default in the user's cache folder. Blocks while another process fills it. A worker process
-    that takes longer than `timeout_s` over some files ends the filling. `progress` shows it on stderr. Does not raise
-    for what is wrong with the cache.
+    It is in `folder`, or by default in the user's cache folder. Blocks while another process fills it. Filling stops if
+    a worker process takes longer than `timeout_s` for a chunk of files. `progress` shows a bar on stderr. Does not
+    raise if the cache fails.
     """
     try:
         folder = folder or user_cache() / "images"
         place = folder / cache_key(files, short_side)
         found = _opened(place, len(files))
         return Opened(found) if found else _fill(files, short_side, place, timeout_s, progress)
-    except (_NoRoom, OSError, RuntimeError) as error:  # RuntimeError is how a DataLoader says that a worker died
+    except (_NoRoom, OSError, RuntimeError) as error:  # a DataLoader raises RuntimeError for a worker that died
         reason = str(error) if isinstance(error, _NoRoom) else one_line(error)
         return Opened(
             None,
@@ -175,7 +175,7 @@ def open_or_fill(
 
 
 def _opened(place: Path, count: int) -> ImageCache | None:
-    """None when it is not there or damaged."""
+    """Return the cache, None if it is missing or damaged."""
     try:
         return ImageCache(place, count)
     except (OSError, ValueError, EOFError):
@@ -189,7 +189,7 @@ def _fill(files: ImageFiles, short_side: int, place: Path, timeout_s: float, pro
         if found:
             return Opened(found, ("Another run filled the image cache while this one waited.",) if waited else ())
         partial = place.with_suffix(".partial")
-        for left in (partial, place):  # of a killed process, and damaged
+        for left in (partial, place):  # left by a killed process, and a damaged cache
             shutil.rmtree(left, ignore_errors=True)
         _check_room(files, short_side, place.parent)
         try:
@@ -204,7 +204,7 @@ def _fill(files: ImageFiles, short_side: int, place: Path, timeout_s: float, pro
 
 
 def _check_room(files: ImageFiles, short_side: int, folder: Path) -> None:
-    """Raise _NoRoom when the images, judged by some of them, would not fit."""
+    """Raise _NoRoom if the images, estimated from some of them, would not fit."""
     every = max(1, len(files) // _PROBED)
     sizes = [_bytes_of(encoded_size(files.path(index)), short_side) for index in range(0, len(files), every)]
     needed, free = sum(sizes) / len(sizes) * len(files), shutil.disk_usage(folder).free
@@ -241,12 +241,12 @@ def _write(files: ImageFiles, short_side: int, folder: Path, timeout_s: float, a
 
 
 def append(out: IO[bytes], pixels: Pixels) -> None:
-    """Write plainly: a full disk is then an OSError, where a mapped file would end the process with SIGBUS."""
+    """Write pixels through a file: a full disk then is an OSError, while a mapped file would kill with SIGBUS."""
     out.write(np.ascontiguousarray(pixels).data)
 
 
 class _Chunks:
-    """As a DataLoader wants it: chunk i of the files, decoded and made smaller; None for those that cannot be read."""
+    """A data set for a DataLoader: item i is chunk i of the files, decoded and shrunk; None for an unreadable one."""
 
     def __init__(self, files: ImageFiles, short_side: int) -> None:
         self._files, self._short_side = files, short_side
@@ -262,11 +262,11 @@ class _Chunks:
         try:
             return shrunk(decode(path), self._short_side).numpy()
         except UnreadableImage:
-            return None  # and tried again when it is needed, which says why
+            return None  # it is decoded again when it is needed, and the error is reported then
 
 
 def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[list[Pixels | None]]:
-    """Chunk after chunk, in order, by a worker process a core; NumPy arrays, which need no room in /dev/shm."""
+    """Yield chunks in order, decoded by one worker process a core; NumPy arrays need no room in /dev/shm."""
     chunks = _Chunks(files, short_side)
     workers = min(read_host().cores, len(chunks))
     workers = workers if workers > 1 else 0
@@ -280,7 +280,7 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
             timeout=min(_POLL_S, timeout_s) if workers else 0,
             multiprocessing_context=start_method() if workers else None,
             worker_init_fn=leave_signals_to_the_run,
-            generator=Generator(),  # or it would draw from torch's own
+            generator=Generator(),  # else it would draw from torch's own
         )
         batches = iter(loader)
     return _watched(batches, [child for child in multiprocessing.active_children() if child not in before], timeout_s)
@@ -289,7 +289,7 @@ def _decoded(files: ImageFiles, short_side: int, timeout_s: float) -> Iterator[l
 def _watched(
     batches: Iterator[list[Pixels | None]], workers: Sequence[BaseProcess], timeout_s: float
 ) -> Iterator[list[Pixels | None]]:
-    """The same; a DataLoader that times out is asked again: its workers may be dead, or have `timeout_s` to go."""
+    """Yield the batches. A DataLoader that times out is asked again unless a worker died or `timeout_s` is over."""
     asked_s = came_s = time.monotonic()
     while True:
         try:
@@ -313,7 +313,7 @@ def _as_it_is(chunk: Any) -> Any:
 
 @contextmanager
 def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
-    """Hold the lock; gives whether it had to be waited for."""
+    """Hold the lock, and yield whether another process held it first."""
     waits: list[bool] = []
 
     def busy() -> None:
@@ -327,7 +327,7 @@ def _locked(path: Path, say: Callable[[str], None]) -> Iterator[bool]:
 
 @contextmanager
 def _bar(total: int, show: bool) -> Iterator[tuple[Advance, Callable[[str], None]]]:
-    """Functions to advance a bar on stderr, and to say what it shows."""
+    """Yield a function that advances a bar on stderr, and one that sets its text."""
     if not show:
         yield (lambda _: None), (lambda _: None)
         return

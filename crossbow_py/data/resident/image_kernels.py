@@ -69,7 +69,10 @@ def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets:
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise KernelError unless the kernel agrees with indexing in both memory orders, erased or not. The host blocks."""
+    """Raise KernelError unless the kernel agrees with indexing, in both memory orders, with and without erasing.
+
+    The host blocks.
+    """
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4 * 9 * 8, 3), dtype=torch.uint8, generator=generator).to(device)
     values = torch.rand(256, 3, generator=generator).to(device, dtype)
@@ -122,9 +125,25 @@ def _check_tensors(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets
 # Program (r, i): values i·BLOCK... of row r of the output. A row is an image, or for LEARNERS > 1 the r-th images of
 # all learners, interleaved. Column l·rows + r of the picks is for learner l.
 @triton.jit
-def _gather(pixels, row_pixels, values, all_targets, picks, stride, inputs, targets, rows, CHANNELS: tl.constexpr,
-            HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LEARNERS: tl.constexpr, TARGET: tl.constexpr,
-            ERASES: tl.constexpr, BLOCK: tl.constexpr, TARGET_BLOCK: tl.constexpr):
+def _gather(
+    pixels,
+    row_pixels,
+    values,
+    all_targets,
+    picks,
+    stride,
+    inputs,
+    targets,
+    rows,
+    CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEARNERS: tl.constexpr,
+    TARGET: tl.constexpr,
+    ERASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGET_BLOCK: tl.constexpr,
+):
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < HEIGHT * WIDTH * LEARNERS * CHANNELS
