@@ -1,13 +1,16 @@
 # `make train` and `make test` do everything on a machine that has only Python >= 3.11 and make.
 .DEFAULT_GOAL := help
-.PHONY: help setup train tensorboard test test-slow test-all gpu gpu-engine gpu-packs unit lint types imports docs clean
+.PHONY: help setup train tensorboard test test-more test-all gpu gpu-engine gpu-packs lint types imports docs clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 LOGDIR ?= runs
 STAMP := $(VENV)/.crossbow-installed
+DEV_STAMP := $(VENV)/.crossbow-dev-installed
 ZOO_STAMP := $(VENV)/.zoo-installed
 PYTHONS := $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+MORE_TESTS := tests/pages tests/unit/fuzz tests/unit/experiments
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 HAS_CUDA := import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: no CUDA device is visible here; run make gpu on a machine with a GPU.")
 PACK_TESTS := tests/gpu/test_packs.py tests/gpu/test_ensemble.py
@@ -16,9 +19,9 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## create .venv and install the package with its development tools
+setup: $(DEV_STAMP)  ## create .venv and install the package with all that tests, pages and pictures need
 
-# The stamp comes last: an interrupted installation is taken up again, a changed list of dependencies installed again.
+# Stamps come last: an interrupted installation is taken up again, a changed list of dependencies installed again.
 $(STAMP): pyproject.toml constraints.txt
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  for python in $(PYTHONS); do \
@@ -30,28 +33,33 @@ $(STAMP): pyproject.toml constraints.txt
 	  done; \
 	fi
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "error: Python 3.11 or newer is needed and was not found; install it or run make PYTHON=/path/to/python3." >&2; exit 2; }
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,docs,plots]'
+	$(INSTALL) -e .
 	@touch $@
 
-train: setup  ## train on the built-in digits and say where the results are
+$(DEV_STAMP): $(STAMP)
+	$(INSTALL) -e '.[dev,docs,plots]'
+	@touch $@
+
+$(ZOO_STAMP): $(DEV_STAMP)
+	$(INSTALL) -e '.[zoo]'
+	@touch $@
+
+train: $(STAMP)  ## train on the built-in digits and say where the results are
 	$(BIN)/python -m crossbow_py.train +experiment=digits
 	@echo "look at the curves of all runs with: make tensorboard"
 
-tensorboard: setup  ## the curves of all runs, on http://localhost:6006
+tensorboard: $(STAMP)  ## the curves of all runs, on http://localhost:6006
 	@echo "open http://localhost:6006/#custom_scalars"
 	$(BIN)/tensorboard --logdir $(LOGDIR) --host localhost
 
-test: setup  ## the whole suite (lint, types and import rules are tests) but for what is slow
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
+test: setup  ## the tests of the package, in minutes
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow' $(addprefix --ignore=,$(MORE_TESTS))
 
-test-slow: setup  ## the slow tests, but for those that take minutes or want a machine to themselves
+test-more: setup  ## fuzzing, what pages say, experiments in their short form; and slow tests that no busy machine upsets
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow' $(MORE_TESTS)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist load -m 'slow and not long'
 
-$(ZOO_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[zoo]'
-	@touch $@
-
-test-all: setup $(ZOO_STAMP)  ## the whole suite, also on models of timm and transformers
+test-all: setup $(ZOO_STAMP)  ## everything, also what takes minutes or wants the machine to itself, and models of timm and transformers
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not slow'
 	$(BIN)/python -m pytest -m slow
 	$(BIN)/python -m pytest -m gpu --quiet
@@ -77,9 +85,6 @@ gpu-packs: setup  ## that of packs, ensembles and searches, in 6 minutes
 	$(BIN)/python experiments/pack_step_time/run.py families --device cuda --families resnet20 --num-models 8 --seconds 0.3 --json experiments/pack_step_time/results/families_cuda.json
 	$(BIN)/python experiments/hyperband/run.py --device cuda --repetitions 1 --json experiments/hyperband/results/lenet_cuda.json
 	$(BIN)/python experiments/tables.py
-
-unit: setup  ## the unit tests alone
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/unit -m 'not slow'
 
 lint: setup  ## ruff
 	$(BIN)/python -m ruff check .

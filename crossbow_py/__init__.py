@@ -26,6 +26,7 @@ from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Result
+from crossbow_py.train.run_settings import RunSettings
 from crossbow_py.train.schedules import Constant, Cosine, Exponential, Inverse, MultiStep, Step
 from crossbow_py.train.trainer import Trainer
 
@@ -68,6 +69,7 @@ __all__ = [
     "MultiStep",
     "NonFiniteError",
     "Result",
+    "RunSettings",
     "SlowMo",
     "Step",
     "SynchronousSGD",

@@ -22,7 +22,7 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.train import run_settings
-from crossbow_py.train.checkpoints.resume import choose_alike
+from crossbow_py.train.checkpoints.resume import choose_together
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.trainers import Recorder, image_model, images, make_trainer
@@ -59,7 +59,7 @@ def _flat(views: list[Tensor]) -> Values:
 
 def ended(trainer: Trainer, result: Any = None, recorder: Recorder | None = None) -> Ended:
     """What there is to compare."""
-    run, bank = trainer.run, trainer.run.parts.bank
+    run, bank = trainer.run, trainer.run.bank
     state, momentum = run.state, bank.state.get("momentum")
     found = Ended(
         z=_flat(bank.z.flat()),
@@ -70,7 +70,7 @@ def ended(trainer: Trainer, result: Any = None, recorder: Recorder | None = None
         samples_seen=state.samples_seen,
         rounds=state.round_index,
         num_learners=bank.num_learners,
-        learning_rate=run.parts.plan(
+        learning_rate=run.plan(
             state.round_index, state.samples_seen, run.schedule.factor(state.samples_seen, run.num_samples, None)
         ).learning_rates[0],
         num_reseeded=state.num_reseeded,
@@ -145,7 +145,7 @@ def restore_and_train(ranks: Ranks, options: dict[str, Any], stops: dict[str, An
 
 def before_each_round(trainer: Trainer, call: Callable[[Trainer], None]) -> None:
     """Let the training loop call a function before round `trainer.state.round_index`, the earlier ones submitted."""
-    feed = trainer.run.parts.train_feed
+    feed = trainer.run.train_feed
     announce = feed.announce
 
     def called(starts: Sequence[int]) -> bool:
@@ -170,9 +170,9 @@ def z_of_every_round(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> 
     run_settings.choose_precision = lambda name, device: FP64
     found: list[Values] = []
     trainer = make_trainer(ranks=ranks, **options)
-    before_each_round(trainer, lambda trainer: found.append(_flat(trainer.run.parts.bank.z.flat())))
+    before_each_round(trainer, lambda trainer: found.append(_flat(trainer.run.bank.z.flat())))
     trainer.fit(max_rounds=num_rounds)
-    return [*found, _flat(trainer.run.parts.bank.z.flat())]
+    return [*found, _flat(trainer.run.bank.z.flat())]
 
 
 class Pictures:
@@ -213,7 +213,7 @@ def samples_taken(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> lis
 def starts_taken(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> list[int]:
     """At which positions of the stream a rank has taken batches."""
     trainer, starts = image_trainer(ranks, **options), list[int]()
-    feed = trainer.run.parts.train_feed
+    feed = trainer.run.train_feed
     make = feed.batch
 
     def batch(start: int) -> Any:
@@ -228,7 +228,7 @@ def starts_taken(ranks: Ranks, options: dict[str, Any], num_rounds: int) -> list
 def evaluate_twice(ranks: Ranks, options: dict[str, Any]) -> tuple[Any, Any]:
     """(over all ranks, by this rank alone): loss, accuracy, number of samples and a metric of one state."""
     trainer = image_trainer(ranks, metrics={"largest": lambda outputs, targets: outputs.abs().mean()}, **options)
-    parts = trainer.run.parts
+    parts = trainer.run
     parts.evaluator.batch_size = 4
     trainer.fit(max_rounds=5)
     (state,) = parts.final_states(0)
@@ -274,7 +274,7 @@ def tune(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any]) -> tuple[
     """A run with the auto-tuner, and how many learners it had in every round."""
     counts, recorder = list[int](), Recorder()
     trainer = image_trainer(ranks, num_learners="auto", max_learners=4, callbacks=[recorder], **options)
-    before_each_round(trainer, lambda trainer: counts.append(trainer.run.parts.bank.num_learners))
+    before_each_round(trainer, lambda trainer: counts.append(trainer.run.bank.num_learners))
     tuned(trainer)
     return ended(trainer, trainer.fit(**stops), recorder), counts
 
@@ -286,7 +286,7 @@ def tune_out_of_memory(
     trainer: Trainer | None = None
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        own = trainer.run.parts.bank.num_learners if trainer else 1
+        own = trainer.run.bank.num_learners if trainer else 1
         if ranks.rank == 1 and where == "round" and own >= 2:
             raise error
         return torch.nn.functional.cross_entropy(outputs, targets)
@@ -294,7 +294,7 @@ def tune_out_of_memory(
     recorder = Recorder()
     trainer = image_trainer(ranks, num_learners="auto", max_learners=4, loss=loss, callbacks=[recorder], **options)
     tuned(trainer)
-    bank = trainer.run.parts.bank
+    bank = trainer.run.bank
     allocate = bank._allocate
 
     def refuse(capacity: int) -> None:
@@ -313,7 +313,7 @@ def spoil_z(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], at: in
 
     def flip(trainer: Trainer) -> None:
         if ranks.rank == rank and trainer.state.round_index == at:
-            trainer.run.parts.bank.z.flat()[0].view(torch.int32)[3] ^= 1
+            trainer.run.bank.z.flat()[0].view(torch.int32)[3] ^= 1
 
     return train_watched(ranks, flip, options, stops)
 
@@ -321,7 +321,7 @@ def spoil_z(ranks: Ranks, options: dict[str, Any], stops: dict[str, Any], at: in
 def evaluate_with_a_bad_sample(ranks: Ranks, options: dict[str, Any]) -> Ended:
     """An epoch whose test data has a bad sample in the share of rank 1."""
     trainer = image_trainer(ranks, test_data=Pictures(20, bad=6), num_workers=0, **options)
-    trainer.run.parts.evaluator.batch_size = 4
+    trainer.run.evaluator.batch_size = 4
     return ended(trainer, trainer.fit(max_epochs=1))
 
 
@@ -334,7 +334,7 @@ def evaluate_with_a_broken_metric(ranks: Ranks, options: dict[str, Any]) -> Ende
         return outputs.mean()
 
     trainer = image_trainer(ranks, metrics={"broken": metric}, **options)
-    trainer.run.parts.evaluator.batch_size = 4
+    trainer.run.evaluator.batch_size = 4
     return ended(trainer, trainer.fit(max_epochs=1))
 
 
@@ -397,4 +397,4 @@ def model_of_this_process() -> torch.nn.Module:
 def choose_apart(ranks: Ranks) -> None:
     """Ranks whose processors make another of precision=auto."""
     settings = run_settings.RunSettings(device="cpu", precision=("fp32", "bf16")[ranks.rank])
-    choose_alike(settings, None, ranks)
+    choose_together(settings, None, ranks)

@@ -15,7 +15,8 @@ from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.sizing.job import Sample
 from crossbow_py.engine.update.optimizers import Optimizer
-from crossbow_py.train.build import DataSets, build_parts
+from crossbow_py.train.build import build_run
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings, choose
 from crossbow_py.train.tuning.calibration import still_round
 
@@ -83,19 +84,15 @@ def _train(
     optimizer: Optimizer,
     rule: AveragingRule,
 ) -> None:
-    parts = build_parts(
-        make_model, data, settings, choose(settings, None), optimizer=optimizer, rule=rule,
-        loss=nn.functional.cross_entropy, metrics={}, init_from=None, max_evaluation_batches=None, timeline=None,
-        announce=lambda _: None,
-    )  # fmt: skip
-    executor = parts.new_executor(settings.seed)
+    run = build_run(make_model, data, settings, choose(settings, None), optimizer=optimizer, rule=rule)
+    executor = run.new_executor()
     try:
         for index in range(_ROUNDS):
-            executor.submit(still_round(index, parts.bank.num_learners, settings.batch_size, rule))
+            executor.submit(still_round(index, run.bank.num_learners, settings.batch_size, rule))
         executor.drain()
     finally:
         executor.close()
-        parts.close_feeds()
+        run.close_feeds()
 
 
 def with_learners(settings: RunSettings, num_learners: int, batch_size: int, executor: str) -> RunSettings:

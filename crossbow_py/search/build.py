@@ -53,9 +53,10 @@ from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.storage import shown_address
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
-from crossbow_py.train.build import DataSets, count_classes, new_feed
+from crossbow_py.train.build import count_classes, new_feed
 from crossbow_py.train.checkpoints.weights import MODEL_FILE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_folder.recorded_config import train_command
 from crossbow_py.train.run_settings import Choices, RunSettings, choose
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from crossbow_py.search.hyperband import Bracket
 from crossbow_py.search.packs.policies import Policy
-from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.run_settings import StopConditions
 
 
 @dataclass(frozen=True)

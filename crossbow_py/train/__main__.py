@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
 
 from crossbow_py.cli.command_line import run
+from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import StopSignal
+from crossbow_py.data.sources import DataSource
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.rank_agreement import check_alike
+from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.models import CustomModel
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
 from crossbow_py.telemetry.events import Listener
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.config import TrainConfig, config_to_mapping
-from crossbow_py.train.from_config import build_trainer, stops
-from crossbow_py.train.run_folder.folder import open_run
+from crossbow_py.train.run_folder.folder import RunFolder, open_run
 from crossbow_py.train.run_folder.recorded_config import composed
+from crossbow_py.train.run_settings import RunSettings, StopConditions
+from crossbow_py.train.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,3 +48,73 @@ def train(config: TrainConfig) -> int:
 
 if __name__ == "__main__":
     raise SystemExit(main())
+
+
+def build_trainer(
+    config: TrainConfig, folder: RunFolder, callbacks: Sequence[Listener] = (), ranks: Ranks = ALONE
+) -> Trainer:
+    """Load (where needed download) the data and make the trainer of one run. Raises UserError for what cannot work."""
+    source = _load(config, ranks)
+
+    def make_model() -> nn.Module:
+        module: nn.Module = config.model.build(source.input_shape, _num_classes(config, source))
+        return module
+
+    return Trainer(
+        model=make_model,
+        train_data=source.train,
+        test_data=source.test,
+        validation_data=source.validation,
+        num_classes=source.num_classes,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        averaging=config.averaging,
+        augmentation=source.augmentation,
+        mean=source.mean,
+        std=source.std,
+        class_names=source.class_names,
+        output_dir=folder.path,
+        resume=folder.resume,
+        init_from=config.init_from,
+        checkpoint=CheckpointSettings(
+            every_epochs=config.checkpoint_every_epochs,
+            every_s=config.checkpoint_every_s,
+            keep=config.keep_checkpoints,
+        ),
+        callbacks=callbacks,
+        notes=[*([folder.note] if folder.note else []), *source.notes],
+        experiment=config.experiment,
+        names={"model": getattr(config.model, "target", config.model.NAME), "data": source.name},
+        trace=config.trace,
+        profile=config.profile,
+        max_evaluation_batches=config.max_evaluation_batches,
+        settings=RunSettings.of(config),
+        distributed=config.distributed,
+        ranks=ranks,
+    )
+
+
+def _load(config: TrainConfig, ranks: Ranks) -> DataSource:
+    """The data; where there are several ranks one of each host loads first, so that it is downloaded once."""
+    source: DataSource | None = None
+    for turn in (True, False):
+        with ranks.together():
+            if (ranks.local_rank == 0) is turn:
+                source = config.data.load(progress=turn and ranks.is_first and sys.stderr.isatty())
+    assert source is not None, "every rank has its turn"
+    return source
+
+
+def stops(config: TrainConfig) -> dict[str, Any]:
+    """What ends the run: the keyword arguments of `Trainer.fit`."""
+    return {field.name: getattr(config, field.name) for field in fields(StopConditions)}
+
+
+def _num_classes(config: TrainConfig, source: DataSource) -> int:
+    """Width of the model's output. A custom model decides that itself and is checked against the data later."""
+    if source.num_classes is None and not isinstance(config.model, CustomModel):
+        raise UserError(
+            f"model={config.model.NAME} classifies, and the targets of data={source.name} are no classes; "
+            "use integer targets, or model=custom."
+        )
+    return source.num_classes or 0

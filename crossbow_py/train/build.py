@@ -1,10 +1,10 @@
-"""Builds the parts of a run: feeds, bank, evaluator; tries them on small batches before anything is trained."""
+"""Builds a run: feeds, bank, evaluator; all are tried on small batches before anything is trained."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from torch import nn
 
@@ -15,8 +15,8 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.data.normalisation import Normalisation
 from crossbow_py.distributed.ranks import ALONE, Ranks
+from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels.checks import serves
@@ -26,44 +26,24 @@ from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checks.losses import loss_on
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import MakeModel, faithful_copy, seeded_model
-from crossbow_py.train.components import Parts
 from crossbow_py.train.evaluation.evaluator import Evaluator, Metric, evaluation_batch_size
+from crossbow_py.train.run import DataSets, Run
 from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.schedules import Constant, Schedule
+from crossbow_py.train.tuning.busy_cores import busy_cores
 from crossbow_py.train.tuning.executor_choice import new_bank, settle_executor
 from crossbow_py.train.tuning.learner_bound import learner_bound
-from crossbow_py.train.tuning.worker_autotuner import first_workers
+from crossbow_py.train.tuning.learner_tuning import learner_tuning
+from crossbow_py.train.tuning.worker_autotuner import first_workers, worker_autotuner
 
 _FEW_ITEMS = 32  # to be looked at before training
 
 
-@dataclass(frozen=True)
-class DataSets:
-    """What is trained on and measured on, and how images are prepared."""
-
-    train: Data
-    test: Data | None = None
-    validation: Data | None = None
-    num_classes: int | None = None
-    augmentation: Augmentation | None = None
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-    class_names: Sequence[str] | None = None
-
-    @property
-    def normalisation(self) -> Normalisation | None:
-        """Of inputs. Raises UserError when only one of `mean` and `std` is there."""
-        return Normalisation.of(self.mean, self.std)
-
-    @property
-    def names_of_classes(self) -> list[str]:
-        """What classes are called: as given, or as the test data says, in `classes`; empty where nobody does."""
-        return list(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
-
-
-def build_parts(
+def build_run(
     make_model: MakeModel,
     data: DataSets,
     settings: RunSettings,
@@ -71,19 +51,26 @@ def build_parts(
     *,
     optimizer: Optimizer,
     rule: AveragingRule,
-    loss: Loss,
-    metrics: Mapping[str, Metric],
-    init_from: str | None,
-    max_evaluation_batches: int | None,
-    timeline: Timeline | None,
-    announce: Callable[[str], None],
+    schedule: Schedule = Constant(),
+    loss: Loss = nn.functional.cross_entropy,
+    metrics: Mapping[str, Metric] | None = None,
+    init_from: str | None = None,
+    max_evaluation_batches: int | None = None,
+    checkpoints: CheckpointSettings = CheckpointSettings(),
+    distributed: DistributedSettings = DistributedSettings(),
+    output_dir: Path | None = None,
+    experiment: str = "custom",
+    names: Mapping[str, str] | None = None,
+    resumed_from: str | None = None,
+    timeline: Timeline | None = None,
+    announce: Callable[[str], None] = lambda _: None,
     ranks: Ranks = ALONE,
-) -> Parts:
-    """Build a run's parts, once small batches of every data set went through the model. Raises UserError.
+) -> Run:
+    """Build a run, once small batches of every data set went through the model. Raises UserError.
 
     All ranks call it together; what `auto` becomes on the first is taken by all. `announce` is told what takes long.
     """
-    loss = loss_on(choices.device, loss)
+    loss, metrics = loss_on(choices.device, loss), metrics or {}
     collective = ranks.collective(choices.device, apart=rule.node_period > 1)
     check_settles(rule, settings.num_learners, collective.num_devices)
     with ranks.together():
@@ -117,16 +104,27 @@ def build_parts(
         template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_evaluation_batches,
         batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
     )  # fmt: skip
-    warnings += [*notes, *bounded, *_refusals(choices)]
-    return Parts(
-        choices, bank, average_ema, update, loss, evaluator, train_feed, validation_feed, test_feed,
-        collective, warnings, timeline, settings.compile_model, most_learners, ranks,
-        ranks.nodes() if collective.apart else None, settings.label_smoothing,
+    is_alone = ranks.num_local == 1 and not train_feed.STREAMS
+    return Run(
+        data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
+        output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
+        choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss, evaluator=evaluator,
+        train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
+        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline,
+        most_learners=most_learners, warnings=[*warnings, *notes, *bounded, *_refusals(choices)],
+        tuning=learner_tuning(settings.num_learners, most_learners),
+        worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
+        busy_cores=busy_cores(choices.executor, choices.device.type, is_alone),
     )  # fmt: skip
 
 
+def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
+    """Return what the model and the data are called in records."""
+    return {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
+
+
 def _begin_apart(bank: ReplicaBank, make_model: MakeModel, seed: int, init_from: str | None) -> None:
-    """Learners that share every batch and never meet must at least not start from one model."""
+    """Start learners that share every batch and are never averaged from models of their own."""
     for learner in range(1, bank.num_learners):
         own_seed = counter_seed(seed, "initialisation", 0, learner)
         bank.load_learner(learner, seeded_model(make_model, own_seed, init_from))

@@ -18,9 +18,8 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
-from crossbow_py.train.run_settings import RunSettings
+from crossbow_py.train.run_settings import RunSettings, StopConditions
 from crossbow_py.train.schedules import SCHEDULES
-from crossbow_py.train.stopping import StopConditions
 
 _USAGE = """\
 usage: python -m crossbow_py.train [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]

@@ -8,7 +8,7 @@ from crossbow_py.train.evaluation.evaluator import Evaluation, non_finite_remark
 from crossbow_py.train.evaluation.learning_measurement import LearningMeasurement
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter, epoch_record
-from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.run_settings import StopConditions
 
 Measured = tuple[Evaluation, tuple[Evaluation, ...]]
 
@@ -25,8 +25,8 @@ class EpochCloser:
 
     def __init__(self, run: Run, reporter: Reporter, meter: ThroughputMeter, stops: StopConditions) -> None:
         self._run, self._state, self._stops = run, run.state, stops
-        self._reporter, self._meter, self._watch = reporter, meter, run.parts.ranks.watch
-        self._measured = "validation" if run.parts.validation_feed else "test"
+        self._reporter, self._meter, self._watch = reporter, meter, run.ranks.watch
+        self._measured = "validation" if run.validation_feed else "test"
         self._learning = LearningMeasurement(run) if run.settings.learning_statistics else None
         self._final: Measured | None = None
 

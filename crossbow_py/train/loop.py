@@ -19,14 +19,14 @@ from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.throughput import ThroughputMeter
-from crossbow_py.train.checkpoints.manager import CheckpointKeeper
+from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.epochs import EpochCloser
 from crossbow_py.train.rounds import RoundRunner
 from crossbow_py.train.run import Run, SavedModels
 from crossbow_py.train.run_folder.reporter import Reporter, Result, run_info
-from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.run_settings import StopConditions
 from crossbow_py.train.tuning.busy_cores import BusyCores
-from crossbow_py.train.tuning.worker_autotuner import WorkerSupply
+from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
 
 
 class TrainingLoop:
@@ -37,20 +37,20 @@ class TrainingLoop:
     """
 
     def __init__(self, run: Run, stops: StopConditions, listeners: Sequence[Listener]) -> None:
-        self._run, self.parts, self.settings, self.state, self.stops = run, run.parts, run.settings, run.state, stops
-        self.ranks = run.parts.ranks
+        self._run, self.settings, self.state, self.stops = run, run.settings, run.state, stops
+        self.ranks = run.ranks
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
         run.schedule.factor(0, self.num_samples, self.total_samples)  # refuses what it cannot do, before training
-        measured = self.parts.validation_feed or self.parts.test_feed
+        measured = self._run.validation_feed or self._run.test_feed
         stops.check_measured(
-            measured is not None, lambda: measured is not None and self.parts.evaluator.counts_correct(measured)
+            measured is not None, lambda: measured is not None and self._run.evaluator.counts_correct(measured)
         )
         # Clocks of ranks differ, and what time decides is decided alike: all go on from the slowest one's.
         self.state.elapsed_s = max(elapsed_s for (elapsed_s,) in self.ranks.gather([self.state.elapsed_s]))
         self.meter = ThroughputMeter()
         self.reporter = Reporter(listeners, self.meter)
         self.rounds = RoundRunner(run, self.reporter)
-        self.keeper = CheckpointKeeper(run, self.reporter)
+        self.checkpoints = CheckpointManager(run, self.reporter)
         self._epochs = EpochCloser(run, self.reporter, self.meter, stops)
         self.learning_rate = 0.0
         self._agreed = agree([Report(self.state.elapsed_s)])
@@ -67,12 +67,12 @@ class TrainingLoop:
         if is_of_data(error):
             self._keep_what_is_trained()
         elif error is not None and self.ranks.num_ranks == 1:
-            self.keeper.settle()  # what was being written is from before
+            self.checkpoints.settle()  # what was being written is from before
         if self._run.busy_cores:
             self._run.busy_cores.stop()
         self.rounds.close()
-        self.keeper.close()
-        self.parts.close_feeds()
+        self.checkpoints.close()
+        self._run.close_feeds()
         if error is not None and self.reporter.started:
             status, reason = _how_it_failed(error)
             self.reporter.summarize(self.state, status, reason, None, SavedModels(None, {}))
@@ -85,8 +85,8 @@ class TrainingLoop:
         for message in [*messages, *self._run.remarks(self.total_samples)]:
             self.reporter.message(message)
         self.meter.start(self.state.elapsed_s)
-        if self._run.supply:
-            self._run.supply.start()
+        if self._run.worker_autotuner:
+            self._run.worker_autotuner.start()
         self.ranks.watch.start()
 
     def run(self, signals: StopSignal) -> tuple[str, str]:
@@ -97,8 +97,9 @@ class TrainingLoop:
         while True:
             if reason := self._end_epoch():
                 return "target_reached", reason
-            if not self._end_reached():
-                self._await_batches(signals)
+            plan = None if self._end_reached() else self._plan()
+            if plan:
+                self._await_batches(plan, signals)
             self._meet(signals)
             if state.round_index > first_round and self._checkpoint_is_due():
                 self._write_checkpoint()
@@ -109,11 +110,11 @@ class TrainingLoop:
             if reason := self._end_reached():
                 self._check_trained(reason, first_round)
                 return "finished", reason
-            self._run_round()
+            self._run_round(plan if plan and len(plan.starts) == self._run.bank.num_learners else self._plan())
 
     def _checkpoint_is_due(self) -> bool:
         """Not while one is still being written, which training would have to wait for."""
-        return not any(self._agreed.checkpoints) and self.keeper.is_due(self._agreed.elapsed_s)
+        return not any(self._agreed.checkpoints) and self.checkpoints.is_due(self._agreed.elapsed_s)
 
     def _end_reached(self) -> str | None:
         state = self.state
@@ -162,19 +163,19 @@ class TrainingLoop:
         after = state.samples_seen + self._run.samples_per_round
         is_last = self.total_samples is not None and after >= self.total_samples
         apart = state.apart(self._factor(warmed_up=True))
-        return self.parts.plan(state.round_index, state.samples_seen, factor, *apart, is_last)
+        return self._run.plan(state.round_index, state.samples_seen, factor, *apart, is_last)
 
     def _factor(self, warmed_up: bool = False) -> float:
         factor = self._run.schedule.warmed_up_factor if warmed_up else self._run.schedule.factor
         return factor(self.state.samples_seen, self.num_samples, self.total_samples)
 
-    def _await_batches(self, signals: StopSignal) -> None:
+    def _await_batches(self, plan: Round, signals: StopSignal) -> None:
         """Block until the next round's batches are there, or a signal comes; or keep why they cannot be made.
 
         Only time in which nothing is in flight counts as waiting for them.
         """
-        feed, starts = self.parts.train_feed, self._plan().starts
-        self.ranks.watch.doing = f"waiting for the data of round {self.state.round_index}"
+        feed, starts = self._run.train_feed, plan.starts
+        self.ranks.watch.doing = f"waiting for the data of round {plan.index}"
         try:
             if not feed.announce(starts):
                 self.rounds.settle()
@@ -192,16 +193,16 @@ class TrainingLoop:
             signal=signal_number(signals.status),
             fails=self._failure is not None,
             out_of_memory=self.rounds.out_of_memory,
-            num_sick=len(self.state.sick_learners),
-            checkpoint=self.keeper.status,
+            num_sick=len(self.state.non_finite_learners),
+            checkpoint=self.checkpoints.status,
             on_trial=self._run.busy_cores is not None and self._run.busy_cores.on_trial,
         )
         reports = [Report.from_values(values) for values in self.ranks.gather(report.to_values())]
         self._agreed, before_s = agree(reports), self._agreed.elapsed_s
-        every_round = self.ranks.num_ranks == 1 or self.parts.train_feed.STREAMS
-        period = self.parts.rule.averaging_period
+        every_round = self.ranks.num_ranks == 1 or self._run.train_feed.STREAMS
+        period = self._run.rule.averaging_period
         self._meetings.met(self.state.round_index, self._agreed.elapsed_s - before_s, period, every_round)
-        self.keeper.follow(self._agreed.checkpoints)
+        self.checkpoints.follow(self._agreed.checkpoints)
         if self._look_after(self._agreed.num_sick, self._agreed.out_of_memory):
             self._tune()
 
@@ -211,18 +212,18 @@ class TrainingLoop:
         Raises NonFiniteError, or RankError on other ranks.
         """
         # With every learner gone there is nothing healthy to clone, so reseeding would loop for ever.
-        everyone = num_sick == self.parts.bank.total_learners
+        everyone = num_sick == self._run.bank.total_learners
         if num_sick and (self.settings.on_nonfinite == "stop" or everyone):
-            self._stop_for_sick(everyone)
+            self._stop_for_non_finite(everyone)
         if out_of_memory:
             self.rounds.shrink()
         return not out_of_memory
 
-    def _stop_for_sick(self, everyone: bool) -> None:
-        self.keeper.settle()
-        sick, failure = self.state.sick_learners, None
+    def _stop_for_non_finite(self, everyone: bool) -> None:
+        self.checkpoints.settle()
+        sick, failure = self.state.non_finite_learners, None
         if sick:
-            learner, first = next(iter(sick.items())), self.parts.bank.first_learner
+            learner, first = next(iter(sick.items())), self._run.bank.first_learner
             failure = NonFiniteError(first + learner[0], learner[1], self._run.newest_checkpoint(), everyone)
         self.ranks.raise_any(failure)
 
@@ -242,27 +243,26 @@ class TrainingLoop:
         if decision.reason:
             self.reporter.decision(decision, self.state.samples_seen)
         # A drain in which memory ran out has taken learners away itself, which overrules the decision.
-        if decision.num_learners != self.parts.bank.num_learners and self._drain():
+        if decision.num_learners != self._run.bank.num_learners and self._drain():
             self.rounds.set_learners(decision.num_learners)
 
-    def _run_round(self) -> None:
-        state, start, bank = self.state, self.state.samples_seen, self.parts.bank
+    def _run_round(self, plan: Round) -> None:
+        state, start, bank = self.state, self.state.samples_seen, self._run.bank
         self.ranks.watch.doing = f"round {state.round_index}"
-        restarts = self.parts.rule.restarts(bank.total_learners, bank.num_devices)
+        restarts = self._run.rule.restarts(bank.total_learners, bank.num_devices)
         if restarts and self._run.schedule.drops_between(state.last_round_start, start, self.num_samples):
             self._drain()
             self.rounds.restart()
-        plan = self._plan()
         counts = self.rounds.submit(plan)
         if self.ranks.num_ranks == 1:
-            self._look_after(len(state.sick_learners), self.rounds.out_of_memory)
+            self._look_after(len(state.non_finite_learners), self.rounds.out_of_memory)
         if not counts:
             return
         factor = self._factor(warmed_up=True)
         state.note_round(self._run.samples_per_round, factor, averages=plan.together is not None)
         images = self.settings.batch_size * bank.total_learners
         self._images += images
-        if len(state.sick_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:
+        if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:
             self._reseed()
         self._attend_to_z(start)
         self.learning_rate = plan.learning_rates[0]
@@ -270,14 +270,14 @@ class TrainingLoop:
         rate, stops = self.learning_rate, self.stops
         self.reporter.progress(state, rate, self.total_samples, bank.total_learners, stops.max_time_s)
         self.rounds.tell_notes()
-        if self._run.supply:
-            self._supply(self._run.supply)
+        if self._run.worker_autotuner:
+            self._tune_workers(self._run.worker_autotuner)
         if self._run.busy_cores:
             self._share_cores(self._run.busy_cores, images)
 
     def _attend_to_z(self, before: int) -> None:
         """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
-        ema = self.parts.average_ema
+        ema = self._run.average_ema
         if self.state.round_index % self._run.distributed.check_every_rounds == 0 and self.ranks.num_ranks > 1:
             self._drain()
             self._run.check_z()
@@ -285,17 +285,17 @@ class TrainingLoop:
             self._drain()
             self.rounds.move_ema()
 
-    def _supply(self, supply: WorkerSupply) -> None:
+    def _tune_workers(self, tuner: WorkerAutotuner) -> None:
         """Let the number of workers be corrected."""
         batches = self.state.samples_seen // self.settings.batch_size // self.ranks.num_ranks
-        if said := supply.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
+        if said := tuner.after_round(self.meter.elapsed_s, self.meter.waited_s, batches):
             self.reporter.message(said)
-            self.reporter.workers(self.parts.train_feed.num_workers)
+            self.reporter.workers(self._run.train_feed.num_workers)
 
     def _share_cores(self, busy_cores: BusyCores, images: int) -> None:
         """Let threads wait for each other in the way that copes with what else runs here; numbers stay the same."""
         training_s = self.meter.elapsed_s - self.meter.waited_s
-        if said := busy_cores.after_round(images, self.parts.bank.num_learners, training_s):
+        if said := busy_cores.after_round(images, self._run.bank.num_learners, training_s):
             self.reporter.message(said)
 
     def _drain(self) -> bool:
@@ -305,8 +305,8 @@ class TrainingLoop:
         """
         self.rounds.drain()
         with self.ranks.together():
-            self.parts.bank.check_bindings(self.parts.rule.has_central_model and not self.parts.bank.is_single)
-        num_sick, without = self.ranks.sum([len(self.state.sick_learners), self.rounds.out_of_memory])
+            self._run.bank.check_bindings(self._run.rule.has_central_model and not self._run.bank.is_single)
+        num_sick, without = self.ranks.sum([len(self.state.non_finite_learners), self.rounds.out_of_memory])
         self._agreed = dataclasses.replace(self._agreed, num_sick=int(num_sick))
         return self._look_after(int(num_sick), bool(without))
 
@@ -328,15 +328,15 @@ class TrainingLoop:
         self._run.check_z()
         self.meter.pause()
         self.state.elapsed_s, self.state.wall_s = self.meter.elapsed_s, self.reporter.wall_s
-        self.keeper.begin(self._agreed.elapsed_s)
+        self.checkpoints.begin(self._agreed.elapsed_s)
         self.meter.resume()
 
     def _keep_what_is_trained(self) -> None:
         """The data failed, not what was learned from it."""
         with suppress(CrossbowError):
-            if not self.keeper.has(self.state.samples_seen):
+            if not self.checkpoints.has(self.state.samples_seen):
                 self._write_checkpoint()
-            self.keeper.settle()
+            self.checkpoints.settle()
             if newest := self._run.newest_checkpoint():
                 self.reporter.message(f"What was trained is in {newest}; the same command with resume=auto goes on.")
 
@@ -348,16 +348,16 @@ class TrainingLoop:
             self._epochs.close_partial(self.learning_rate)
             if target := self._target_reached():
                 status, reason = "target_reached", target
-        if not self.keeper.has(self.state.samples_seen):
+        if not self.checkpoints.has(self.state.samples_seen):
             self._write_checkpoint()
-        self.keeper.settle()
+        self.checkpoints.settle()
         self.meter.pause()
         final = self._epochs.final(measures=not stopped_by_signal)
         models = self._run.models()
         saved = self._run.save_models(models)
         self.rounds.tell_notes()
         summary = self.reporter.summarize(self.state, status, reason, final, saved)
-        independent = [] if self.parts.rule.has_central_model else models
+        independent = [] if self._run.rule.has_central_model else models
         (images_per_s,), *_ = self.ranks.gather([summary.images_per_s])  # the first rank's, as in its records
         return Result(status, reason, summary.test_accuracy, images_per_s, models[0], independent, summary)
 

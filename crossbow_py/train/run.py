@@ -1,43 +1,55 @@
-"""A run: its parts, its settings and where it stands; what makes two runs the same, and what a checkpoint holds."""
+"""A run: what it was told, what it is built of, and where it stands. One object, and one owner of the state.
+
+What a checkpoint holds of a run is in `checkpoints/contents.py`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from crossbow_py.core.errors import CentralModelError, CheckpointError, UserError
-from crossbow_py.core.plain_values import differences, filled
-from crossbow_py.core.settings import to_mapping
+from crossbow_py.averaging import AveragingRule, OuterStep, Stage
+from crossbow_py.core.errors import CentralModelError, CrossbowError, UserError, is_of_data
+from crossbow_py.core.settings import known_fields
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import Data
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.normalisation import Normalisation
+from crossbow_py.distributed.collective import Collective
+from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.synchronisation import differing
+from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.gradient_mean import align_groups
 from crossbow_py.engine.bank.measures import squared_distances
-from crossbow_py.engine.bank.saved_bank import CENTRAL, mean_weights, num_saved
-from crossbow_py.engine.update.outer_step import mean_of_learners
-from crossbow_py.train.build import DataSets
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.executors import EXECUTORS, Executor
+from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks, taken
+from crossbow_py.engine.update.optimizers import Optimizer, for_learner
+from crossbow_py.engine.update.outer_step import bring_up_to_date, mean_of_learners, take_outer_step
+from crossbow_py.engine.update.row_update import TorchUpdate
+from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.checkpoints import checkpoint
-from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, formerly, taking_from
+from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
-from crossbow_py.train.components import Parts
-from crossbow_py.train.evaluation.evaluator import Evaluation
-from crossbow_py.train.run_settings import RunSettings
-from crossbow_py.train.run_state import RunState
+from crossbow_py.train.evaluation.evaluator import (
+    Evaluation,
+    Evaluator,
+    State,
+    mean_evaluation,
+)
+from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Schedule
 from crossbow_py.train.tuning.busy_cores import BusyCores
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
-from crossbow_py.train.tuning.worker_autotuner import WorkerSupply
-
-# Settings that do not decide what comes out, or are kept with what `auto` chose.
-_CHANGEABLE = (
-    "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
-    "learning_statistics",
-)  # fmt: skip
+from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
 
 
 class SavedModels(NamedTuple):
@@ -47,46 +59,408 @@ class SavedModels(NamedTuple):
     digests: dict[str, str]
 
 
+@dataclass(frozen=True)
+class DataSets:
+    """What is trained on and measured on, and how images are prepared."""
+
+    train: Data
+    test: Data | None = None
+    validation: Data | None = None
+    num_classes: int | None = None
+    augmentation: Augmentation | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    class_names: Sequence[str] | None = None
+
+    @property
+    def normalisation(self) -> Normalisation | None:
+        """Of inputs. Raises UserError when only one of `mean` and `std` is there."""
+        return Normalisation.of(self.mean, self.std)
+
+    @property
+    def names_of_classes(self) -> list[str]:
+        """What classes are called: as given, or as the test data says, in `classes`; empty where nobody does."""
+        return list(map(str, self.class_names or getattr(self.test, "classes", None) or ()))
+
+
+class OpenEpoch(NamedTuple):
+    """The epochs closed before this one, and its own sums so far; see `RunState`."""
+
+    closed_epochs: int
+    loss_sum: float
+    num_losses: int
+    num_correct: float | None
+
+
+@dataclass
+class RunState:
+    """Counters of a run.
+
+    `samples_seen` counts samples of submitted rounds: over all learners, or per learner when they are independent.
+    The epoch sums cover the rounds absorbed since the last epoch closed; `num_correct` is None when the task is not
+    classification. `best_accuracy` and `last_*` are of the data that stops look at: validation, where there is some.
+    `apart_since` is the first round after learners last averaged, and `apart_factor` what the learning rate was in it ÷
+    the largest of the schedule, had the warm-up been over.
+    `non_finite_learners` were gated, each in which round, and wait to be reseeded. `wall_s` is the time of earlier
+    processes, and what making the trainer took in this one.
+    """
+
+    round_index: int = 0
+    apart_since: int = 0
+    apart_factor: float = 1.0
+    samples_seen: int = 0
+    last_round_start: int = 0
+    last_recorded: int = -1
+    last_accuracy: float | None = None
+    last_loss: float | None = None
+    closed_epochs: int = 0
+    loss_sum: float = 0.0
+    num_losses: int = 0
+    num_correct: float | None = 0.0
+    elapsed_s: float = 0.0
+    wall_s: float = 0.0
+    best_accuracy: float | None = None
+    time_to_accuracy_s: float | None = None
+    num_reseeded: int = 0
+    non_finite_learners: dict[int, int] = field(default_factory=dict)
+
+    def absorb(self, outcome: RoundOutcome) -> None:
+        """Add a round's losses to the epoch; gated learners do not count and are noted."""
+        for learner in outcome.non_finite_learners:
+            self.non_finite_learners.setdefault(learner, outcome.plan.index)
+        for loss, correct, finite in zip(outcome.losses, outcome.num_correct, outcome.finite, strict=True):
+            if finite:
+                self.loss_sum += loss
+                self.num_losses += 1
+                self.num_correct = None if correct is None or self.num_correct is None else self.num_correct + correct
+
+    def apart(self, factor: float) -> tuple[int, float]:
+        """How many rounds learners will have gone by themselves after the next one, and the factor of their first.
+
+        Both factors are without warm-up; `factor` is that of the next one.
+        """
+        num_rounds = self.round_index + 1 - self.apart_since
+        return num_rounds, factor if num_rounds == 1 else self.apart_factor
+
+    def note_round(self, num_samples: int, factor: float, averages: bool) -> None:
+        """Count a round that was submitted, with the factor as of `apart`, and whether learners average in it."""
+        if self.apart_since == self.round_index:
+            self.apart_factor = factor
+        self.round_index, self.last_round_start = self.round_index + 1, self.samples_seen
+        if averages:
+            self.apart_since = self.round_index
+        self.samples_seen += num_samples
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss of the epoch so far; NaN before its first round."""
+        return self.loss_sum / self.num_losses if self.num_losses else math.nan
+
+    def train_accuracy(self, batch_size: int) -> float | None:
+        """Share of the epoch's training samples predicted right, as they were when trained on; None without classes."""
+        if self.num_correct is None or not self.num_losses:
+            return None
+        return self.num_correct / (self.num_losses * batch_size)
+
+    def note_evaluation(self, accuracy: float | None, loss: float, target: float | None) -> None:
+        """Keep the last and the best, and the training time at which the target accuracy was first reached."""
+        self.last_accuracy, self.last_loss = accuracy, loss
+        if accuracy is None:
+            return
+        self.best_accuracy = accuracy if self.best_accuracy is None else max(self.best_accuracy, accuracy)
+        if target is not None and accuracy >= target and self.time_to_accuracy_s is None:
+            self.time_to_accuracy_s = self.elapsed_s
+
+    def close_epoch(self, samples_per_epoch: int) -> None:
+        """Start the next epoch's sums."""
+        self.closed_epochs = self.samples_seen // samples_per_epoch
+        self.loss_sum, self.num_losses, self.num_correct = 0.0, 0, 0.0
+
+    @property
+    def open_epoch(self) -> OpenEpoch:
+        """What `close_epoch` starts anew, for `reopen_epoch`."""
+        return OpenEpoch(self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct)
+
+    def reopen_epoch(self, kept: OpenEpoch) -> None:
+        """Go on with the epoch that was closed since."""
+        self.closed_epochs, self.loss_sum, self.num_losses, self.num_correct = kept
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint, in which learners that are not finite are called sick."""
+        plain = asdict(self)
+        plain["sick_learners"] = plain.pop("non_finite_learners")
+        return plain
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> RunState:
+        """Rebuild from a checkpoint; counters a newer version added start at their defaults.
+
+        Raises TypeError or ValueError for what no run has written.
+        """
+        renamed = {"non_finite_learners" if key == "sick_learners" else key: value for key, value in values.items()}
+        return cls(**known_fields(cls, renamed, least=-1))
+
+
 @dataclass
 class Run:
-    """Everything the training loop works on; made by the trainer, kept over several calls of `fit`."""
+    """Everything the training loop works on; made by the trainer, kept over several calls of `fit`.
 
-    parts: Parts
+    Attributes:
+        data: the data sets, and how images are prepared.
+        settings: the keys that shape the run.
+        schedule: how the learning rate moves.
+        checkpoints: when checkpoints are written, and how many are kept.
+        distributed: what a run over several ranks was told.
+        output_dir: the run's folder, or None.
+        experiment: the name of the run in records.
+        names: what the model and the data are called in records.
+        resumed_from: the checkpoint that the run went on from.
+        choices: what `auto` became.
+        bank: the replicas.
+        average_ema: the EMA of z, where the rule asks for one.
+        update: what a correction and an averaging do to rows of the bank, with the optimizer and the rule.
+        loss: what learners are trained on.
+        evaluator: measures models that are not being trained.
+        train_feed: batches to train on.
+        validation_feed: batches to measure on, which then decide about stops.
+        test_feed: batches to measure on.
+        collective: the sum over ranks.
+        ranks: the ranks of the run.
+        nodes: `Ranks.nodes`, where every node has an average model of its own.
+        timeline: gets a span of every task, where there is one.
+        most_learners: how many memory holds, no more than the settings allow.
+        warnings: sentences for the user, said when training starts.
+        state: where training stands.
+        tuning: the auto-tuner at work, for num_learners=auto.
+        worker_autotuner: the same for num_workers=auto, with streamed data.
+        busy_cores: decides how threads wait for each other, on CPUs.
+    """
+
     data: DataSets
     settings: RunSettings
     schedule: Schedule
     checkpoints: CheckpointSettings
+    distributed: DistributedSettings
     output_dir: Path | None
     experiment: str
     names: dict[str, str]
     resumed_from: str | None
-    distributed: DistributedSettings = DistributedSettings()
+
+    choices: Choices
+    bank: ReplicaBank
+    average_ema: AverageEMA | None
+    update: TorchUpdate
+    loss: Loss
+    evaluator: Evaluator
+    train_feed: Feed
+    validation_feed: Feed | None
+    test_feed: Feed | None
+    collective: Collective
+    ranks: Ranks
+    nodes: list[int] | None
+    timeline: Timeline | None
+    most_learners: int
+    warnings: list[str]
+
     state: RunState = field(default_factory=RunState)
     tuning: LearnerTuning | None = None
-    supply: WorkerSupply | None = None
+    worker_autotuner: WorkerAutotuner | None = None
     busy_cores: BusyCores | None = None
+    _notes: list[str] = field(default_factory=list)
+
+    @property
+    def rule(self) -> AveragingRule:
+        """The averaging rule."""
+        return self.update.rule
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        return self.update.optimizer
 
     @property
     def samples_per_round(self) -> int:
-        """How far a round moves the cursor in the sample stream: independent learners all take the same batch."""
-        return self.settings.batch_size * (self.parts.bank.total_learners if self.parts.rule.has_central_model else 1)
+        """Samples by which a round moves the cursor; independent learners all take the same batch."""
+        return self.settings.batch_size * (self.bank.total_learners if self.rule.has_central_model else 1)
 
     @property
     def num_samples(self) -> int:
         """N, the samples of an epoch."""
-        return self.parts.train_feed.num_samples
+        return self.train_feed.num_samples
+
+    def new_executor(self) -> Executor:
+        """Return a new executor over the bank. It may start threads: close it."""
+        executor = EXECUTORS[self.choices.executor](self._tasks())
+        if self.timeline is not None:
+            executor.trace(self.timeline)
+        self.ranks.watch.running = executor.running
+        return executor
+
+    def _tasks(self) -> RoundTasks:
+        return RoundTasks(
+            self.bank,
+            update=self.update,
+            feed=self.train_feed,
+            loss=self.loss,
+            seed=self.settings.seed,
+            collective=self.collective,
+            compile_model=self.settings.compile_model,
+            label_smoothing=smoothing_rows(self.settings.label_smoothing, self.bank),
+        )
+
+    def plan(
+        self,
+        index: int,
+        cursor: int,
+        factor: float,
+        rounds_apart: int = 1,
+        first_factor: float = 1.0,
+        is_last: bool = False,
+    ) -> Round:
+        """Plan round `index` from stream position `cursor`: the batch and learning rate of each learner.
+
+        For `factor`, `rounds_apart` and `is_last` see `Stage`; `first_factor` is that of the first round apart.
+        """
+        learners, batch_size = range(self.bank.num_learners), self.train_feed.batch_size
+        own = cursor + self.bank.first_learner * batch_size
+        devices = self.collective.num_devices
+        scale = self.rule.rate_scale(self.bank.total_learners)
+        rates = tuple(for_learner(self.optimizer.learning_rate, j) * (factor * scale) for j in learners)
+        first = for_learner(self.optimizer.learning_rate, 0) * (first_factor * scale)
+        stage = Stage(index, len(learners) * devices, rates[0], factor, rounds_apart, devices, first, is_last)
+        return Round(
+            index=index,
+            starts=tuple(own + j * batch_size if self.rule.has_central_model else cursor for j in learners),
+            learning_rates=rates,
+            together=self.rule.round(stage),
+            joins_nodes=self.collective.apart and self.rule.joins_nodes(index),
+        )
+
+    def sit_out(self, plan: Round) -> None:
+        """Take part in a round without learners of this device: nothing is added to the sum, and z moves alike.
+
+        The executor is closed or drained.
+        """
+        if plan.averaging is not None:
+            self.bank.total.zero_row(0)
+            self._tasks().move(RoundOutcome(plan))
+        elif plan.outer_step is not None:
+            self.take_outer_step(plan.outer_step, without=range(self.bank.num_learners))
+        elif self.bank.replicas_alike:  # its learners do not step until they are given another's weights
+            self.bank.total.zero_row(0)
+            self.collective.all_reduce_sum(self.bank.total.storage)
+
+    def take_replica(self, is_whole: bool) -> None:
+        """Copy a replica from a rank where it is whole, if all replicas are equal. All ranks together, drained."""
+        bank = self.bank
+        if bank.replicas_alike:
+            found = self.ranks.gather([is_whole, bank.step_counts[0]])
+            source = next((rank for rank, (whole, _) in enumerate(found) if whole), 0)
+            row = bank.trained_row(0)
+            self.ranks.copy_from(source, [*row.weights, *(part for parts in row.state.values() for part in parts)])
+            bank.step_counts[0] = int(found[source][1])
+            bank.refresh_shadow(0)
+        align_groups(bank)
+        self.adopt_learner()
+
+    def adopt_learner(self) -> None:
+        """Set z to one of the learners, where they are equal and nothing is in flight."""
+        if self.bank.replicas_alike:
+            self.bank.adopt_learner()
+
+    def take_outer_step(self, step: OuterStep, without: Collection[int] = ()) -> None:
+        """Move z by an outer step (`engine/update/outer_step.py`); drained, all ranks together."""
+        take_outer_step(self.bank, step, self.collective, self.ranks.adder, without=without)
+
+    def restart(self) -> None:
+        """Restart the learners from z, when nothing is in flight; see `SMA.restart_momentum`. All ranks together.
+
+        Learners of this device that are not finite count for nothing.
+        """
+        self.bring_up_to_date()
+        self.bank.restart(self.rule.restart_momentum, self.ranks.adder, self.state.non_finite_learners)
+
+    def bring_up_to_date(self) -> None:
+        """Set z to the learners' mean, where it is as old as their last averaging. Drained, all ranks together."""
+        if self.rule.shows_mean and not self.bank.is_single:
+            bring_up_to_date(self.bank, self.collective, self.state.non_finite_learners)
+
+    @property
+    def feeds(self) -> list[Feed]:
+        """Training, validation and test feed, as far as there are data for them."""
+        return [feed for feed in (self.train_feed, self.validation_feed, self.test_feed) if feed is not None]
+
+    def feed_notes(self) -> list[str]:
+        """Return what there is to tell the user about the data since the last call."""
+        return taken(self._notes) + list(dict.fromkeys(note for feed in self.feeds for note in feed.take_notes()))
+
+    def close_feeds(self) -> None:
+        """End the threads and processes of all feeds."""
+        for feed in self.feeds:
+            feed.close()
+
+    def final_states(self, ema: bool = True) -> list[State]:
+        """Return the state dicts of what the run has produced: the average model, or every independent learner.
+
+        Learners that are not finite count neither in BatchNorm's statistics nor in means of weights. With `ema` it is
+        the EMA of the average model, where there is one. All ranks call it together, and get the same.
+        """
+        if not self.rule.has_central_model:
+            return [self.bank.learner_state(learner) for learner in range(self.bank.num_learners)]
+        state = self._central_state()
+        if self.average_ema is not None and ema:
+            state = self.average_ema.at(state, self.state.samples_seen)
+        return [self._recalibrated(state) if self.rule.batch_norm == "recalibrate" else state]
+
+    def _recalibrated(self, state: State) -> State:
+        """Measure BatchNorm's statistics anew on the training batches that come next, if they can be loaded."""
+        share = range(self.ranks.rank, self.rule.recalibration_batches, self.ranks.num_ranks)
+        starts = [self.state.samples_seen + number * self.train_feed.batch_size for number in share]
+        try:
+            with contextlib.closing(self.train_feed.aside(starts)) as batches:
+                return self.evaluator.recalibrate(state, (batch.inputs for batch in batches), self.ranks)
+        except CrossbowError as error:
+            if not is_of_data(error):
+                raise
+            self._notes.append(f"BatchNorm's statistics are means of the learners', not measured anew: {error}")
+            return state
+
+    def _central_state(self) -> State:
+        """Return the state dict of z: the mean over nodes that have one each, or the learners' mean as they are now."""
+        excluded = list(self.state.non_finite_learners)
+        state = self.bank.central_state(excluded, self.ranks.adder)
+        if self.rule.shows_mean and not self.bank.is_single:
+            return {**state, **mean_of_learners(self.bank, self.collective, excluded).shaped()}
+        if not self.collective.apart:
+            return state
+        z = self.bank.new_flat()
+        z.copy_row(0, self.bank.z)
+        self.collective.mean_over_nodes(z.storage)
+        return {**state, **z.shaped()}
+
+    def move_ema(self) -> None:
+        """Let the EMA of z follow it; drained, all ranks together."""
+        assert self.average_ema is not None, "nothing asks for an EMA"
+        self.average_ema.move(self._central_state(), self.state.samples_seen)
 
     def evaluate(self, which: str) -> tuple[Evaluation, tuple[Evaluation, ...]] | None:
-        """Measure on the `test` or `validation` data; None without. See `Parts.evaluate`."""
-        feed = self.parts.test_feed if which == "test" else self.parts.validation_feed
+        """Measure the present models on the `test` or `validation` data; None where there is no such data.
+
+        All ranks call it together; each measures a share of the samples. Returns what stops look at, and for
+        independent learners the evaluation of each (the first value is then their mean).
+        """
+        feed = self.test_feed if which == "test" else self.validation_feed
         if feed is None:
             return None
-        return self.parts.evaluate(feed, self.state.samples_seen, list(self.state.sick_learners))
+        each = tuple(
+            self.evaluator.evaluate(state, feed, self.ranks, examples=number == 0)
+            for number, state in enumerate(self.final_states())
+        )
+        return (each[0], ()) if self.rule.has_central_model else (mean_evaluation(each), each)
 
     def models(self) -> list[nn.Module]:
-        """The average model or its EMA, or every independent learner, in master precision and evaluation mode."""
-        states = self.parts.final_states(self.state.samples_seen, list(self.state.sick_learners))
-        return [self.parts.evaluator.module(state) for state in states]
+        """Return the average model or its EMA, or every independent learner, in float32 and evaluation mode."""
+        return [self.evaluator.module(state) for state in self.final_states()]
 
     def save_models(self, models: Sequence[nn.Module]) -> SavedModels:
         """Write them as safetensors into the run's folder, if it has one; the first rank does, all call it.
@@ -96,10 +470,10 @@ class Run:
         if self.output_dir is None:
             return SavedModels(None, {})
         digests = dict[str, str]()
-        single = self.parts.rule.has_central_model
+        single = self.rule.has_central_model
         names = [MODEL_FILE] if single else [f"model_{j}.safetensors" for j in range(len(models))]
-        with self.parts.ranks.together():
-            for name, module in zip(names, models, strict=True) if self.parts.ranks.is_first else ():
+        with self.ranks.together():
+            for name, module in zip(names, models, strict=True) if self.ranks.is_first else ():
                 try:
                     digests[name] = save_weights(module, self.output_dir / name)
                 except OSError as error:
@@ -109,167 +483,60 @@ class Run:
         return SavedModels(str(self.output_dir / names[0]) if single else str(self.output_dir), digests)
 
     def newest_checkpoint(self) -> str | None:
-        """Its folder."""
+        """Return the folder of the newest checkpoint, or None."""
         found = checkpoint.checkpoints(self.output_dir) if self.output_dir else []
         return str(found[0]) if found else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint: tensors and plain types. Executors must be drained, on all ranks alike.
-
-        The first rank's holds all that is not of learners; z too, unless nodes have one each.
-        """
-        bank, ranks = self.parts.bank, self.parts.ranks
-        if bank.is_single:
-            bank.adopt_learner()  # z is w
-        own = bank.state_dict()
-        if not (ranks.is_first or self.parts.collective.apart):
-            for name in CENTRAL:
-                own.pop(name, None)
-        return {
-            "choices": self.parts.choices.to_plain(),
-            "identity": self.identity(),
-            "state": self.state.to_plain(),
-            "epoch_sums": list(self.epoch_sums()),
-            "nodes": self.parts.nodes,
-            "bank": own,
-            "average_ema": self.parts.average_ema.state_dict() if self.parts.average_ema and ranks.is_first else None,
-            "tuner": self.tuning.to_plain() if self.tuning else None,
-        }
-
     def epoch_sums(self) -> tuple[float, int, float | None]:
-        """The sums of `RunState` over all ranks: losses, their number, right predictions. They call it together."""
+        """Return the epoch's sums over all ranks: losses, their number, right predictions. All call it together."""
         state = self.state
-        loss_sum, num_losses, num_correct = self.parts.ranks.sum(
+        loss_sum, num_losses, num_correct = self.ranks.sum(
             [state.loss_sum, state.num_losses, math.nan if state.num_correct is None else state.num_correct]
         )
         return loss_sum, int(num_losses), None if math.isnan(num_correct) else num_correct
 
-    def spread(self) -> float | None:
-        """Root mean square of |w_j − c| / |c| over the learners of all ranks, which call it together.
-
-        c is z, or by rules that show it the learners' mean. None with one learner, where c is zero, or where all
-        learners are sick.
-        """
-        parts, sick = self.parts, list(self.state.sick_learners)
-        if parts.bank.is_single:
-            return None
-        center = mean_of_learners(parts.bank, parts.collective, sick) if parts.rule.shows_mean else None
-        squares = squared_distances(parts.bank, center, sick)
-        total, count = parts.ranks.sum([sum(squares), len(squares)])
-        return math.sqrt(total / count) if count else None
-
     def add_up_epoch(self) -> None:
-        """The sums of `RunState` become those of all ranks, for the record of an epoch that closes."""
+        """Replace the epoch's sums by those of all ranks, for the record of an epoch that closes."""
         state = self.state
         state.loss_sum, state.num_losses, state.num_correct = self.epoch_sums()
+
+    def spread(self) -> float | None:
+        """Return the root mean square of |w_j − c| / |c| over the learners of all ranks, which call it together.
+
+        c is z, or by rules that show it the learners' mean. None with one learner, where c is zero, or where no
+        learner is finite.
+        """
+        excluded = list(self.state.non_finite_learners)
+        if self.bank.is_single:
+            return None
+        center = mean_of_learners(self.bank, self.collective, excluded) if self.rule.shows_mean else None
+        squares = squared_distances(self.bank, center, excluded)
+        total, count = self.ranks.sum([sum(squares), len(squares)])
+        return math.sqrt(total / count) if count else None
 
     def check_z(self) -> None:
         """Compare z over ranks, which must have the same; all together, drained.
 
         Raises CentralModelError, or RankError where the first rank says it.
         """
-        ranks = self.parts.ranks
+        ranks = self.ranks
         if ranks.num_ranks == 1:
             return
-        found = ranks.gather([ranks.node if self.parts.collective.apart else 0, self.parts.bank.z_checksum()])
+        found = ranks.gather([ranks.node if self.collective.apart else 0, self.bank.z_checksum()])
         if odd := differing(found):
             ranks.raise_any(CentralModelError(odd, self.state.round_index) if ranks.is_first else None)
 
-    def restore(self, checkpoint: SavedCheckpoint) -> None:
-        """Go on from a checkpoint, whose number of ranks may be another one.
-
-        With as many ranks as it has, every learner is what it was. With another number z is, and so is the schedule;
-        learners beyond those that were there are clones of z. Raises CheckpointError when it is of another run.
-        """
-        with taking_from(checkpoint.folder):
-            saved = checkpoint.part(0)
-            self._check_identity(saved["identity"])
-            if checkpoint.num_ranks == self.parts.ranks.num_ranks:
-                self._take_own(checkpoint)
-            else:
-                self._take_share(checkpoint)
-            if self.parts.average_ema is not None:
-                self.parts.average_ema.load_state_dict(saved["average_ema"], self.state.samples_seen)
-            if self.tuning and saved.get("tuner"):
-                self.tuning.restore(saved["tuner"])
-                self.parts.bank.resize(self.tuning.state.num_learners)
-
-    def _check_identity(self, saved: Mapping[str, Any]) -> None:
-        current = self.identity()
-        changed = differences(filled(saved, formerly(current)), current)
-        if changed:
-            shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
-            raise CheckpointError(
-                f"checkpoint {self.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
-                "and paths: use the same settings, or start afresh without resume."
-            )
-
-    def _take_own(self, checkpoint: SavedCheckpoint) -> None:
-        """This rank's part. z is its node's where nodes had one each, and ranks are in nodes as they were."""
-        own = checkpoint.part(self.parts.ranks.rank)
-        nodes = self.parts.nodes
-        central = own["bank"] if nodes and nodes == own.get("nodes") else self._central(checkpoint)
-        self.parts.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
-        self.state = RunState.from_plain(own["state"])
-
-    def _take_share(self, checkpoint: SavedCheckpoint) -> None:
-        """Of the learners of another number of ranks, and of the epoch's sums."""
-        saved = checkpoint.part(0)
-        self.parts.bank.resize(num_saved(saved["bank"]))
-        sick = self._spread_out(checkpoint)
-        state = RunState.from_plain({**saved["state"], "sick_learners": sick})
-        whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
-        none = (0.0, 0, None if state.num_correct is None else 0.0)
-        state.loss_sum, state.num_losses, state.num_correct = whole if self.parts.ranks.is_first else none
-        self.state = state
-
-    def _spread_out(self, checkpoint: SavedCheckpoint) -> dict[int, int]:
-        """Deal a checkpoint's learners out to another number of ranks. Returns those of this rank that are sick."""
-        bank, sick = self.parts.bank, dict[int, int]()
-        num_learners = num_saved(checkpoint.part(0)["bank"])
-        bank.load_central(self._central(checkpoint))
-        if self.parts.rule.shows_mean:  # z is as old as their last averaging
-            parts = [checkpoint.part(rank) for rank in range(checkpoint.num_ranks)]
-            ill = [part["state"]["sick_learners"] for part in parts]
-            bank.z.load(0, mean_weights([part["bank"] for part in parts], ill))
-        # Alike, learners are z with a state that goes on; else each is its own, as long as there are enough.
-        mean, goes_on = self.parts.rule.gradient_mean, not bank.replicas_alike
-        if bank.replicas_alike and mean is not None:
-            goes_on = mean.num_groups(num_learners, checkpoint.num_ranks) == 1
-        for row in range(bank.num_learners):
-            learner = bank.first_learner + row
-            rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
-            saved = checkpoint.part(rank)
-            there = learner < num_learners * checkpoint.num_ranks or bank.replicas_alike
-            (bank.load_row if there and goes_on else bank.clone_learner)(row, saved["bank"], saved_row)
-            if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
-                sick[row] = since  # its buffers, at least, are not to be used
-        align_groups(bank)
-        return sick
-
-    def _central(self, checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
-        """Of `CENTRAL` what there is: the first rank's, or their means over ranks where nodes had one each."""
-        first = checkpoint.part(0)
-        if not first.get("nodes"):
-            return first["bank"]  # type: ignore[no-any-return]
-        banks = [checkpoint.part(rank)["bank"] for rank in range(checkpoint.num_ranks)]
-        return {
-            name: {key: sum(bank[name][key] for bank in banks) / len(banks) for key in first["bank"][name]}
-            for name in CENTRAL
-            if name in first["bank"]
-        }
-
     def remarks(self, total_samples: int | None) -> list[str]:
-        """What has to be said of a run of so many samples, where they are known.
+        """Return what has to be said of a run of that many samples; None where they are not known.
 
         Raises UserError when the rule needs to know them.
         """
-        if self.parts.rule.needs_end and total_samples is None:
+        if self.rule.needs_end and total_samples is None:
             raise UserError(
                 "averaging.quadratic_period has learners average at the end of the run at the latest, which nothing "
                 "says beforehand; set max_epochs or max_samples."
             )
-        remarks, ema = [], self.parts.rule.average_ema
+        remarks, ema = [], self.rule.average_ema
         if total_samples is not None:
             epochs = total_samples / self.num_samples
             remarks = [remark] if (remark := self.schedule.remark(epochs)) else []
@@ -281,7 +548,7 @@ class Run:
         return [*remarks, *self._remarks_on_averaging(total_samples)]
 
     def _remarks_on_averaging(self, total_samples: int | None) -> list[str]:
-        rule, bank = self.parts.rule, self.parts.bank
+        rule, bank = self.rule, self.bank
         rounds = math.inf if total_samples is None else -(-total_samples // self.samples_per_round)
         if bank.is_single or self.tuning:
             return []
@@ -297,35 +564,16 @@ class Run:
                 f"averaging.averaging_period={rule.averaging_period} is longer than the run of {rounds} rounds: "
                 "learners never average, and the average model stays as it began; take a smaller one."
             ]
-        if rule.node_period > 1 and not self.parts.collective.apart:
+        if rule.node_period > 1 and not self.collective.apart:
             return [f"averaging.node_period={rule.node_period} is for several nodes; with one it does nothing."]
-        if self.parts.collective.apart and rule.averaging_period * rule.node_period > rounds:
+        if self.collective.apart and rule.averaging_period * rule.node_period > rounds:
             return [
                 f"averaging.node_period={rule.node_period} is longer than the run of {rounds} rounds: nodes never "
                 "join, and evaluations show the mean of what each learned by itself; take a smaller one."
             ]
         return []
 
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on: everything but stops, logging and paths."""
-        settings = to_mapping(self.settings)
-        for changeable in _CHANGEABLE:
-            settings.pop(changeable)
-        parts = self.parts
-        groups: dict[str, Any] = {"optimizer": parts.optimizer, "schedule": self.schedule, "averaging": parts.rule}
-        return {
-            **settings,
-            "precision": parts.choices.precision.name,
-            **{group: {"name": chosen.NAME, **to_mapping(chosen)} for group, chosen in groups.items()},
-            "data": {
-                "augmentation": to_mapping(self.data.augmentation or Augmentation()),
-                "mean": list(self.data.mean or ()),
-                "std": list(self.data.std or ()),
-            },
-            "model": {
-                block.name: list(block.shape)
-                for layout in (parts.bank.layout, parts.bank.buffer_layout)
-                for block in layout.blocks
-            },
-            "num_train_samples": self.num_samples,
-        }
+
+def smoothing_rows(share: float, bank: ReplicaBank) -> Tensor | None:
+    """Return the label smoothing of every row of a bank, [capacity]; None for none."""
+    return torch.full((bank.capacity,), share, dtype=bank.precision.master, device=bank.device) if share else None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from torch import nn
 
@@ -20,29 +20,25 @@ from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.device.denormals import flushed_denormals
-from crossbow_py.engine.modules.precision import PrecisionName, device_uuids, ordinary_modes
+from crossbow_py.engine.modules.precision import device_uuids, ordinary_modes
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
 from crossbow_py.telemetry.events import Listener
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
-from crossbow_py.train.build import DataSets, build_parts
+from crossbow_py.train.build import build_run
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings, SavedCheckpoint, holds_run
-from crossbow_py.train.checkpoints.resume import choose_alike, saved_run
+from crossbow_py.train.checkpoints.contents import restore
+from crossbow_py.train.checkpoints.resume import choose_together, saved_run
 from crossbow_py.train.checks.compatibility import check_compatible
 from crossbow_py.train.checks.seeded_model import MakeModel
 from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
 from crossbow_py.train.loop import TrainingLoop
-from crossbow_py.train.run import Run
+from crossbow_py.train.run import DataSets, RunState
 from crossbow_py.train.run_folder.reporter import Result
-from crossbow_py.train.run_settings import RunSettings
-from crossbow_py.train.run_state import RunState
+from crossbow_py.train.run_settings import RunSettings, StopConditions
 from crossbow_py.train.schedules import Constant, Schedule
-from crossbow_py.train.stopping import StopConditions
-from crossbow_py.train.tuning.busy_cores import busy_cores
-from crossbow_py.train.tuning.learner_tuning import learner_tuning
-from crossbow_py.train.tuning.worker_autotuner import worker_supply
 
 _BUILDING = threading.RLock()
 
@@ -87,21 +83,8 @@ class Trainer:
         distributed: what a run over several ranks can be told.
         ranks: of `joined()`, with which one script under torchrun trains on all devices; every rank calls the same. The
             first one writes to disk. Data sets and settings must be alike; samples are shared out.
-        batch_size: samples a learner takes per round.
-        num_learners: K, replicas trained side by side; `auto` finds the fastest number.
-        max_learners: the most that `auto` may take.
-        executor: how learners run: `serial`, `threads`, `fused`, `fused_threads`, on CUDA `streams`, `subarrays2` and
-            `subarrays4`; `auto` measures which is the fastest.
-        device: where they run.
-        precision: compute format; weights are float32 in any case. `auto` is bf16 where that is fast.
-        channels_last: channels-last memory format for images and 4-D weights.
-        compile_model: run learners' models through `torch.compile` first (`serial`, `threads`, `streams`).
-        seed: of initialisation, sample order, augmentation and dropout.
-        on_nonfinite: a learner whose loss is not finite stops the run, or is cloned anew from the average model.
-        num_workers: processes that load data which does not live on the device; `auto` keeps learners fed.
-        order_seed: of the sample order alone; None is `seed`.
-        label_smoothing: share of the target spread over all classes, in the cross-entropy that is trained on.
-        learning_statistics: measure gradient noise scale, sharpness and agreement at the end of every epoch.
+        settings: the keys that shape a run: batch size, number of learners, executor, device, precision, seed, ...
+        changes: the same keys one by one, as in `Trainer(batch_size=32, num_learners=4)`; they win over `settings`.
 
     On CPU with several learners the process is told to keep freed memory, in huge pages.
 
@@ -140,36 +123,30 @@ class Trainer:
         profile: bool = False,
         distributed: DistributedSettings = DistributedSettings(),
         ranks: Ranks = ALONE,
-        batch_size: int = 16,
-        num_learners: int | Literal["auto"] = "auto",
-        max_learners: int = 8,
-        executor: str = "auto",
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-        precision: PrecisionName = "auto",
-        channels_last: bool = True,
-        compile_model: bool = False,
-        seed: int = 0,
-        on_nonfinite: Literal["stop", "reseed"] = "stop",
-        num_workers: int | Literal["auto"] = "auto",
-        order_seed: int | None = None,
-        label_smoothing: float = 0.0,
-        learning_statistics: bool = False,
+        settings: RunSettings = RunSettings(),
+        **changes: Any,
     ) -> None:
-        given, begun, folder = dict(locals()), time.monotonic(), _folder(output_dir)
+        begun, folder = time.monotonic(), None if output_dir is None else given_path("output_dir", output_dir)
         self.callbacks, self._continues, self._profile = callbacks, resume == "auto", profile
-        settings = RunSettings.of(given)
+        settings = settings.changed(changes)
         check_compatible(settings, optimizer, schedule, averaging, loss, max_evaluation_batches, ranks)
         found, self._messages = saved_run(resume, folder, ranks)
-        data = DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names)
-        parts = build_parts(
-            model, data, settings, choose_alike(settings, found, ranks), optimizer=optimizer, rule=averaging,
-            loss=loss, metrics=metrics or {}, init_from=_initial(init_from, found), announce=self._announce,
-            max_evaluation_batches=max_evaluation_batches, timeline=_timeline(trace, profile, folder), ranks=ranks,
+        self.run = build_run(
+            model,
+            DataSets(train_data, test_data, validation_data, num_classes, augmentation, mean, std, class_names),
+            settings,
+            choose_together(settings, found, ranks),
+            optimizer=optimizer, rule=averaging, schedule=schedule, loss=loss, metrics=metrics,
+            init_from=_initial(init_from, found), max_evaluation_batches=max_evaluation_batches,
+            checkpoints=checkpoint, distributed=distributed, output_dir=folder, experiment=experiment, names=names,
+            resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
+            announce=self._announce, ranks=ranks,
         )  # fmt: skip
-        self._messages += [*notes, *parts.warnings]
-        self.run = Run(parts, data, settings, schedule, checkpoint, folder, experiment, _named(model, names),
-                       str(found.folder) if found else None, distributed)  # fmt: skip
-        _make_ready(self.run, found, begun)
+        self._messages += [*notes, *self.run.warnings]
+        with ranks.together():
+            if found:
+                restore(self.run, found)
+        self.state.wall_s += time.monotonic() - begun  # what all of it took belongs to the run
 
     @property
     def state(self) -> RunState:
@@ -207,8 +184,8 @@ class Trainer:
             max_rounds += self.state.round_index
         stops = StopConditions(max_epochs, max_samples, max_time_s, max_rounds, target_accuracy, target_loss)
         listeners = list(self.callbacks)
-        with self.run.parts.ranks.together():
-            if self.run.parts.ranks.is_first:
+        with self.run.ranks.together():
+            if self.run.ranks.is_first:
                 listeners = [*self._file_listeners(), *listeners]
         with (
             flushed_denormals(),
@@ -226,7 +203,7 @@ class Trainer:
         try:
             measured = self.run.evaluate("test")
         finally:
-            self.run.parts.close_feeds()
+            self.run.close_feeds()
         if measured is None:
             raise UserError("evaluate() needs test_data, got none; give Trainer(test_data=...).")
         return measured[0]
@@ -236,9 +213,9 @@ class Trainer:
 
         Raises UserError where learners are independent.
         """
-        if not self.run.parts.rule.has_central_model:
+        if not self.run.rule.has_central_model:
             raise UserError("restart() needs an average model, which independent learners lack; use averaging=SMA().")
-        self.run.parts.restart(self.state.sick_learners)
+        self.run.restart()
 
     def _announce(self, message: str) -> None:
         for listener in self.callbacks:
@@ -254,45 +231,20 @@ class Trainer:
             )
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            uuids = device_uuids(self.run.parts.choices.device)
+            uuids = device_uuids(self.run.choices.device)
             listeners = file_listeners(
                 folder, self.state.samples_seen if begun else None, uuids, self.state.closed_epochs
             )
         except OSError as error:
             raise unwritable(folder, error) from error
-        timeline = self.run.parts.timeline
+        timeline = self.run.timeline
         listeners += [TimelineFile(timeline, folder)] if timeline is not None else []
         return [*listeners, *([OperatorProfile(folder)] if self._profile else [])]
-
-
-def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
-    """How the model and the data are called in records."""
-    return {"model": getattr(model, "__name__", type(model).__name__), "data": "custom", **(names or {})}
-
-
-def _make_ready(run: Run, found: SavedCheckpoint | None, begun_s: float) -> None:
-    """Tuning as far as it is asked for, and where the checkpoint stood. All ranks together.
-
-    What all of it took since `begun_s`, on the monotonic clock, belongs to the run.
-    """
-    ranks = run.parts.ranks
-    run.tuning = learner_tuning(run.settings.num_learners, run.parts.most_learners)
-    run.supply = worker_supply(run.settings.num_workers, run.parts.train_feed, ranks.num_local)
-    is_alone = ranks.num_local == 1 and not run.parts.train_feed.STREAMS
-    run.busy_cores = busy_cores(run.parts.choices.executor, run.parts.choices.device.type, is_alone)
-    with ranks.together():
-        if found:
-            run.restore(found)
-    run.state.wall_s += time.monotonic() - begun_s
 
 
 def _initial(init_from: str | Path | None, found: SavedCheckpoint | None) -> str | None:
     """What a fresh run begins with; one that goes on has its own weights."""
     return None if init_from is None or found else str(given_path("init_from", init_from))
-
-
-def _folder(output_dir: str | Path | None) -> Path | None:
-    return None if output_dir is None else given_path("output_dir", output_dir)
 
 
 def _timeline(trace: bool, profile: bool, output_dir: Path | None) -> Timeline | None:

@@ -147,7 +147,7 @@ def trained(name: str, executor: str) -> dict[str, Any]:
         )  # fmt: skip
     except UserError as error:
         return {"refused": str(error)}
-    parts = trainer.run.parts
+    parts = trainer.run
     models = []
     for learner in range(LEARNERS):
         model = NETS[name]()

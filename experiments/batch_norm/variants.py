@@ -23,8 +23,8 @@ from crossbow_py.cli.command_line import run
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
+from crossbow_py.train.__main__ import build_trainer, stops
 from crossbow_py.train.config import TrainConfig
-from crossbow_py.train.from_config import build_trainer, stops
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.folder import open_run
 from experiments.common.cells.parts import in_parts
@@ -65,20 +65,20 @@ def measure(trained: Run) -> dict[str, Any]:
     try:
         variants = {name: _with_statistics(trained, settings) for name, settings in VARIANTS.items()}
     finally:
-        trained.parts.close_feeds()
+        trained.close_feeds()
     return {"epoch": samples / trained.num_samples, "samples_seen": samples, "variants": variants}
 
 
 def _with_statistics(trained: Run, settings: Mapping[str, Any]) -> dict[str, float | None]:
-    """As `Parts.evaluate`, with other settings of the averaging rule, and how long its two steps take."""
-    parts, feed = trained.parts, trained.parts.test_feed
+    """Measure as `Run.evaluate` does, with other settings of the averaging rule, and how long its two steps take."""
+    feed = trained.test_feed
     assert feed is not None, "the data sets of cells have test data"
-    assert isinstance(parts.rule, CentralRule), "cells have an average model"
-    update = TorchUpdate(parts.optimizer, dataclasses.replace(parts.rule, **settings))
+    assert isinstance(trained.rule, CentralRule), "cells have an average model"
+    update = TorchUpdate(trained.optimizer, dataclasses.replace(trained.rule, **settings))
     begun_s = _now_s()
-    (state,) = dataclasses.replace(parts, update=update).final_states(trained.state.samples_seen)
+    (state,) = dataclasses.replace(trained, update=update).final_states()
     made_s = _now_s()
-    found = parts.evaluator.evaluate(state, feed)
+    found = trained.evaluator.evaluate(state, feed)
     return {
         "test_accuracy": found.accuracy,
         "test_loss": found.loss,

@@ -56,7 +56,7 @@ class Rounds:
     """An executor that runs one round after another. Use as a context manager: leaving it closes the executor.
 
     Attributes:
-        parts: what the trainer made; the bank among it.
+        built: the run that the trainer made; the bank among it.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -78,7 +78,7 @@ class Rounds:
             device=setup.device,
             precision=setup.precision,
         )
-        self.parts = trainer.run.parts
+        self.built = trainer.run
         self._seed = 0
         self._num_images = setup.num_learners * setup.batch_size
         self._executor: Executor | None = None
@@ -87,7 +87,7 @@ class Rounds:
     @property
     def bank(self) -> ReplicaBank:
         """The learners."""
-        return self.parts.bank
+        return self.built.bank
 
     def __enter__(self) -> Rounds:
         return self
@@ -99,21 +99,21 @@ class Rounds:
     def run(self, num_rounds: int) -> None:
         """That many rounds more; when it returns, the device is past them. The first call makes the executor."""
         if self._executor is None:
-            self._executor = self.parts.new_executor(self._seed)
+            self._executor = self.built.new_executor()
         for _ in range(num_rounds):
-            self._executor.submit(self.parts.plan(self._index, self._index * self._num_images, 1.0))
+            self._executor.submit(self.built.plan(self._index, self._index * self._num_images, 1.0))
             self._index += 1
         self._executor.drain()
 
     def learn(self) -> None:
         """The learning task of one learner alone: forward, loss, backward, its gradients to the bank."""
-        parts = self.parts
+        run = self.built
         tasks = RoundTasks(
-            parts.bank,
-            update=parts.update,
-            feed=parts.train_feed,
-            loss=parts.loss,
+            run.bank,
+            update=run.update,
+            feed=run.train_feed,
+            loss=run.loss,
             seed=self._seed,
-            collective=parts.collective,
+            collective=run.collective,
         )
-        tasks.learn(0, RoundOutcome(parts.plan(0, 0, 1.0)))
+        tasks.learn(0, RoundOutcome(run.plan(0, 0, 1.0)))

@@ -20,7 +20,7 @@ from crossbow_py.core.host import foreign_share
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from crossbow_py.train.tuning.worker_autotuner import WorkerSupply
+from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
 from experiments.common.windows import Mark, Window, load_with_ended, window_of
 
 SIZE = 64
@@ -50,14 +50,14 @@ class Setup:
     executor: Literal["serial", "fused"] = "serial"
 
 
-class MarkedRounds(WorkerSupply):
+class MarkedRounds(WorkerAutotuner):
     """Stands where a run's `num_workers=auto` would: notes every round, and leaves the number of workers alone."""
 
     def __init__(self) -> None:  # nothing is tuned, so there is no state to set up
         self.marks: list[Mark] = []
 
     def after_round(self, elapsed_s: float, waited_s: float, num_batches: int) -> str:
-        """See WorkerSupply; there is never anything to say."""
+        """See WorkerAutotuner; there is never anything to say."""
         self.marks.append(Mark(elapsed_s, waited_s))
         return ""
 
@@ -84,7 +84,7 @@ class StreamedRun:
             precision="fp32",
             num_workers=0,
         )
-        self._rounds = self._trainer.run.supply = MarkedRounds()
+        self._rounds = self._trainer.run.worker_autotuner = MarkedRounds()
 
     @property
     def sample_bytes(self) -> int:
@@ -93,7 +93,7 @@ class StreamedRun:
 
     @property
     def _feed(self) -> StreamingFeed:
-        feed = self._trainer.run.parts.train_feed
+        feed = self._trainer.run.train_feed
         assert isinstance(feed, StreamingFeed), "images in folders are streamed"
         return feed
 

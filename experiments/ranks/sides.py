@@ -53,7 +53,7 @@ class Sides:
         if side == "alone" and not self._ranks.is_first:
             return Measured(0.0, num_rounds)
         trainer, marks = self._trainers[side], MarkedRounds()
-        trainer.run.supply = marks
+        trainer.run.worker_autotuner = marks
         trainer.fit(max_rounds=WARM_UP_ROUNDS + num_rounds)
         times = [mark.elapsed_s for mark in marks.marks]
         return Measured(times[-1] - times[WARM_UP_ROUNDS - 1], num_rounds)
@@ -89,7 +89,7 @@ class Sides:
 
     def _ddp(self, bucket_mb: int) -> Callable[[], None]:
         """One step of the same model on the same batches: channels-last, no copies of gradients, no buffers sent."""
-        feed: Feed = self._trainers["sma"].run.parts.train_feed
+        feed: Feed = self._trainers["sma"].run.train_feed
         model = build_model(self._model).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         parallel = DistributedDataParallel(
             model, gradient_as_bucket_view=True, static_graph=True, forward_sync_buffers=False, bucket_cap_mb=bucket_mb

@@ -31,7 +31,7 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from crossbow_py.engine.executors import Executor
 from crossbow_py.telemetry.timeline import Timeline
-from crossbow_py.train.components import Parts
+from crossbow_py.train.run import Run
 from experiments.common.rounds import build_model, input_shape, num_classes
 from experiments.common.windows import MAX_FOREIGN_SHARE
 
@@ -75,7 +75,7 @@ class Rank:
     """What a rank can be asked for; every method is a window. Lives in the rank's own process."""
 
     def __init__(self) -> None:
-        self._parts: dict[Case, Parts] = {}
+        self._parts: dict[Case, Run] = {}
 
     def rounds(self, case: Case, num_rounds: int, period: int | None) -> Measured:
         """Rounds that average every `period`, or never; the clock runs from the end of warming up."""
@@ -155,7 +155,7 @@ class Rank:
             over.set()
             thread.join()
 
-    def _submit(self, executor: Executor, parts: Parts, indices: range, period: int | None) -> None:
+    def _submit(self, executor: Executor, parts: Run, indices: range, period: int | None) -> None:
         rank, batch = torch.distributed.get_rank(), parts.train_feed.batch_size
         rule = SMA(averaging_period=period or 1)
         for index in indices:
@@ -163,7 +163,7 @@ class Rank:
             averaging = rule.round(Stage(index, NUM_RANKS)) if period else None
             executor.submit(dataclasses.replace(plan, together=averaging))
 
-    def _part(self, case: Case) -> Parts:
+    def _part(self, case: Case) -> Run:
         if case not in self._parts:
             self._parts[case] = _parts(case)
         return self._parts[case]
@@ -173,7 +173,7 @@ def _collective(period: int | None) -> Collective:
     return ProcessGroupCollective() if period else Collective()
 
 
-def _parts(case: Case) -> Parts:
+def _parts(case: Case) -> Run:
     """Built by `Trainer` as a user's are, alike on all ranks; images are noise."""
     shape, classes = input_shape(case.model), num_classes(case.model)
     generator = torch.Generator().manual_seed(0)
@@ -192,12 +192,12 @@ def _parts(case: Case) -> Parts:
         device="cpu",
         precision="fp32",
     )
-    return trainer.run.parts
+    return trainer.run
 
 
 @contextlib.contextmanager
-def _executor(parts: Parts) -> Iterator[Executor]:
-    executor = parts.new_executor(0)
+def _executor(parts: Run) -> Iterator[Executor]:
+    executor = parts.new_executor()
     try:
         yield executor
     finally:

@@ -173,7 +173,7 @@ def trainer_fit(side: Side, workload: Workload, gate: Gate, effort: Effort) -> N
 
 def _settling(trainer: Trainer, gate: Gate, batch_size: int, effort: Effort, executor_s: float) -> SettlingLearners:
     """The run's own auto-tuner, and the gate from when it has settled."""
-    tuning, executor = trainer.run.tuning, trainer.run.parts.choices.executor
+    tuning, executor = trainer.run.tuning, trainer.run.choices.executor
     assert tuning is not None, "the trainer was told num_learners=auto"
 
     def ready(num_learners: int, settled: bool, learners_s: float) -> None:

@@ -65,14 +65,14 @@ def weights(folder: Path, name: str = "model.safetensors") -> bytes:
 
 def terminate_at(trainer: Trainer, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM to this process while the batch at that position of the stream is made."""
-    original = trainer.run.parts.train_feed.batch
+    original = trainer.run.train_feed.batch
 
     def batch(start: int) -> Any:
         if start == position:
             signal.raise_signal(signal.SIGTERM)
         return original(start)
 
-    monkeypatch.setattr(trainer.run.parts.train_feed, "batch", batch)
+    monkeypatch.setattr(trainer.run.train_feed, "batch", batch)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_keyboard_interrupt_in_a_round_is_summed_up_as_interrupted(tmp_path, mon
     def interrupt(plan):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.run.parts.train_feed, "batches", interrupt)
-    monkeypatch.setattr(trainer.run.parts.train_feed, "batch", interrupt)
+    monkeypatch.setattr(trainer.run.train_feed, "batches", interrupt)
+    monkeypatch.setattr(trainer.run.train_feed, "batch", interrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(max_epochs=1, handle_signals=True)
     summary = read_summary(tmp_path)
@@ -248,9 +248,9 @@ def test_choices_of_auto_are_kept_on_resume_whatever_this_machine_would_choose(t
     trainer_of(tmp_path, executor="serial", precision="fp32").fit(max_rounds=1)
     monkeypatch.setattr(precision, "has_fast_bf16", lambda device: True)
     resumed = trainer_of(tmp_path, executor="auto", precision="auto", resume=tmp_path)
-    assert (resumed.run.parts.choices.executor, resumed.run.parts.choices.precision.name) == ("serial", "fp32")
+    assert (resumed.run.choices.executor, resumed.run.choices.precision.name) == ("serial", "fp32")
     fresh = trainer_of(tmp_path, executor="auto", precision="auto")
-    assert (fresh.run.parts.choices.executor, fresh.run.parts.choices.precision.name) == ("threads", "bf16")
+    assert (fresh.run.choices.executor, fresh.run.choices.precision.name) == ("threads", "bf16")
 
 
 def test_resume_after_a_fall_back_goes_on_from_the_newest_of_its_own_checkpoints(tmp_path):

@@ -212,7 +212,7 @@ def test_search_of_which_every_trial_fails_is_one_error_line_and_exit_code_1(
 def test_search_without_optuna_is_one_error_line_that_says_how_to_install_it(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['optuna'] = None\n"
-        "from crossbow_py.search import main; sys.exit(main(['+experiment=search_digits']))"
+        "from crossbow_py.search.__main__ import main; sys.exit(main(['+experiment=search_digits']))"
     )
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(crossbow_py.__file__).parents[1])}
     command = [sys.executable, "-c", program]

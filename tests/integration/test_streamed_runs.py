@@ -76,7 +76,7 @@ def test_run_resumed_in_mid_epoch_with_other_workers_equals_the_uninterrupted_on
 
 def test_statistics_are_measured_beside_what_is_made_for_training():
     trainer = trainer_of(None, num_workers=1)
-    parts = trainer.run.parts
+    parts = trainer.run
     feed, starts = parts.train_feed, [0, 4]
     feed.announce(starts)
     feed.wait(starts)
@@ -96,7 +96,7 @@ def test_learners_that_share_batches_see_what_serial_ones_see(tmp_path):
     for model, same_model in zip(one.models, other.models, strict=True):
         for name, value in model.state_dict().items():
             assert torch.equal(value, same_model.state_dict()[name])
-    assert runs[1].run.parts.train_feed.loading_times.num_batches <= 13 + 2 + 2  # each batch once, and some ahead
+    assert runs[1].run.train_feed.loading_times.num_batches <= 13 + 2 + 2  # each batch once, and some ahead
 
 
 def test_waiting_for_slow_data_is_counted_and_none_for_data_on_the_device(tmp_path):
@@ -115,7 +115,7 @@ def test_bad_sample_stops_the_run_with_a_checkpoint_of_all_that_was_trained(tmp_
     options: dict[str, Any] = {"num_workers": num_workers, "executor": executor}
     recorder = Recorder()
     probe = trainer_of(None, **options)
-    order = [key.sample for start in range(0, 48, 4) for key in probe.run.parts.train_feed._keys(start)]
+    order = [key.sample for start in range(0, 48, 4) for key in probe.run.train_feed._keys(start)]
     broken = trainer_of(tmp_path, train_data=Pictures(50, bad=order[35]), callbacks=[recorder], **options)
     with pytest.raises(BadSampleError, match=f"item {order[35]} of the data set cannot be read"):
         broken.fit(max_epochs=1)

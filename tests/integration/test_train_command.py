@@ -264,7 +264,7 @@ def _failing(error: BaseException) -> Any:
 def test_interrupt_before_training_is_130_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(crossbow_py.train, "build_trainer", _failing(KeyboardInterrupt()))
+    monkeypatch.setattr(crossbow_py.train.__main__, "build_trainer", _failing(KeyboardInterrupt()))
     assert train() == EXIT_INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 
@@ -272,7 +272,7 @@ def test_interrupt_before_training_is_130_without_a_traceback(
 def test_fault_of_ours_is_exit_code_1_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(crossbow_py.train, "build_trainer", _failing(RuntimeError("a bug")))
+    monkeypatch.setattr(crossbow_py.train.__main__, "build_trainer", _failing(RuntimeError("a bug")))
     assert train() == 1
     said = capsys.readouterr().err
     assert "Traceback" in said
@@ -284,7 +284,7 @@ def test_memory_that_does_not_hold_a_run_is_one_error_line_and_exit_code_1(
 ) -> None:
     failure = LearnerError("learning(0)", 0, "learner 0", torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB."))
     failure.__cause__ = torch.OutOfMemoryError("CUDA out of memory.\nTried 2 GiB.")
-    monkeypatch.setattr(crossbow_py.train, "build_trainer", _failing(failure))
+    monkeypatch.setattr(crossbow_py.train.__main__, "build_trainer", _failing(failure))
     assert train() == 1
     said = error_line(capsys)
     assert said.startswith("error: memory does not hold this (OutOfMemoryError: CUDA out of memory. Tried 2 GiB); ")

@@ -1,15 +1,12 @@
-"""The rules of the house: ruff, mypy strict, import rules, sizes of files and functions, and no loose ends."""
+"""The rules of the house that no linter knows: sizes of files and functions, and no loose ends."""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 
@@ -27,13 +24,6 @@ LOOSE_END = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X])\b")
 LOCAL_PATH = re.compile(r"(?<![\w.])/(?:home|root|Users|work)/")
 
 
-def run(*command: str) -> None:
-    """Run a tool of the environment in the checkout and fail with what it printed."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(f"{' '.join(command[1:])} found:\n{done.stdout}{done.stderr}", pytrace=False)
-
-
 def texts() -> list[Path]:
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     return sorted(path for path in [*files, *ROOT.glob("*")] if path.suffix in TEXT and path.is_file())
@@ -46,19 +36,6 @@ def lines_matching(pattern: re.Pattern[str]) -> list[str]:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if pattern.search(line)
     ]
-
-
-def test_ruff_over_the_whole_checkout_finds_nothing() -> None:
-    run(sys.executable, "-m", "ruff", "check", "--quiet", "--output-format=concise", ".")
-
-
-@pytest.mark.timeout(600)
-def test_mypy_strict_over_package_and_experiments_finds_nothing() -> None:
-    run(sys.executable, "-m", "mypy")
-
-
-def test_imports_follow_the_contracts() -> None:
-    run(sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache")
 
 
 def test_files_of_the_package_are_rooms_not_halls() -> None:

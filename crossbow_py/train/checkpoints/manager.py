@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
+from crossbow_py.train.checkpoints.contents import state_dict
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, Status
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.reporter import Reporter
 
 
-class CheckpointKeeper:
+class CheckpointManager:
     """Owned by the training loop. Does nothing for a run without a folder."""
 
     STATUSES: tuple[Status, ...] = get_args(Status)
 
     def __init__(self, run: Run, reporter: Reporter) -> None:
-        ranks = run.parts.ranks
+        ranks = run.ranks
         self._run, self._reporter, self._ranks = run, reporter, ranks
         self._writer: CheckpointWriter | None = None
         if run.output_dir is not None:
@@ -52,7 +53,7 @@ class CheckpointKeeper:
             return
         self.settle()
         self._samples = self._run.state.samples_seen
-        self._writer.begin(self._run.state_dict(), self._samples)
+        self._writer.begin(state_dict(self._run), self._samples)
 
     def follow(self, statuses: Sequence[int]) -> None:
         """Do what all ranks' statuses ask for."""

@@ -51,7 +51,7 @@ def saved_run(
     return found, said
 
 
-def choose_alike(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
+def choose_together(settings: RunSettings, found: SavedCheckpoint | None, ranks: Ranks) -> Choices:
     """What `auto` becomes, as the checkpoint says where there is one. All ranks call it together.
 
     Raises UserError, on all of them, when it would not be the same everywhere.

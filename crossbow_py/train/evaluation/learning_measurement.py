@@ -24,7 +24,6 @@ from crossbow_py.engine.device.memory import free_memory, raise_if_lost
 from crossbow_py.engine.modules.label_smoothing import smoothed_cross_entropy
 from crossbow_py.engine.rounds import Loss, is_classification
 from crossbow_py.telemetry.events import LearningStatistics
-from crossbow_py.train.components import Parts, smoothing_rows
 from crossbow_py.train.evaluation.evaluator import State
 from crossbow_py.train.evaluation.learning_statistics import (
     GradientNoise,
@@ -32,7 +31,7 @@ from crossbow_py.train.evaluation.learning_statistics import (
     gradient_noise,
     largest_eigenvalue,
 )
-from crossbow_py.train.run import Run
+from crossbow_py.train.run import Run, smoothing_rows
 
 T = TypeVar("T")
 
@@ -64,13 +63,13 @@ class LearningMeasurement:
 
         Raises DataError, and RankError where another rank failed.
         """
-        begun_s, run, parts = time.monotonic(), self._run, self._run.parts
-        devices = [parts.choices.device] if parts.choices.device.type == "cuda" else []
+        begun_s, run = time.monotonic(), self._run
+        devices = [run.choices.device] if run.choices.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            state = parts.final_states(run.state.samples_seen, list(run.state.sick_learners), ema=False)[0]
+            state = run.final_states(ema=False)[0]
             noise, sharpness = None, None
-            with parts.ranks.together():
-                if parts.ranks.is_first:
+            with run.ranks.together():
+                if run.ranks.is_first:
                     noise = self._attempt("gradient noise scale", lambda: self._noise(state))
                     sharpness = self._attempt("sharpness", lambda: self._sharpness(state))
             agreeing = self._agreement(which)
@@ -95,7 +94,7 @@ class LearningMeasurement:
         """
         if what in self._refused:
             return None
-        device = self._run.parts.choices.device
+        device = self._run.choices.device
         try:
             return measure()
         except CrossbowError:
@@ -112,7 +111,7 @@ class LearningMeasurement:
 
         With another number of threads the last bits of what is measured may be others.
         """
-        if self._run.parts.choices.device.type != "cpu":
+        if self._run.choices.device.type != "cpu":
             return contextlib.nullcontext()
         if what not in self._num_threads:
             self._num_threads[what] = faster_threads(work)
@@ -120,14 +119,14 @@ class LearningMeasurement:
 
     def _noise(self, state: State) -> GradientNoise | None:
         """Of the next epoch's first batches; None where an epoch has only one."""
-        parts, num_samples = self._run.parts, self._run.num_samples
-        b = parts.train_feed.batch_size
+        run, num_samples = self._run, self._run.num_samples
+        b = run.train_feed.batch_size
         begin = -(-self._run.state.samples_seen // num_samples) * num_samples
         starts = range(begin, begin + min(_MOST_BATCHES, num_samples // b) * b, b)
         if len(starts) < 2:
             return None
-        module, loss = parts.evaluator.module(state), _training_loss(parts)
-        with contextlib.closing(parts.train_feed.aside(starts)) as batches, _differentiable(module):
+        module, loss = run.evaluator.module(state), _training_loss(run)
+        with contextlib.closing(run.train_feed.aside(starts)) as batches, _differentiable(module):
             first = next(batches)
             with self._threads("noise", lambda: gradient_norms(module, loss, [first])):
                 squared_norms, squared_norm = gradient_norms(module, loss, itertools.chain([first], batches))
@@ -135,25 +134,25 @@ class LearningMeasurement:
 
     def _sharpness(self, state: State) -> float:
         """On the samples with which the run began: as many as are evaluated at once, and at least a batch."""
-        parts = self._run.parts
-        b = parts.train_feed.batch_size
-        num_batches = max(1, min(parts.evaluator.batch_size, self._run.num_samples) // b)
-        with contextlib.closing(parts.train_feed.aside(range(0, num_batches * b, b))) as batches:
+        run = self._run
+        b = run.train_feed.batch_size
+        num_batches = max(1, min(run.evaluator.batch_size, self._run.num_samples) // b)
+        with contextlib.closing(run.train_feed.aside(range(0, num_batches * b, b))) as batches:
             inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
-        module, loss, batch = parts.evaluator.module(state), _training_loss(parts), Batch(inputs, targets)
+        module, loss, batch = run.evaluator.module(state), _training_loss(run), Batch(inputs, targets)
         with _differentiable(module), self._threads("sharpness", lambda: gradient_norms(module, loss, [batch])):
             return hessian_eigenvalue(module, loss, batch)
 
     def _agreement(self, which: str) -> float | None:
         """Of the learners of all ranks, which call it together; without those that wait to be reseeded."""
-        parts, ranks = self._run.parts, self._run.parts.ranks
-        if parts.bank.total_learners < 2:
+        run, ranks = self._run, self._run.ranks
+        if run.bank.total_learners < 2:
             return None
-        feed = (parts.validation_feed if which == "validation" else parts.test_feed) or parts.train_feed
+        feed = (run.validation_feed if which == "validation" else run.test_feed) or run.train_feed
         with ranks.together():
             own = self._attempt("agreement of learners", lambda: self._predictions(feed))
-        own = torch.empty(parts.bank.num_learners, 0) if own is None else own
-        own[list(self._run.state.sick_learners)] = _NO_CLASS
+        own = torch.empty(run.bank.num_learners, 0) if own is None else own
+        own[list(self._run.state.non_finite_learners)] = _NO_CLASS
         counts = {num_values for (num_values,) in ranks.gather([own.numel()])}
         if len(counts) > 1 or 0 in counts:
             return None  # nothing to compare, or a rank could not predict or read what others could
@@ -163,14 +162,14 @@ class LearningMeasurement:
     @torch.no_grad()
     def _predictions(self, feed: Feed) -> Tensor | None:
         """Classes [K, N] of samples that lie evenly over the data set; None where the task is not classification."""
-        parts, bank = self._run.parts, self._run.parts.bank
+        run, bank = self._run, self._run.bank
         every = -(-feed.num_samples // _MOST_SAMPLES)
         found: list[list[Tensor]] = [[] for _ in range(bank.num_learners)]
         samples = feed.evaluation_batches(1, 0, every)
-        while held := list(itertools.islice(samples, parts.evaluator.batch_size)):
+        while held := list(itertools.islice(samples, run.evaluator.batch_size)):
             inputs, targets = (torch.cat(each) for each in zip(*held, strict=True))
             for j, own in enumerate(found):
-                module = parts.evaluator.module(bank.learner_state(j))
+                module = run.evaluator.module(bank.learner_state(j))
                 output = module(_in_master(inputs, module))
                 if not is_classification(output, targets):
                     return None
@@ -238,10 +237,10 @@ def _in_master(inputs: Tensor, module: nn.Module) -> Tensor:
     return inputs.to(_trained(module)[0].dtype) if inputs.is_floating_point() else inputs
 
 
-def _training_loss(parts: Parts) -> Loss:
+def _training_loss(run: Run) -> Loss:
     """What learners' gradients are of, weight decay aside."""
-    rows = smoothing_rows(parts.label_smoothing, parts.bank)
-    return parts.loss if rows is None else lambda output, targets: smoothed_cross_entropy(output, targets, rows[0])
+    rows = smoothing_rows(run.settings.label_smoothing, run.bank)
+    return run.loss if rows is None else lambda output, targets: smoothed_cross_entropy(output, targets, rows[0])
 
 
 @contextlib.contextmanager

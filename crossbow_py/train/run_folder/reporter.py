@@ -27,11 +27,9 @@ from crossbow_py.telemetry.events import (
 )
 from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
-from crossbow_py.train.build import DataSets
 from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
-from crossbow_py.train.run import Run, SavedModels
+from crossbow_py.train.run import DataSets, Run, RunState, SavedModels
 from crossbow_py.train.run_folder.example_predictions import example_predictions
-from crossbow_py.train.run_state import RunState
 
 _PROGRESS_EVERY_S = 0.2
 _SHOWN_GROWTH = 1.5  # of the samples seen, from one look at predictions to the next
@@ -253,35 +251,35 @@ class Reporter:
 
 def run_info(run: Run, planned_samples: int | None) -> RunInfo:
     """What is fixed when training starts."""
-    parts, settings = run.parts, run.settings
+    settings = run.settings
     return RunInfo(
         experiment=run.experiment,
         model=run.names["model"],
-        num_parameters=parts.bank.layout.num_values,
+        num_parameters=run.bank.layout.num_values,
         data=run.names["data"],
         num_train_samples=run.num_samples,
-        num_test_samples=parts.test_feed.num_samples if parts.test_feed else 0,
-        device=str(parts.choices.device),
-        executor=parts.choices.executor,
-        precision=parts.choices.precision.name,
-        averaging=parts.rule.NAME,
-        num_learners=parts.bank.num_learners,
-        num_devices=parts.ranks.num_ranks,
+        num_test_samples=run.test_feed.num_samples if run.test_feed else 0,
+        device=str(run.choices.device),
+        executor=run.choices.executor,
+        precision=run.choices.precision.name,
+        averaging=run.rule.NAME,
+        num_learners=run.bank.num_learners,
+        num_devices=run.ranks.num_ranks,
         batch_size=settings.batch_size,
         seed=settings.seed,
-        validates=parts.validation_feed is not None,
-        shares_samples=parts.rule.has_central_model,
+        validates=run.validation_feed is not None,
+        shares_samples=run.rule.has_central_model,
         samples_seen=run.state.samples_seen,
         planned_samples=planned_samples,
-        num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
+        num_workers=run.train_feed.num_workers if run.train_feed.STREAMS else None,
         output_dir=str(run.output_dir) if run.output_dir else None,
         resumed_from=run.resumed_from,
-        trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and parts.timeline else None,
-        average_ema=parts.rule.average_ema,
-        averaging_settings=averaging_settings(parts.rule) if settings.several or parts.ranks.num_ranks > 1 else (),
-        several=settings.several or parts.ranks.num_ranks > 1,
+        trace_path=str(run.output_dir / TRACE_FILE) if run.output_dir and run.timeline else None,
+        average_ema=run.rule.average_ema,
+        averaging_settings=averaging_settings(run.rule) if settings.several or run.ranks.num_ranks > 1 else (),
+        several=settings.several or run.ranks.num_ranks > 1,
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
-        replicas_differ=parts.rule.has_central_model and not parts.bank.replicas_alike,
+        replicas_differ=run.rule.has_central_model and not run.bank.replicas_alike,
         learning_statistics=settings.learning_statistics,
         hyper_parameters=hyper_parameters(run),
     )
@@ -289,9 +287,9 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
 
 def hyper_parameters(run: Run) -> dict[str, bool | int | float | str]:
     """What runs are compared by: the settings and groups, by the command line's dotted keys."""
-    groups: dict[str, Any] = {"optimizer": run.parts.optimizer, "schedule": run.schedule, "averaging": run.parts.rule}
-    plain = {**to_mapping(run.settings), **run.names, "num_devices": run.parts.ranks.num_ranks}
-    chosen = {"executor": run.parts.choices.executor, "precision": run.parts.choices.precision.name}
+    groups: dict[str, Any] = {"optimizer": run.optimizer, "schedule": run.schedule, "averaging": run.rule}
+    plain = {**to_mapping(run.settings), **run.names, "num_devices": run.ranks.num_ranks}
+    chosen = {"executor": run.choices.executor, "precision": run.choices.precision.name}
     names = {name: group.NAME for name, group in groups.items()}
     return flat({**plain, **chosen, **names}) | flat({name: to_mapping(group) for name, group in groups.items()})
 
@@ -318,10 +316,10 @@ def epoch_record(
         which: the data `measured` is of, `test` or `validation`.
         learning: where it was asked for.
     """
-    state, parts, images_per_s = run.state, run.parts, lap.images_per_s
+    state, images_per_s = run.state, lap.images_per_s
     evaluation, each = measured or (None, ())
     loss, accuracy = (evaluation.loss, evaluation.accuracy) if evaluation else (None, None)
-    central, validates = parts.rule.has_central_model, which == "validation"
+    central, validates = run.rule.has_central_model, which == "validation"
     epochs = state.samples_seen / run.num_samples
     return EpochRecord(
         epoch=int(epochs) if epochs >= state.closed_epochs + 1 else round(epochs, 4),
@@ -334,14 +332,14 @@ def epoch_record(
         validation_accuracy=accuracy if validates else None,
         learner_accuracy=tuple(one.accuracy for one in each) or None,
         images_per_s=images_per_s,
-        images_per_s_per_device=images_per_s / parts.ranks.num_ranks,
-        num_learners=parts.bank.num_learners,
+        images_per_s_per_device=images_per_s / run.ranks.num_ranks,
+        num_learners=run.bank.num_learners,
         learning_rate=learning_rate,
         elapsed_s=state.elapsed_s,
         spread=run.spread() if central else None,
-        correction_norm=correction_norm(parts.bank) if central else None,
-        data_wait_share=lap.wait_share if parts.train_feed.STREAMS else None,
-        num_workers=parts.train_feed.num_workers if parts.train_feed.STREAMS else None,
+        correction_norm=correction_norm(run.bank) if central else None,
+        data_wait_share=lap.wait_share if run.train_feed.STREAMS else None,
+        num_workers=run.train_feed.num_workers if run.train_feed.STREAMS else None,
         metrics=evaluation.metrics if evaluation else {},
         learning=learning,
         num_non_finite=evaluation.num_non_finite if evaluation else 0,

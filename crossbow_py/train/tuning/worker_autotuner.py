@@ -42,7 +42,7 @@ class _Mark:
     loading_s: float
 
 
-class WorkerSupply:
+class WorkerAutotuner:
     """Cuts training time into windows and lets the tuning's rule look at each. Owned by the training loop.
 
     Args:
@@ -90,11 +90,11 @@ class WorkerSupply:
         return "" if said else self.state.reason
 
 
-def worker_supply(asked: int | Literal["auto"], feed: Feed, num_local: int = 1) -> WorkerSupply | None:
+def worker_autotuner(asked: int | Literal["auto"], feed: Feed, num_local: int = 1) -> WorkerAutotuner | None:
     """What corrects the number of workers of a feed; None where it is fixed, or nothing is loaded.
 
     `num_local` ranks share the host.
     """
     if asked != "auto" or not isinstance(feed, StreamingFeed):
         return None
-    return WorkerSupply(feed, read_host().shared_by(num_local))
+    return WorkerAutotuner(feed, read_host().shared_by(num_local))

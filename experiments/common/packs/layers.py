@@ -88,7 +88,7 @@ def _feed(workload: PackWorkload) -> Feed:
 
 def fused(side: PackSide, workload: PackWorkload) -> Step:
     """One pass of all models over the fused graph; on CUDA one graph, on one resident batch as the side it is for."""
-    parts = new_pack(side, workload).run.parts
+    parts = new_pack(side, workload).run
     tasks = RoundTasks(
         parts.bank, update=parts.update, feed=parts.train_feed, loss=parts.loss, seed=_SEED, collective=parts.collective
     )

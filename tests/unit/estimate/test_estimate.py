@@ -273,7 +273,7 @@ def test_help_says_what_memory_and_output_dir_are(capsys: pytest.CaptureFixture[
 
 
 def test_estimate_into_a_closed_pipe_ends_quietly() -> None:
-    code = "import sys; from crossbow_py.estimate import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from crossbow_py.estimate.__main__ import main; sys.exit(main(sys.argv[1:]))"
     shell = f"'{sys.executable}' -c '{code}' +experiment=digits memory=1GiB | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
     assert (done.stdout.strip(), done.stderr) == ("0", "")

@@ -9,7 +9,7 @@ from torch import Tensor
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.engine.sizing.job import Sample
 from crossbow_py.estimate.measuring import _made_up
-from crossbow_py.train.build import DataSets
+from crossbow_py.train.run import DataSets
 from crossbow_py.train.run_settings import RunSettings
 
 SETTINGS = RunSettings(num_learners=3, batch_size=2)

@@ -109,7 +109,7 @@ def test_part_of_other_values_is_resumed_from_or_refused_in_one_line(whole_run: 
         (("state", "samples_seen"), -5, "samples_seen is -5"),
         (("state", "samples_seen"), 10**30, "samples_seen is 1000"),
         (("state", "last_loss"), "low", "last_loss is 'low'"),
-        (("state", "sick_learners"), [1], "sick_learners is [1]"),
+        (("state", "sick_learners"), [1], "non_finite_learners is [1]"),
         (("choices",), LEFT_OUT, "does not hold what a run"),
         (("identity",), {1: 2}, "is of another run"),
     ],

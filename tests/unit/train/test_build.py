@@ -136,6 +136,6 @@ def test_probe_warns_about_random_numbers_that_a_compiled_model_draws_outside_of
 @pytest.mark.parametrize(("rule", "starts"), [(SMA(rate_scaling="none"), (40, 44, 48)), (Independent(), (40, 40, 40))])
 def test_plan_shares_the_stream_out_under_sma_and_gives_independent_learners_the_same_batch(rule, starts):
     trainer = make_trainer(num_learners=3, averaging=rule, optimizer=SGD(learning_rate=(0.1, 0.2, 0.4)))
-    plan = trainer.run.parts.plan(7, 40, 0.5)
+    plan = trainer.run.plan(7, 40, 0.5)
     assert (plan.index, plan.starts, plan.learning_rates) == (7, starts, (0.05, 0.1, 0.2))
     assert (plan.averaging is None) == (not rule.has_central_model)

@@ -56,7 +56,7 @@ def with_a_nan_at(position):
 def test_epoch_closes_with_the_first_round_at_or_past_its_last_sample_and_batches_cross(monkeypatch):
     recorder = Recorder()
     trainer = make_trainer(train_data=blobs(42), callbacks=[recorder])
-    starts = spy(monkeypatch, trainer.run.parts.train_feed, "batch")
+    starts = spy(monkeypatch, trainer.run.train_feed, "batch")
     result = trainer.fit(max_epochs=3)
     # Rounds of 8: 42 samples are seen with the 6th, 84 with the 11th, 126 with the 16th.
     assert [record.samples_seen for record in recorder.of("epoch")] == [48, 88, 128]
@@ -111,7 +111,7 @@ def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr(loop_module, "ThroughputMeter", lambda: ThroughputMeter(lambda: clock["now"]))
     trainer = make_trainer(test_data=blobs(30))
-    learn, evaluate = trainer.run.parts.train_feed.batch, trainer.run.parts.evaluator.evaluate
+    learn, evaluate = trainer.run.train_feed.batch, trainer.run.evaluator.evaluate
 
     def slow_batch(start):
         clock["now"] += 0.5
@@ -121,8 +121,8 @@ def test_max_time_s_counts_training_and_leaves_evaluation_out(monkeypatch):
         clock["now"] += 1000.0
         return evaluate(*arguments, **named)
 
-    monkeypatch.setattr(trainer.run.parts.train_feed, "batch", slow_batch)
-    monkeypatch.setattr(trainer.run.parts.evaluator, "evaluate", slow_evaluate)
+    monkeypatch.setattr(trainer.run.train_feed, "batch", slow_batch)
+    monkeypatch.setattr(trainer.run.evaluator, "evaluate", slow_evaluate)
     result = trainer.fit(max_time_s=7.0)
     # Two batches a round, so a second a round.
     assert (result.stop_reason, result.summary.train_time_s) == ("max_time_s", 7.0)
@@ -152,17 +152,17 @@ def test_validation_data_feeds_targets_and_best_and_test_is_measured_once_at_the
         validation_data=blobs(30), test_data=(inputs, (targets + 1) % 3), callbacks=[recorder]
     )  # the test targets are wrong on purpose: accuracy there falls while it rises on the validation data
     measured = []
-    original = trainer.run.parts.evaluator.evaluate
+    original = trainer.run.evaluator.evaluate
 
     def recorded(state, feed, *_, **__):
         measured.append(feed)
         return original(state, feed)
 
-    monkeypatch.setattr(trainer.run.parts.evaluator, "evaluate", recorded)
+    monkeypatch.setattr(trainer.run.evaluator, "evaluate", recorded)
     result = trainer.fit(target_accuracy=0.9, max_epochs=50)
     records = recorder.of("epoch")
     assert result.stop_reason == "target_accuracy"
-    assert measured == [trainer.run.parts.validation_feed] * len(records) + [trainer.run.parts.test_feed]
+    assert measured == [trainer.run.validation_feed] * len(records) + [trainer.run.test_feed]
     assert [(record.test_loss, record.test_accuracy) for record in records] == [(None, None)] * len(records)
     assert result.summary.best_validation_accuracy == max(record.validation_accuracy for record in records) >= 0.9
     assert result.test_accuracy <= 0.1
@@ -274,7 +274,7 @@ def restarts(monkeypatch, **options):
     """Fit through a drop at epoch 1; what was true right after each restart."""
     recorder = Recorder()
     trainer = make_trainer(schedule=MultiStep(milestones=(1.0,), gamma=0.1), callbacks=[recorder], **options)
-    bank, original, seen = trainer.run.parts.bank, trainer.run.parts.bank.restart, []
+    bank, original, seen = trainer.run.bank, trainer.run.bank.restart, []
 
     def restart(*given):
         z = bank.z.storage.clone()
@@ -342,7 +342,7 @@ def test_reseed_clones_the_sick_learner_from_z_counts_it_and_leaves_the_others_b
         train_data=with_a_nan_at(22), num_learners=3, executor=executor, on_nonfinite="reseed",
         callbacks=[recorder],
     )  # fmt: skip
-    bank, original, checked = trainer.run.parts.bank, trainer.run.parts.bank.reseed, []
+    bank, original, checked = trainer.run.bank, trainer.run.bank.reseed, []
 
     def reseed(sick, buffers):
         (learner,) = sick

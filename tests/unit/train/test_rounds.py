@@ -59,8 +59,8 @@ def make_runner():
             executor=executor, loss=loss, train_data=blobs(400), optimizer=SGD(learning_rate=0.01), **number, **options
         )
         run = trainer.run
-        run.parts = dataclasses.replace(run.parts, collective=collective)
-        collective.bank, run.parts.bank.num_devices = run.parts.bank, 2
+        run = dataclasses.replace(run, collective=collective)
+        collective.bank, run.bank.num_devices = run.bank, 2
         reporter = Reporter([], ThroughputMeter())
         reporter.start(run_info(run, None), 0.0)
         runner = RoundRunner(run, reporter)
@@ -76,7 +76,7 @@ def make_runner():
 
 
 def submit(runner, run, rounds):
-    return [runner.submit(run.parts.plan(index, index * 8, 1.0)) for index in rounds]
+    return [runner.submit(run.plan(index, index * 8, 1.0)) for index in rounds]
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -96,7 +96,7 @@ def test_rank_out_of_memory_takes_part_in_every_sum_and_adds_nothing(make_runner
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_z_of_a_rank_that_sits_out_moves_by_what_the_others_add(make_runner, executor):
     runner, run, _, loss = make_runner(executor, averaging=SMA(averaging_momentum=0.5))
-    bank = run.parts.bank
+    bank = run.bank
     before = bank.z.flat()[0].clone()
     loss.error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
     submit(runner, run, range(3))
@@ -108,7 +108,7 @@ def test_z_of_a_rank_that_sits_out_moves_by_what_the_others_add(make_runner, exe
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_learners_that_share_gradients_wait_for_another_ranks_weights_while_theirs_sits_out(make_runner, executor):
     runner, run, collective, loss = make_runner(executor, averaging=SynchronousSGD())
-    bank = run.parts.bank
+    bank = run.bank
     before = bank.weights.flat()[0].clone()
     loss.error = MemoryError("no room")
     assert submit(runner, run, range(3)) == [True] * 3
@@ -119,8 +119,8 @@ def test_learners_that_share_gradients_wait_for_another_ranks_weights_while_thei
 
 def test_learners_that_share_gradients_are_alike_again_after_one_ran_out_of_memory_in_its_step(make_runner):
     runner, run, _, _ = make_runner("serial", averaging=SynchronousSGD())
-    runner.parts = run.parts = dataclasses.replace(run.parts, collective=Collective())
-    run.parts.bank.num_devices = 1
+    runner._run = run = dataclasses.replace(run, collective=Collective())
+    run.bank.num_devices = 1
     run.tuning.state = dataclasses.replace(run.tuning.state, num_learners=4)
     runner.set_learners(4)
     correct, calls = runner.executor.tasks.correct, []
@@ -135,7 +135,7 @@ def test_learners_that_share_gradients_are_alike_again_after_one_ran_out_of_memo
     assert submit(runner, run, [0]) == [False]
     assert calls == [0, 1, 2]
     runner.shrink()
-    bank = run.parts.bank
+    bank = run.bank
     rows = [bank.weights.flat(learner)[0] for learner in range(bank.num_learners)]
     assert bank.num_learners > 1 and all(torch.equal(row, rows[0]) for row in rows)
     assert torch.equal(bank.z.flat()[0], rows[0]) and set(bank.step_counts[: bank.num_learners]) == {1}
@@ -162,7 +162,7 @@ def test_rank_out_of_memory_goes_on_with_fewer_learners_after_all_have_met(make_
     loss.error = None
     runner.shrink()
     assert not runner.out_of_memory
-    assert (run.parts.bank.num_learners, run.tuning.state.num_learners) == (1, 1)
+    assert (run.bank.num_learners, run.tuning.state.num_learners) == (1, 1)
     assert run.tuning.state.out_of_memory_at == 2
     assert submit(runner, run, range(4, 7)) == [True] * 3
     assert runner.drain()
@@ -174,7 +174,7 @@ def test_rank_that_is_healthy_shrinks_too_when_another_is_out_of_memory(make_run
     runner, run, collective, _ = make_runner("threads")
     submit(runner, run, range(3))
     runner.shrink()
-    assert run.parts.bank.num_learners == 1
+    assert run.bank.num_learners == 1
     assert submit(runner, run, range(3, 5)) == [True] * 2
     assert runner.drain()
     assert collective.num_sums == 5
@@ -216,8 +216,8 @@ def make_lonely_runner(make_runner):
 
     def make(**options):
         runner, run, _, _ = make_runner(**options)
-        runner.parts = run.parts = dataclasses.replace(run.parts, collective=Collective())
-        run.parts.bank.num_devices = 1
+        runner._run = run = dataclasses.replace(run, collective=Collective())
+        run.bank.num_devices = 1
         run.tuning.state = dataclasses.replace(run.tuning.state, num_learners=2)
         return runner, run
 
@@ -230,7 +230,7 @@ def test_learners_that_go_by_themselves_lose_nothing_of_it_when_some_come_or_go(
     runner, run = make_lonely_runner(averaging=rule(averaging_period=1000))
     submit(runner, run, range(5))
     assert runner.drain()
-    bank = run.parts.bank
+    bank = run.bank
     rows = [bank.weights.flat(learner)[0].clone() for learner in range(2)]
     z, mean = bank.z.flat()[0].clone(), (rows[0] + rows[1]) / 2
     runner.set_learners(after)
@@ -248,7 +248,7 @@ def test_rank_that_runs_out_of_memory_after_a_look_at_the_learners_mean_takes_pa
     begun = collective.num_sums
     submit(runner, run, range(3))
     assert runner.drain()
-    run.parts.final_states(0)
+    run.final_states(0)
     assert collective.num_sums == begun + 2  # an outer step, and the look
     loss.error = MemoryError("no room")
     assert submit(runner, run, range(3, 8)) == [True] * 5

@@ -16,6 +16,7 @@ from crossbow_py import SGD, SMA, Augmentation, Independent, MultiStep, UserErro
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.telemetry.records import read_metrics, read_summary
+from crossbow_py.train.checkpoints.contents import state_dict
 from crossbow_py.train.checkpoints.weights import save_weights
 from crossbow_py.train.config import TrainConfig
 from tests.support import linear_model
@@ -62,7 +63,7 @@ def test_fit_of_two_learners_on_tensors_learns_and_returns_the_average_model(exe
     assert result.models == []
     assert not result.model.training
     assert outputs_right(result.model) == pytest.approx(result.test_accuracy)
-    z = trainer.run.parts.bank.z.shaped()
+    z = trainer.run.bank.z.shaped()
     assert all(torch.equal(value, z[name]) for name, value in result.model.state_dict().items())
     assert result.summary.epochs == 3.0
 
@@ -82,7 +83,7 @@ def test_fit_of_one_learner_equals_a_plain_torch_loop_with_its_schedule():
     for n in range(20):
         # 40 samples in batches of 4: the rate drops at samples 40 and 60, which is before rounds 10 and 15.
         reference.param_groups[0]["lr"] = 0.05 * (1.0 if n < 10 else 0.1 if n < 15 else 0.01)
-        batch = trainer.run.parts.train_feed.batch(4 * n)
+        batch = trainer.run.train_feed.batch(4 * n)
         reference.zero_grad()
         nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
         reference.step()
@@ -101,7 +102,7 @@ def test_fit_of_two_learners_equals_the_equations_worked_out_by_hand():
     for n in range(6):
         sums = [torch.zeros_like(p) for p in z]
         for j, model in enumerate(models):
-            batch = trainer.run.parts.train_feed.batch((2 * n + j) * 4)
+            batch = trainer.run.train_feed.batch((2 * n + j) * 4)
             parameters = list(model.parameters())
             loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
             for i, (w, g) in enumerate(zip(parameters, torch.autograd.grad(loss, parameters), strict=True)):
@@ -231,7 +232,7 @@ def test_init_from_starts_at_the_saved_weights(tmp_path):
     tuned = make_trainer(test_data=blobs(30), init_from=tmp_path / "model.safetensors")
     assert tuned.evaluate().accuracy == first.test_accuracy
     for learner in range(2):
-        state = tuned.run.parts.bank.learner_state(learner)
+        state = tuned.run.bank.learner_state(learner)
         assert all(torch.equal(value, state[name]) for name, value in first.model.state_dict().items())
     assert tuned.fit(max_epochs=1).summary.test_loss < first.summary.test_loss
     with pytest.raises(CheckpointError, match="init_from=.* does not fit this model"):
@@ -317,7 +318,7 @@ def test_random_numbers_that_are_asked_of_torchs_own_generator_are_warned_about_
 def test_state_dict_holds_only_tensors_and_plain_types(tmp_path):
     trainer = make_trainer(model=image_model, train_data=images(60))
     trainer.fit(max_rounds=2)
-    torch.save(trainer.run.state_dict(), tmp_path / "state.pt")
+    torch.save(state_dict(trainer.run), tmp_path / "state.pt")
     read = torch.load(Path(tmp_path / "state.pt"), weights_only=True)
     assert read["choices"] == {"device": "cpu", "precision": "fp32", "executor": "serial"}
     assert read["state"]["samples_seen"] == 16
@@ -335,8 +336,8 @@ def test_fresh_fit_into_a_folder_that_holds_a_run_is_refused_and_spoils_nothing(
 def test_independent_learners_begin_apart_and_the_first_as_a_single_model_does():
     alone = make_trainer(model=lambda: nn.Linear(4, 3), num_learners=1)
     trainer = make_trainer(model=lambda: nn.Linear(4, 3), averaging=Independent())
-    first, second = (trainer.run.parts.bank.learner_state(learner)["weight"] for learner in range(2))
-    assert torch.equal(first, alone.run.parts.bank.learner_state(0)["weight"])
+    first, second = (trainer.run.bank.learner_state(learner)["weight"] for learner in range(2))
+    assert torch.equal(first, alone.run.bank.learner_state(0)["weight"])
     assert not torch.equal(first, second)
 
 
@@ -424,7 +425,7 @@ def test_paths_beneath_the_home_folder_are_written_and_read_there(tmp_path, monk
     assert make_trainer(resume="~/run").state.round_index == 3
     assert make_trainer(resume=Path("~/run/checkpoints")).state.round_index == 3
     assert make_trainer(output_dir="~/run", resume="auto").state.round_index == 3
-    state = make_trainer(init_from="~/run/model.safetensors").run.parts.bank.learner_state(0)
+    state = make_trainer(init_from="~/run/model.safetensors").run.bank.learner_state(0)
     written = load_file(tmp_path / "home" / "run" / "model.safetensors")
     assert all(torch.equal(value, state[name]) for name, value in written.items())
     assert [path.name for path in tmp_path.iterdir()] == ["home"]

@@ -15,9 +15,10 @@ from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels import update as kernels
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
+from crossbow_py.engine.update import kernel_update
 from crossbow_py.engine.update.kernel_update import KernelUpdate, choose_kernel_update
 from crossbow_py.engine.update.optimizers import SGD, AdamW
-from crossbow_py.engine.update.row_update import Step, TorchUpdate, kernel_update
+from crossbow_py.engine.update.row_update import Step, TorchUpdate
 from tests.unit.engine.kernels.traffic import counted_traffic
 
 CPU = torch.device("cpu")

@@ -258,7 +258,7 @@ def test_comparison_leaves_learners_their_weights_buffers_and_random_numbers():
 
 def test_auto_goes_on_to_executors_that_give_the_models_gradients(monkeypatch):
     monkeypatch.setattr(RememberedChoices, "recall", lambda choices, key: None)
-    parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run.parts
+    parts = make_trainer(model=lambda: Net(Sign.apply), executor="auto").run
     assert parts.choices.executor in ("serial", "threads")
     why = "Executors fused and fused_threads are left out for this model: it has a backward pass of its own, Sign"
     assert any(note.startswith(why) for note in parts.warnings), parts.warnings

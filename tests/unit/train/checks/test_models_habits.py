@@ -403,9 +403,9 @@ def test_loss_may_write_into_outputs():
 
 def test_momentum_encoders_of_independent_learners_train_on():
     trainer = make_trainer(model=MomentumEncoder, averaging=Independent())
-    before = trainer.run.parts.bank.learner_state(0)["key.weight"].clone()
+    before = trainer.run.bank.learner_state(0)["key.weight"].clone()
     trainer.fit(max_epochs=1)
-    assert not torch.equal(trainer.run.parts.bank.learner_state(0)["key.weight"], before)
+    assert not torch.equal(trainer.run.bank.learner_state(0)["key.weight"], before)
 
 
 @pytest.mark.parametrize("executor", ["serial", "threads"])
@@ -527,7 +527,7 @@ def test_layer_that_train_freezes_is_frozen_from_the_start():
             return self
 
     trainer = make_trainer(model=Frozen)
-    weights = trainer.run.parts.bank.learner_state(0)["first.weight"].clone()
+    weights = trainer.run.bank.learner_state(0)["first.weight"].clone()
     result = trainer.fit(max_epochs=1)
     assert torch.equal(result.model.first.weight, weights)
 
@@ -579,7 +579,7 @@ def test_callback_that_leaves_gradients_off_ends_no_run():
 
 def test_trainers_that_threads_build_at_once_begin_with_their_seeds_weights():
     def weights(seed):
-        return make_trainer(model=Net, seed=seed).run.parts.bank.z.shaped()["first.weight"].clone()
+        return make_trainer(model=Net, seed=seed).run.bank.z.shaped()["first.weight"].clone()
 
     alone = [weights(seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:

@@ -36,7 +36,7 @@ def trained(rounds: int, **options: Any) -> tuple[Trainer, Result]:
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
-    bank = trainer.run.parts.bank
+    bank = trainer.run.bank
     return [bank.learner_state(j)["weight"].clone() for j in range(bank.num_learners)]
 
 
@@ -46,14 +46,14 @@ def test_model_of_a_run_shorter_than_the_period_is_the_mean_of_its_learners(rule
     rows = weights(trainer)
     assert not torch.equal(rows[0], rows[1])
     torch.testing.assert_close(result.model.state_dict()["weight"], torch.stack(rows).mean(0))
-    z = trainer.run.parts.bank.z.shaped()["weight"]
-    assert torch.equal(z, make_trainer().run.parts.bank.z.shaped()["weight"])  # a look at the mean has not moved it
+    z = trainer.run.bank.z.shaped()["weight"]
+    assert torch.equal(z, make_trainer().run.bank.z.shaped()["weight"])  # a look at the mean has not moved it
 
 
 @pytest.mark.parametrize("rule", [LocalSGD, PAPA])
 def test_spread_is_around_the_mean_that_is_evaluated(rule: type) -> None:
     trainer, _ = trained(7, averaging=rule(averaging_period=1000))
-    bank, mean = trainer.run.parts.bank, mean_of_learners(trainer.run.parts.bank, Collective())
+    bank, mean = trainer.run.bank, mean_of_learners(trainer.run.bank, Collective())
     length = torch.linalg.vector_norm(torch.cat(mean.trained()))
     squares = [
         torch.linalg.vector_norm(torch.cat(bank.weights.trained(j)) - torch.cat(mean.trained())) ** 2 / length**2
@@ -88,7 +88,7 @@ def test_period_longer_than_the_run_is_said_where_the_model_would_stay_as_it_beg
 @pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo])
 def test_model_right_after_learners_averaged_is_z_to_the_bit(rule: type) -> None:
     trainer, result = trained(6, averaging=rule(averaging_period=3))
-    assert torch.equal(result.model.state_dict()["weight"], trainer.run.parts.bank.z.shaped()["weight"])
+    assert torch.equal(result.model.state_dict()["weight"], trainer.run.bank.z.shaped()["weight"])
 
 
 def test_evaluation_between_two_averagings_changes_nothing_of_what_is_learned() -> None:
@@ -97,7 +97,7 @@ def test_evaluation_between_two_averagings_changes_nothing_of_what_is_learned() 
     seldom.fit(max_rounds=10)
     for _ in range(10):
         often.fit(max_rounds=1)
-    assert torch.equal(seldom.run.parts.bank.z.storage, often.run.parts.bank.z.storage)
+    assert torch.equal(seldom.run.bank.z.storage, often.run.bank.z.storage)
     assert all(torch.equal(one, other) for one, other in zip(weights(seldom), weights(often), strict=True))
 
 
@@ -122,7 +122,7 @@ def test_last_round_of_a_growing_period_averages() -> None:
     averaging = SMA(quadratic_period=1.0, averaging_momentum=0.0)  # (1 / 0.02)² rounds, more than there are
     trainer = make_trainer(averaging=averaging, optimizer=SGD(learning_rate=0.02))
     result = trainer.fit(max_samples=56)
-    start = make_trainer().run.parts.bank.z.shaped()["weight"]
+    start = make_trainer().run.bank.z.shaped()["weight"]
     assert not torch.equal(result.model.state_dict()["weight"], start)
     assert (trainer.state.round_index, trainer.state.apart_since) == (7, 7)
 
@@ -163,7 +163,7 @@ def test_period_that_grows_is_fixed_when_it_begins() -> None:
 @pytest.mark.parametrize("momentum", ["keep", "average"])
 def test_learner_that_went_out_of_bounds_adds_nothing_to_an_outer_step(momentum: str) -> None:
     trainer, _ = trained(3, averaging=LocalSGD(averaging_period=1000), optimizer=SGD(learning_rate=0.1, momentum=0.9))
-    bank = trainer.run.parts.bank
+    bank = trainer.run.bank
     z, rows = bank.z.shaped()["weight"].clone(), weights(trainer)
     velocities = [bank.state["momentum"].shaped(j)["weight"].clone() for j in range(3)]
     for sick in (bank.weights, bank.state["momentum"]):
@@ -182,7 +182,7 @@ def test_learner_that_went_out_of_bounds_adds_nothing_to_an_outer_step(momentum:
 @pytest.mark.parametrize("rule", [LocalSGD, DiLoCo, SlowMo, PAPA])
 def test_run_in_which_a_learner_blows_up_between_two_outer_steps_goes_on_without_it(rule: type) -> None:
     inputs, targets = blobs(40)
-    sick = make_trainer().run.parts.train_feed.batch(4).inputs[0]  # of learner 1 in round 0
+    sick = make_trainer().run.train_feed.batch(4).inputs[0]  # of learner 1 in round 0
     inputs[(inputs == sick).all(1)] = 1e4  # its loss is finite, and that of round 1 is not
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,7 @@ def test_hessian_of_a_loss_that_is_linear_in_the_weights_is_zero():
 def test_statistics_of_a_run_are_what_plain_autograd_makes_of_the_average_model():
     options = {"test_data": blobs(30), "optimizer": SGD(learning_rate=0.02), "label_smoothing": 0.1}
     records, trainer, _ = measured(stops={"max_epochs": 1}, **options)
-    found, z, feed = records[-1].learning, trainer.run.models()[0].double(), trainer.run.parts.train_feed
+    found, z, feed = records[-1].learning, trainer.run.models()[0].double(), trainer.run.train_feed
 
     def loss(output, targets):
         return cross_entropy(output, targets, label_smoothing=0.1)
@@ -176,7 +176,7 @@ def test_agreement_is_counted_on_the_data_that_is_evaluated_else_on_the_training
     if data == "validation_data":
         options["test_data"] = blobs(30)
     records, trainer, _ = measured(num_learners=3, optimizer=SGD(learning_rate=(0.0, 0.3, 1.0)), **options)
-    bank = trainer.run.parts.bank
+    bank = trainer.run.bank
     classes = []
     for j in range(3):
         state = bank.learner_state(j)
@@ -212,7 +212,7 @@ def test_independent_learners_agree_or_not_and_the_rest_is_the_first_ones():
     records, trainer, _ = measured(
         averaging=Independent(), num_learners=2, optimizer=SGD(learning_rate=(0.01, 1e-9)), train_data=features(40)
     )
-    learning, feed = records[-1].learning, trainer.run.parts.train_feed
+    learning, feed = records[-1].learning, trainer.run.train_feed
     first = torch.cat([feed.batch(start).inputs for start in range(0, 40, 4)]).double()
     targets = torch.cat([feed.batch(start).targets for start in range(0, 40, 4)])
     model = trainer.run.models()[0].double()
@@ -248,10 +248,10 @@ def test_memory_that_is_short_ends_measuring_and_not_the_run(monkeypatch):
 
 def test_learner_that_waits_to_be_reseeded_is_left_out_of_agreement():
     _, trainer, _ = measured(num_learners=3, test_data=blobs(30))
-    for values in trainer.run.parts.bank.weights.flat(1):
+    for values in trainer.run.bank.weights.flat(1):
         values.neg_()
     sound = LearningMeasurement(trainer.run).measure("test").agreement
-    trainer.state.sick_learners[1] = 3
+    trainer.state.non_finite_learners[1] = 3
     assert LearningMeasurement(trainer.run).measure("test").agreement > sound
 
 
@@ -286,7 +286,7 @@ def test_run_with_statistics_is_the_one_without_in_every_bit(executor, rule):
             (each.epoch, each.train_loss, each.test_loss, each.test_accuracy, each.spread, each.correction_norm)
             for each in recorder.of("epoch")
         ]
-        ends.append((result, trainer.run.parts.bank.state_dict(), drawn, lines))
+        ends.append((result, trainer.run.bank.state_dict(), drawn, lines))
     (off, off_bank, *off_rest), (on, on_bank, *on_rest) = ends
     assert equal_states(off.model, on.model)
     assert all(equal_states(*pair) for pair in zip(off.models, on.models, strict=True))
@@ -376,7 +376,7 @@ def test_watch_says_that_statistics_are_measured(monkeypatch):
     measure = LearningMeasurement.measure
 
     def listen(self, which):
-        said.append(self._run.parts.ranks.watch.doing)
+        said.append(self._run.ranks.watch.doing)
         return measure(self, which)
 
     monkeypatch.setattr(LearningMeasurement, "measure", listen)

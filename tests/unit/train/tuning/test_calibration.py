@@ -264,11 +264,11 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     assert calls == [[("serial", 2), ("threads", 2), ("fused", 2), ("fused_threads", 2)]]
     second = Trainer(**options)
     assert len(calls) == 1
-    assert second.run.parts.warnings[-1].startswith(
-        f"Executor {second.run.parts.choices.executor} was the fastest when measured earlier (remembered in "
+    assert second.run.warnings[-1].startswith(
+        f"Executor {second.run.choices.executor} was the fastest when measured earlier (remembered in "
     )
-    assert first.run.parts.choices.executor == second.run.parts.choices.executor
-    assert any("was the fastest here" in warning for warning in first.run.parts.warnings)
+    assert first.run.choices.executor == second.run.choices.executor
+    assert any("was the fastest here" in warning for warning in first.run.warnings)
     Trainer(**{**options, "batch_size": 8})
     assert len(calls) == 2
 
@@ -314,7 +314,7 @@ def test_remembered_fused_is_measured_anew_when_the_model_cannot_be_fused_any_mo
             return super().forward(inputs if inputs.sum() > 0 else -inputs)
 
     trainer = make_trainer(model=lambda: Branches(4, 3), executor="auto")
-    assert trainer.run.parts.choices.executor in ("serial", "threads")
+    assert trainer.run.choices.executor in ("serial", "threads")
 
 
 def test_fused_for_a_model_that_cannot_be_exported_is_one_clear_sentence():

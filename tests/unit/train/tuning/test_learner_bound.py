@@ -56,7 +56,7 @@ def test_one_learner_is_always_allowed(trainer):
 
 
 def test_fixed_number_of_learners_is_not_touched(trainer):
-    assert trainer(1e6, num_learners=4).run.parts.bank.num_learners == 4
+    assert trainer(1e6, num_learners=4).run.bank.num_learners == 4
 
 
 class Opaque(nn.Module):

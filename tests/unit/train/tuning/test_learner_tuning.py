@@ -14,7 +14,7 @@ from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.train.loop import TrainingLoop
 from crossbow_py.train.run_folder.reporter import run_info
-from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.run_settings import StopConditions
 from crossbow_py.train.tuning.learner_tuning import LearnerTuning
 from tests.networks import LstmClassifier, inputs_for
 from tests.trainers import Recorder, blobs, image_model, images, make_trainer
@@ -88,12 +88,12 @@ def test_limit_lowered_on_resume_takes_learners_away_and_one_raised_starts_growi
     options = {"train_data": blobs(120), "output_dir": tmp_path}
     first = make_trainer(num_learners="auto", max_learners=4, **options)
     first.run.tuning.state = AutoTunerState(4, "settled", measured=((1, 100.0), (2, 190.0), (4, 300.0)))
-    first.run.parts.bank.resize(4)
+    first.run.bank.resize(4)
     first.fit(max_rounds=2)
     options |= {"resume": options.pop("output_dir")}
     lower = make_trainer(num_learners="auto", max_learners=3, **options)
     assert (lower.run.tuning.state.num_learners, lower.run.tuning.state.phase) == (2, "settled")
-    assert lower.run.parts.bank.num_learners == 2
+    assert lower.run.bank.num_learners == 2
     assert lower.fit(max_rounds=2).summary.num_learners == 2
     same = make_trainer(num_learners="auto", max_learners=4, **options)
     assert same.run.tuning.state.phase == "settled"
@@ -126,7 +126,7 @@ def test_run_whose_learners_come_and_go_sees_every_sample_and_learns(executor):
 
 def test_growth_from_one_learner_begins_at_its_weights_and_shrinking_to_one_ends_at_the_average():
     trainer = auto_trainer([2], train_data=blobs(120), optimizer=SGD(learning_rate=0.0))
-    bank = trainer.run.parts.bank
+    bank = trainer.run.bank
     before = bank.weights.flat(0)[0].clone()
     trainer.fit(max_rounds=3)
     assert bank.num_learners == 2
@@ -148,8 +148,8 @@ def test_resumed_run_goes_on_with_the_learners_it_had_bit_for_bit(executor, tmp_
     assert second.run.tuning.state.num_learners == 3
     second.run.tuning = Scripted([])
     second.fit(max_rounds=4)
-    for name, value in straight.run.parts.bank.state_dict()["weights"].items():
-        assert torch.equal(value, second.run.parts.bank.state_dict()["weights"][name]), name
+    for name, value in straight.run.bank.state_dict()["weights"].items():
+        assert torch.equal(value, second.run.bank.state_dict()["weights"][name]), name
 
 
 def test_decisions_are_lines_of_their_own_in_the_metrics(tmp_path):
@@ -162,7 +162,7 @@ def test_decisions_are_lines_of_their_own_in_the_metrics(tmp_path):
 
 def test_learner_that_memory_does_not_hold_is_not_added_and_nothing_is_lost(monkeypatch):
     trainer = auto_trainer([2, 3], train_data=blobs(120), test_data=blobs(30))
-    allocate, bank = ReplicaBank._allocate, trainer.run.parts.bank
+    allocate, bank = ReplicaBank._allocate, trainer.run.bank
 
     def limited(self, capacity):
         if capacity > 2:
@@ -181,11 +181,11 @@ def test_learner_that_memory_does_not_hold_is_not_added_and_nothing_is_lost(monk
 @pytest.mark.parametrize("executor", ["serial", "threads", "fused"])
 def test_round_that_dies_for_want_of_memory_takes_learners_away_and_training_goes_on(executor):
     trainer = auto_trainer([2, 3], executor=executor, train_data=blobs(120), test_data=blobs(30))
-    feed = trainer.run.parts.train_feed
+    feed = trainer.run.train_feed
     batch, batches = feed.batch, feed.batches
 
     def limited(start):
-        if trainer.run.parts.bank.num_learners > 2:
+        if trainer.run.bank.num_learners > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return batch(start)
 
@@ -203,7 +203,7 @@ def test_learner_that_is_sick_when_the_number_changes_is_reseeded_first():
     trainer = auto_trainer(
         [3, 3, 3, 1, 1, 3], model=image_model, train_data=images(96), on_nonfinite="reseed", executor="serial"
     )
-    feed = trainer.run.parts.train_feed
+    feed = trainer.run.train_feed
     batch, calls = feed.batch, iter(range(100))
 
     def sick_once(start):
@@ -214,7 +214,7 @@ def test_learner_that_is_sick_when_the_number_changes_is_reseeded_first():
     feed.batch = sick_once
     trainer.fit(max_rounds=8)
     assert trainer.state.num_reseeded == 1
-    bank = trainer.run.parts.bank
+    bank = trainer.run.bank
     for learner in range(bank.num_learners):
         assert all(bool(value.isfinite().all()) for value in bank.learner_state(learner).values())
 
@@ -228,7 +228,7 @@ def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by
         decision = trainer.run.tuning.after_round(12, 1.0)
         loop.rounds.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
         loop._follow(decision)
-        assert trainer.run.parts.bank.num_learners == trainer.run.tuning.state.num_learners == 3
+        assert trainer.run.bank.num_learners == trainer.run.tuning.state.num_learners == 3
 
 
 def _memory_error():
@@ -239,7 +239,7 @@ def _memory_error():
 
 def test_out_of_memory_with_a_number_of_learners_that_was_asked_for_is_the_end(monkeypatch):
     trainer = make_trainer()
-    monkeypatch.setattr(trainer.run.parts.train_feed, "batch", lambda start: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(trainer.run.train_feed, "batch", lambda start: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(LearnerError):
         trainer.fit(max_epochs=1)
 

@@ -10,7 +10,7 @@ import torch
 
 from crossbow_py.core.host import Host
 from crossbow_py.data.streaming.streaming_feed import LoadingTimes
-from crossbow_py.train.tuning.worker_autotuner import WorkerSupply, first_workers
+from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner, first_workers
 
 HOST = Host(cores=4, memory_bytes=2**34, shared_bytes=2**30)
 
@@ -25,7 +25,7 @@ def feed(num_workers: int = 1, through_shared: bool = True) -> Any:
     return made
 
 
-def train(supply: WorkerSupply, feed: Any, windows: int, waited: float, fetch_s: float) -> list[str]:
+def train(supply: WorkerAutotuner, feed: Any, windows: int, waited: float, fetch_s: float) -> list[str]:
     """Windows of 2 s with 10 batches each, of which `waited` s are waiting; a batch takes `fetch_s` to load."""
     said = []
     for _ in range(windows):
@@ -44,8 +44,8 @@ def fed() -> Any:
     return made
 
 
-def begun(fed: Any, host: Host = HOST) -> WorkerSupply:
-    supply = WorkerSupply(fed, host)
+def begun(fed: Any, host: Host = HOST) -> WorkerAutotuner:
+    supply = WorkerAutotuner(fed, host)
     assert supply.after_round(0.0, 0.0, 0) == ""
     return supply
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from crossbow_py.engine.rounds import Round, RoundOutcome
-from crossbow_py.train.run_state import RunState
+from crossbow_py.train.run import RunState
 
 
 def outcome(losses, correct, finite):
@@ -54,7 +54,7 @@ def test_absorb_notes_gated_learners_once_until_they_are_reseeded():
     state = RunState()
     state.absorb(outcome([1.0, math.nan], [1, 0], [True, False]))
     state.absorb(outcome([math.nan, math.nan], [0, 0], [False, False]))
-    assert state.sick_learners == {1: 0, 0: 0}
+    assert state.non_finite_learners == {1: 0, 0: 0}
 
 
 @pytest.mark.parametrize(("samples_seen", "closed"), [(10, 1), (13, 1), (32, 3)])

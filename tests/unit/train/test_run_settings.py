@@ -7,7 +7,7 @@ import math
 import pytest
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.train.stopping import StopConditions
+from crossbow_py.train.run_settings import StopConditions
 
 
 def test_no_condition_at_all_is_refused_with_the_names() -> None:

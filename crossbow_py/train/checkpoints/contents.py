@@ -1,0 +1,159 @@
+"""What a checkpoint holds of a run, what makes two runs the same, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from crossbow_py.core.errors import CheckpointError
+from crossbow_py.core.plain_values import differences, filled
+from crossbow_py.core.settings import to_mapping
+from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.engine.bank.gradient_mean import align_groups
+from crossbow_py.engine.bank.saved_bank import CENTRAL, mean_weights, num_saved
+from crossbow_py.train.checkpoints.checkpoint import SavedCheckpoint, formerly, taking_from
+from crossbow_py.train.run import Run, RunState
+
+# Settings that do not decide what comes out, or are kept with what `auto` chose.
+_CHANGEABLE = (
+    "device", "executor", "compile_model", "precision", "on_nonfinite", "max_learners", "num_workers",
+    "learning_statistics",
+)  # fmt: skip
+
+
+def state_dict(run: Run) -> dict[str, Any]:
+    """Return this rank's part of a checkpoint: tensors and plain types. All ranks call it together, drained.
+
+    The first rank's part holds everything that belongs to no learner, z included unless every node has its own.
+    """
+    bank, ranks = run.bank, run.ranks
+    if bank.is_single:
+        bank.adopt_learner()  # z is w
+    own = bank.state_dict()
+    if not (ranks.is_first or run.collective.apart):
+        for name in CENTRAL:
+            own.pop(name, None)
+    return {
+        "choices": run.choices.to_plain(),
+        "identity": identity(run),
+        "state": run.state.to_plain(),
+        "epoch_sums": list(run.epoch_sums()),
+        "nodes": run.nodes,
+        "bank": own,
+        "average_ema": run.average_ema.state_dict() if run.average_ema and ranks.is_first else None,
+        "tuner": run.tuning.to_plain() if run.tuning else None,
+    }
+
+
+def restore(run: Run, checkpoint: SavedCheckpoint) -> None:
+    """Go on from a checkpoint, whose number of ranks may be another one.
+
+    With as many ranks as it has, every learner is what it was. With another number z is, and so is the schedule;
+    learners beyond those that were there are clones of z. Raises CheckpointError when it is of another run.
+    """
+    with taking_from(checkpoint.folder):
+        saved = checkpoint.part(0)
+        _check_identity(run, saved["identity"])
+        if checkpoint.num_ranks == run.ranks.num_ranks:
+            _take_own(run, checkpoint)
+        else:
+            _take_share(run, checkpoint)
+        if run.average_ema is not None:
+            run.average_ema.load_state_dict(saved["average_ema"], run.state.samples_seen)
+        if run.tuning and saved.get("tuner"):
+            run.tuning.restore(saved["tuner"])
+            run.bank.resize(run.tuning.state.num_learners)
+
+
+def _check_identity(run: Run, saved: Mapping[str, Any]) -> None:
+    current = identity(run)
+    changed = differences(filled(saved, formerly(current)), current)
+    if changed:
+        shown = "; ".join(changed[:4]) + ("; ..." if len(changed) > 4 else "")
+        raise CheckpointError(
+            f"checkpoint {run.resumed_from} is of another run ({shown}); resuming may change only stops, logging "
+            "and paths: use the same settings, or start afresh without resume."
+        )
+
+
+def _take_own(run: Run, checkpoint: SavedCheckpoint) -> None:
+    """Load this rank's part; z is its node's where every node has one and ranks are on the nodes they were on."""
+    own = checkpoint.part(run.ranks.rank)
+    nodes = run.nodes
+    central = own["bank"] if nodes and nodes == own.get("nodes") else _central(checkpoint)
+    run.bank.load_state_dict({**own["bank"], **{name: central[name] for name in CENTRAL if name in central}})
+    run.state = RunState.from_plain(own["state"])
+
+
+def _take_share(run: Run, checkpoint: SavedCheckpoint) -> None:
+    """Load a share of the learners and of the epoch's sums, which another number of ranks wrote."""
+    saved = checkpoint.part(0)
+    run.bank.resize(num_saved(saved["bank"]))
+    non_finite = _spread_out(run, checkpoint)
+    state = RunState.from_plain({**saved["state"], "sick_learners": non_finite})
+    whole = saved.get("epoch_sums", (state.loss_sum, state.num_losses, state.num_correct))
+    none = (0.0, 0, None if state.num_correct is None else 0.0)
+    state.loss_sum, state.num_losses, state.num_correct = whole if run.ranks.is_first else none
+    run.state = state
+
+
+def _spread_out(run: Run, checkpoint: SavedCheckpoint) -> dict[int, int]:
+    """Deal a checkpoint's learners out to another number of ranks. Returns those of this rank that are not finite."""
+    bank, non_finite = run.bank, dict[int, int]()
+    num_learners = num_saved(checkpoint.part(0)["bank"])
+    bank.load_central(_central(checkpoint))
+    if run.rule.shows_mean:  # z is as old as their last averaging
+        parts = [checkpoint.part(rank) for rank in range(checkpoint.num_ranks)]
+        gated = [part["state"]["sick_learners"] for part in parts]
+        bank.z.load(0, mean_weights([part["bank"] for part in parts], gated))
+    # Alike, learners are z with a state that goes on; else each is its own, as long as there are enough.
+    mean, goes_on = run.rule.gradient_mean, not bank.replicas_alike
+    if bank.replicas_alike and mean is not None:
+        goes_on = mean.num_groups(num_learners, checkpoint.num_ranks) == 1
+    for row in range(bank.num_learners):
+        learner = bank.first_learner + row
+        rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
+        saved = checkpoint.part(rank)
+        there = learner < num_learners * checkpoint.num_ranks or bank.replicas_alike
+        (bank.load_row if there and goes_on else bank.clone_learner)(row, saved["bank"], saved_row)
+        if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
+            non_finite[row] = since  # its buffers, at least, are not to be used
+    align_groups(bank)
+    return non_finite
+
+
+def _central(checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
+    """Return the saved values named in `CENTRAL`: the first rank's, or their means where every node had its own."""
+    first = checkpoint.part(0)
+    if not first.get("nodes"):
+        return first["bank"]  # type: ignore[no-any-return]
+    banks = [checkpoint.part(rank)["bank"] for rank in range(checkpoint.num_ranks)]
+    return {
+        name: {key: sum(bank[name][key] for bank in banks) / len(banks) for key in first["bank"][name]}
+        for name in CENTRAL
+        if name in first["bank"]
+    }
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """Return what must be equal for a run to go on: everything but stops, logging and paths."""
+    settings = to_mapping(run.settings)
+    for changeable in _CHANGEABLE:
+        settings.pop(changeable)
+    groups: dict[str, Any] = {"optimizer": run.optimizer, "schedule": run.schedule, "averaging": run.rule}
+    return {
+        **settings,
+        "precision": run.choices.precision.name,
+        **{group: {"name": chosen.NAME, **to_mapping(chosen)} for group, chosen in groups.items()},
+        "data": {
+            "augmentation": to_mapping(run.data.augmentation or Augmentation()),
+            "mean": list(run.data.mean or ()),
+            "std": list(run.data.std or ()),
+        },
+        "model": {
+            block.name: list(block.shape)
+            for layout in (run.bank.layout, run.bank.buffer_layout)
+            for block in layout.blocks
+        },
+        "num_train_samples": run.num_samples,
+    }
