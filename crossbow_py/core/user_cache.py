@@ -1,4 +1,4 @@
-"""Where things are kept that only cost time when lost: compiled code, and choices that were measured."""
+"""The user's cache: compiled code and measured choices, which only cost time when they are lost."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from crossbow_py.core.file_writing import replacing
-from crossbow_py.core.own_files import read_text
+from crossbow_py.core.files import read_text, replacing
 
-_MAX_KEPT = 5_000  # a few hundred layers and directions of a few networks
+_MAX_KEPT = 5_000  # a few hundred layers of a few networks, forward and backward
 
 
 def user_cache() -> Path:
-    """`crossbow_py` in `$XDG_CACHE_HOME` or `~/.cache`; it need not exist. Raises OSError for a user without a home."""
+    """Return the folder `crossbow_py` in `$XDG_CACHE_HOME` or `~/.cache`, which need not exist.
+
+    Raises OSError for a user without a home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
@@ -24,7 +26,7 @@ def user_cache() -> Path:
 
 
 class Remembered:
-    """Choices of earlier runs, in one small file. A file that cannot be read or written is no reason to stop."""
+    """Choices of earlier runs, kept in one small file. A file that cannot be read or written is ignored."""
 
     def __init__(self, name: str, path: Path | None = None) -> None:
         self._name, self._given = name, path
@@ -35,11 +37,11 @@ class Remembered:
         return self._given or user_cache() / self._name
 
     def recall(self, key: str) -> str | None:
-        """What is remembered for a fingerprint."""
+        """Return the choice kept under a fingerprint, None without one."""
         return self._read().get(key)
 
     def remember(self, key: str, choice: str) -> None:
-        """Keep a choice; the oldest ones are dropped."""
+        """Keep a choice. The oldest ones are dropped beyond 5,000."""
         kept = {**self._read(), key: choice}
         text = json.dumps(dict(list(kept.items())[-_MAX_KEPT:]), indent=0)
         with suppress(OSError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from crossbow_py.core.foreign_load import LoadSnapshot
+from crossbow_py.core.host import LoadSnapshot
 
 MAX_FOREIGN_SHARE = 0.15  # a window in which others took more of the cores is of no use
 _ATTEMPTS, _RETRY_AFTER_S = 3, 0.3

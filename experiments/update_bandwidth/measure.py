@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import choose_precision
 from experiments.bench.windows import MAX_FOREIGN_SHARE

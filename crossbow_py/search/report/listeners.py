@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.files import replacing
 from crossbow_py.search.events import SearchListener, SearchSummary
 from crossbow_py.search.report.console import SearchConsole
 from crossbow_py.search.report.search_file import SearchFile

@@ -23,7 +23,7 @@ import torch
 
 from crossbow_py.averaging.rule import AveragingRule, Stage
 from crossbow_py.core.errors import CrossbowError, UserError, text_of
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_host_state
 from crossbow_py.core.user_cache import Remembered
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.streaming.preparation import Preparation
 from crossbow_py.data.streaming.streamed_data import Fetched, StreamedData
-from crossbow_py.data.streaming.streaming_feed import StreamingFeed
+from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
 from experiments.bench.rounds import Rounds, Setup
 from experiments.estimate.relay import run_in_step
 from experiments.estimate.searching import doubling_search, largest
@@ -164,6 +163,6 @@ def test_staged_batches_are_as_many_as_a_streaming_feed_may_hold(num_learners: i
         last = starts[-1]
         ahead = range(last + 1, last + 1 + max(2, num_learners))
         feed.wait(ahead)
-        assert len(feed._shelf.starts()) == staged_batches(num_learners)
+        assert len(feed._buffer.starts()) == staged_batches(num_learners)
     finally:
         feed.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.files import replacing
 from crossbow_py.core.user_cache import Remembered
 
 
