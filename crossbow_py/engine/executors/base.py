@@ -81,15 +81,12 @@ class Executor(ABC):
     ) -> None:
         """Run a launch's body in the calling thread, as a span on the launch's stream when the executor traces.
 
-        `body` is for an executor that has another than `RoundTasks.run`.
+        `body` is for an executor with another body than that of `RoundTasks`.
         """
         self.running[launch.stream] = launch.task
         try:
             with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
-                if body is None:
-                    self.tasks.run(launch.task, outcome)
-                else:
-                    body(outcome)
+                (body or self.tasks.body(launch.task))(outcome)
         finally:
             del self.running[launch.stream]
 

@@ -61,7 +61,7 @@ class ThreadsExecutor(Executor):
         self._set_intra_op(self._num_threads)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """What runs a task, where that is not `RoundTasks.run`."""
+        """Return what runs a task, where it is not the body that `RoundTasks` has."""
         return None
 
     def _set_intra_op(self, num_threads: int) -> None:
