@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, assert_never
 
 import torch
@@ -160,18 +161,17 @@ class RoundTasks:
         module = self.bank.module(learner)
         return module if self._compiled is None else self._compiled(module, learner)
 
-    def run(self, task: Task, outcome: RoundOutcome) -> None:
-        """Run a task's body in the calling thread."""
+    def body(self, task: Task) -> Callable[[RoundOutcome], None]:
+        """Return the body of a task: a function of the round's outcome that works in the calling thread."""
         if isinstance(task, LearningTask):
-            self.learn(task.learner, outcome)
-        elif isinstance(task, CorrectionTask):
-            self.correct(task.learner, outcome)
-        elif isinstance(task, AveragingTask):
-            self.average(outcome)
-        elif isinstance(task, GradientMeanTask):
-            self.average_gradients(outcome)
-        else:
-            assert_never(task)
+            return partial(self.learn, task.learner)
+        if isinstance(task, CorrectionTask):
+            return partial(self.correct, task.learner)
+        if isinstance(task, AveragingTask):
+            return self.average
+        if isinstance(task, GradientMeanTask):
+            return self.average_gradients
+        assert_never(task)
 
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
         """Write the gradient of the learner's loss at w_j to G_j; loss and right predictions go to the outcome.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.predict.config import PredictConfig

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.own_files import own_file
+from crossbow_py.core.files import own_file
 
 
 def _opened(path: Path) -> TextIO:

@@ -12,9 +12,9 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.averaging.stability import check_settles, most_settling
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.datasets import Data, as_pair, has_integers
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.engine.bank.average_ema import AverageEMA

@@ -25,7 +25,7 @@ from crossbow_py.data.normalisation import Normalisation
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.distributed.synchronisation import differing
+from crossbow_py.distributed.synchronisation import differing_ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
@@ -522,7 +522,7 @@ class Run:
         if ranks.num_ranks == 1:
             return
         found = ranks.gather([ranks.node if self.collective.apart else 0, self.bank.z_checksum()])
-        if odd := differing(found):
+        if odd := differing_ranks(found):
             ranks.raise_any(CentralModelError(odd, self.state.round_index) if ranks.is_first else None)
 
     def remarks(self, total_samples: int | None) -> list[str]:

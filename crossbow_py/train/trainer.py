@@ -13,7 +13,7 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.core.errors import UserError, unwritable
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from experiments.bench.machine import ROOT
 from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
 

@@ -1,8 +1,16 @@
-"""Numbers on the command line of an experiment."""
+"""The command lines of experiments: what all have in common, and numbers."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+
+def measuring_parser(doc: str | None, written: str = "write the results there") -> argparse.ArgumentParser:
+    """Make the parser of a program that measures, described by the first line of its docstring, with `--json`."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--json", type=Path, metavar="PATH", help=written)
+    return parser
 
 
 def count(text: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 
 LEAD_IN_S = 0.25
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from crossbow_py import SGD, Augmentation, Independent, Trainer
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.foreign_load import foreign_share
+from crossbow_py.core.host import foreign_share
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed

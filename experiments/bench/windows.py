@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from crossbow_py.core.foreign_load import LoadSnapshot
+from crossbow_py.core.host import LoadSnapshot
 
 MAX_FOREIGN_SHARE = 0.15  # a window in which others took more of the cores is of no use
-_ATTEMPTS, _RETRY_AFTER_S = 3, 0.3
+ATTEMPTS, RETRY_AFTER_S = 3, 0.3
 
 
 class Mark(NamedTuple):
@@ -48,6 +48,44 @@ def window_of(marks: Sequence[Mark], first: int, images_a_round: int) -> Window:
     )
 
 
+class Taken(Protocol):
+    """A window of any comparison."""
+
+    @property
+    def foreign_share(self) -> float | None:
+        """The part of the cores that other programs took; None when the kernel does not tell."""
+
+
+W = TypeVar("W", bound=Taken)
+
+
+def clean_window(
+    take: Callable[[], W], may_retry: Callable[[], bool], max_foreign_share: float = MAX_FOREIGN_SHARE
+) -> tuple[W | None, int]:
+    """Take a window until others left the cores alone meanwhile, but no more than a few times.
+
+    Args:
+        take: takes one.
+        may_retry: waits for the others to be gone, or says that there is no time to.
+        max_foreign_share: from which on a window is of no use.
+
+    Returns the window, None when none was clean, and how many were dropped.
+    """
+    for attempt in range(ATTEMPTS):
+        if attempt and not may_retry():
+            return None, attempt
+        window = take()
+        if window.foreign_share is None or window.foreign_share <= max_foreign_share:
+            return window, attempt
+    return None, ATTEMPTS
+
+
+def wait_for_others() -> bool:
+    """Wait a little before a window is taken again."""
+    time.sleep(RETRY_AFTER_S)
+    return True
+
+
 @dataclass
 class Windows:
     """The windows of one side, None for a repetition in which others were busy at every attempt.
@@ -61,18 +99,12 @@ class Windows:
 
     def add(self, take: Callable[[], Window], until_s: float = float("inf")) -> None:
         """Add a clean window. One during which others were busy is taken again, up to `until_s` on the clock."""
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                if time.monotonic() > until_s:
-                    break
-                time.sleep(_RETRY_AFTER_S)
-            window = take()
-            if window.foreign_share is None or window.foreign_share <= MAX_FOREIGN_SHARE:
-                self.load_known = self.load_known and window.foreign_share is not None
-                self.taken.append(window)
-                return
-            self.dropped += 1
-        self.taken.append(None)
+        window, dropped = clean_window(
+            take, lambda: time.monotonic() <= until_s and wait_for_others(), MAX_FOREIGN_SHARE
+        )
+        self.dropped += dropped
+        self.load_known = self.load_known and (window is None or window.foreign_share is not None)
+        self.taken.append(window)
 
     def kept(self) -> list[Window]:
         """The clean windows."""

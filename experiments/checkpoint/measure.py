@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import FP32

@@ -7,7 +7,6 @@ README.md says what is killed, when, and what is looked at.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.bench.arguments import count, positive
+from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import machine, machine_line
 from experiments.bench.results import write_result
 from experiments.faults.campaign import EXECUTORS, Campaign, figures
@@ -28,14 +27,13 @@ _KILLS_A_RUN = 12
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Kill as often as asked for; prints the tables and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--kills", type=count, default=200, help="of one rank, with a checkpoint to go on from (default %(default)s)")
     add("--kills-of-two-ranks", type=int, default=40, help="of two ranks, so (default %(default)s)")
     add("--epochs", type=positive, default=10.0, help="of each run (default %(default)s)")
     add("--seed", type=int, default=0, help="of the moments (default %(default)s)")
     add("--folder", type=Path, help="on the disk to write to (default that for temporary files)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     facts, begin_s = machine(), time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

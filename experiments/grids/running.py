@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
 from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
 from experiments.bench.machine import ROOT, machine

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from crossbow_py.cli.configuration import compose
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.base import DataSource
 from crossbow_py.engine.device.host import flush_denormals

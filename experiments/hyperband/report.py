@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from experiments.tables.headline import cores
-from experiments.tables.markdown import markdown_table
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 
@@ -31,9 +31,9 @@ def sides_table(result: Result) -> str:
             [
                 name,
                 _precision(result, side),
-                f"{seconds['median']:.0f} ({seconds['minimum']:.0f}–{seconds['maximum']:.0f})",
+                spread_text(seconds, ".0f"),
                 f"{samples / seconds['median']:,.0f}",
-                "" if ratio is None else _spread(ratio),
+                "" if ratio is None else spread_text(ratio),
                 f"≥ {goals[side]}" if side in goals else "",
                 f"{result['best'][side]:.4f}",
                 str(len(runs)),
@@ -49,7 +49,7 @@ def headline(result: Result) -> str:
     for side in list(NAMES)[:-1]:
         ratio = result["ratios"][f"{side}_over_packed"]
         own, theirs = (_precision(result, each) for each in ("packed", side))
-        said = f"Packs in {own} end the search {_spread(ratio)} times as fast as {NAMES[side]} in {theirs}"
+        said = f"Packs in {own} end the search {spread_text(ratio)} times as fast as {NAMES[side]} in {theirs}"
         said += f" (n={len(result['runs'][side])})"
         if side in goals:
             verdict = "and is reached" if ratio["median"] >= goals[side] else "and is missed"
@@ -83,10 +83,6 @@ def _precision(result: Result, side: str) -> str:
     """The precision of its first run, as of all."""
     precision: str = result["runs"][side][0].get("precision", "fp32")  # earlier results were all in that
     return precision
-
-
-def _spread(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
 
 
 def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.tables.markdown import markdown_table
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ def result_text(result: Result) -> str:
 def _ratio(ratio: Mapping[str, float]) -> str:
     if ratio["minimum"] == ratio["maximum"] == 1:
         return "1"
-    return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
+    return spread_text(ratio)
 
 
 TABLES = {"all": result_text}

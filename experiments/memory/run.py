@@ -23,7 +23,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
 from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
-from experiments.bench.arguments import count
+from experiments.bench.arguments import count, measuring_parser
 from experiments.bench.machine import ROOT, machine
 from experiments.bench.results import draw_after, show_and_write
 from experiments.bench.rounds import ExecutorName, Setup
@@ -109,7 +109,7 @@ def measure(asked: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
     add = parser.add_argument
     names = [name for name in MODELS if name != "custom"]
     add("--models", choices=names, nargs="+", default=DEFAULT_MODELS, help=f"default {' '.join(DEFAULT_MODELS)}")
@@ -117,7 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=count, default=BATCH_SIZE, help="images a learner takes (default %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="default %(default)s")
-    add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")
     return parser
 
 

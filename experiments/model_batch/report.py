@@ -10,11 +10,10 @@ from experiments.bench.packs.report import (
     grouped,
     how,
     left_out,
-    ratio_text,
     summary_header,
     summary_row,
 )
-from experiments.tables.markdown import markdown_table
+from experiments.tables.markdown import markdown_table, spread_text
 
 
 def headline(result: Result) -> str:
@@ -27,7 +26,7 @@ def headline(result: Result) -> str:
         if found:
             best = max(found, key=lambda pack: float(pack["over"][base]["median"]))
             text += (
-                f" The largest gain over {base} is {ratio_text(best['over'][base])}, with batches of "
+                f" The largest gain over {base} is {spread_text(best['over'][base])}, with batches of "
                 f"{best['batch_size']} by {best['side']} (n={best['n']})."
             )
     return text

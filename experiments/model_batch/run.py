@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.bench.arguments import count
 from experiments.bench.packs.models import BUILDS
-from experiments.bench.packs.running import device_of, measure_panels, measuring_parser
+from experiments.bench.packs.running import device_of, measure_panels, pack_parser
 from experiments.bench.packs.workloads import prepare_packs
 from experiments.bench.results import show_and_write
 from experiments.model_batch.figures import FIGURES, panels_of
@@ -28,7 +28,7 @@ _QUICK_MODELS, _QUICK_BATCH_SIZE = 2, 4
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the tables and returns the exit code."""
-    parser = measuring_parser(__doc__, repetitions=5, seconds=0.5)
+    parser = pack_parser(__doc__, repetitions=5, seconds=0.5)
     parser.add_argument("figure", choices=FIGURES, help="what is measured")
     parser.add_argument("--batch-sizes", type=count, nargs="+", metavar="B", help="images in a batch of one model")
     parser.add_argument("--model", choices=BUILDS, metavar="MODEL", help="which model (default: the figure's)")

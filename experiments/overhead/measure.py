@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from crossbow_py import SGD, Trainer
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.models import MLP, LeNet
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Reporter

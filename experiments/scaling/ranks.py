@@ -26,8 +26,7 @@ import torch.distributed
 
 from crossbow_py import SGD, SMA, Trainer
 from crossbow_py.averaging.rule import LinearRound, Stage
-from crossbow_py.core.foreign_load import LoadSnapshot
-from crossbow_py.core.host import usable_core_ids
+from crossbow_py.core.host import LoadSnapshot, usable_core_ids
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.distributed.collective import Collective, ProcessGroupCollective
 from crossbow_py.engine.executors import Executor

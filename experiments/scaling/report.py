@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.scaling.inputs import HIDDEN_SHARE, PARAMETERS, SHOWN_COUNTS, Workload
-from experiments.tables.markdown import markdown_table
+from experiments.tables.markdown import markdown_table, spread_text
 
 SIMULATED, CALIBRATED, VALIDATED = "simulated", "calibrated", "validated"
 TARGET_ERROR = 0.10
@@ -155,7 +155,7 @@ def validation_table(result: Result) -> str:
             rows.append([*name, *["–"] * 6, "0"])
             continue
         times = [f"{row[key]:.4g}" for key in ("alone_ms", "measured_ms", "predicted_ms")]
-        shares = [_spread(row[key]) for key in ("error", "exposed", "predicted_exposed")]
+        shares = [spread_text(row[key], ".1%") for key in ("error", "exposed", "predicted_exposed")]
         rows.append([*name, *times, *shares, str(row["n"])])
     return markdown_table(header, rows)
 
@@ -167,10 +167,6 @@ def quiet_line(result: Result) -> str:
         f"Load average before: {result['load_before']}; others took {share} of the processor in the median window; "
         f"{result['dropped']} windows were dropped because they took more."
     )
-
-
-def _spread(values: Mapping[str, float]) -> str:
-    return f"{values['median']:.1%} ({values['minimum']:.1%}–{values['maximum']:.1%})"
 
 
 def _size(num_bytes: int) -> str:

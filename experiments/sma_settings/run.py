@@ -8,7 +8,7 @@ README.md says what is compared. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
@@ -17,7 +17,6 @@ from experiments.grids import report
 from experiments.grids.command import run_grid
 from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
 
-EXPERIMENT = "sma_settings"
 DEFAULT = "α=1/K, μ=0.9, τ=1"
 SETTINGS = {
     DEFAULT: "averaging=sma",
@@ -101,11 +100,7 @@ GRIDS = {
 }  # fmt: skip
 TABLES = report.TABLES
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "sma_settings", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -16,7 +16,6 @@ from crossbow_py.search.config import SearchConfig
 from crossbow_py.train.config import TrainConfig
 
 NAME = "keys"
-_NOT_THERE = "not in a search"
 _LARGEST = 2**63 - 1
 _FEW = 2  # options that lack a key: shorter to name than those that have it
 
@@ -31,7 +30,7 @@ def table(part: str) -> str:
     tables: dict[str, Callable[[], str]] = {
         "train": lambda: _key_table(command_keys(TrainConfig)),
         "estimate": lambda: _key_table(_own(command_keys(EstimateConfig))),
-        "search": lambda: _key_table([key for key in _own(command_keys(SearchConfig)) if key.meaning != _NOT_THERE]),
+        "search": lambda: _key_table(_own(command_keys(SearchConfig))),
         "predict": lambda: _key_table(command_keys(PredictConfig)),
         **{group: partial(_group_table, group) for group in TrainConfig.GROUPS},
         **{f"options/{group}": partial(_option_table, group) for group in (*APPENDED_GROUPS, *TrainConfig.GROUPS)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 NONE = "–"  # where there is no value to show
 _BLOCK = re.compile(r"(<!-- table:(?P<name>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -23,6 +23,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def number(value: float | None, form: str) -> str:
     """A number as a cell of a table."""
     return NONE if value is None else format(value, form)
+
+
+def spread_text(spread: Mapping[str, float] | None, form: str = ".2f") -> str:
+    """A median with the smallest and the largest value, as a cell of a table."""
+    if spread is None:
+        return NONE
+    median, least, most = (format(spread[key], form) for key in ("median", "minimum", "maximum"))
+    return f"{median} ({least}–{most})"
 
 
 def replace_blocks(text: str, build: Callable[[str], str]) -> str:

@@ -18,7 +18,7 @@ from experiments.bench.sides.side import AUTO, PEER_SIDES, Side
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import Effort, Workload
 from experiments.throughput import planning
-from experiments.throughput.comparison import Measurement, clean_window
+from experiments.throughput.comparison import Measurement
 from experiments.throughput.planning import Cell, Cells, LeftOut, Limits, ProcessKey
 from experiments.throughput.sides import start_side
 
@@ -159,7 +159,7 @@ class Campaign:
             if cell.side.side == AUTO:
                 cell = Cell(cell.batch_size, process.side)
             measurement = Measurement(cell.side, process.ready)
-            measurement.windows.append(self._clean_window(cell, measurement, self._promised_s()))
+            self._take_window(cell, measurement, self._promised_s())
         except SideError as error:
             self._fail(cell, error)
             self.left_out[cell] = LeftOut("failure", str(error))
@@ -170,13 +170,15 @@ class Campaign:
 
     def _next_window(self, cell: Cell, later_s: float) -> None:
         """Take it if there is time and the process still lives; `later_s` are promised to others."""
-        measurement, window = self.measurements[cell], None
+        measurement = self.measurements[cell]
         if self._key(cell) not in self._failures and self._costs_s[cell] <= self._left_s():
             try:
-                window = self._clean_window(cell, measurement, later_s)
+                self._take_window(cell, measurement, later_s)
             except SideError as error:
                 self._fail(cell, error)
-        measurement.windows.append(window)
+            else:
+                return
+        measurement.windows.append(None)
 
     def _fail(self, cell: Cell, error: SideError) -> None:
         print(f"{self._workload.model} b={cell.batch_size}: {error}", flush=True)
@@ -200,8 +202,8 @@ class Campaign:
             self._starts_s[key] = self._clock() - begun_s
         return self._processes[key]
 
-    def _clean_window(self, cell: Cell, measurement: Measurement, later_s: float) -> float | None:
-        def take(_: Side) -> Window:
+    def _take_window(self, cell: Cell, measurement: Measurement, later_s: float) -> None:
+        def take() -> Window:
             begun_s = self._clock()
             window = self._processes[self._key(cell)].window(
                 planning.visit(cell, self._plan.limits), self._patience_s()
@@ -216,4 +218,4 @@ class Campaign:
             self._wait(_RETRY_AFTER_S)
             return True
 
-        return clean_window(measurement, take, self._plan.max_foreign_share, may_retry)
+        measurement.add(take, self._plan.max_foreign_share, may_retry)

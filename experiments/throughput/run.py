@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.bench.arguments import count, positive
+from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.gate import Visit, Window
 from experiments.bench.machine import machine
 from experiments.bench.results import show_and_write
@@ -34,7 +33,6 @@ from experiments.throughput.report import result_text
 from experiments.throughput.sides import ALL_SIDES, sides_on, start_side
 
 _WARM_UP_S = 1.0
-_RETRY_AFTER_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,13 +76,7 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
             return processes[side].window(Visit(options.seconds))
 
         measurements = [Measurement(side, process.ready) for side, process in processes.items()]
-        measure(
-            measurements,
-            take_window,
-            options.repetitions,
-            options.max_foreign_share,
-            may_retry=_wait_for_others,
-        )
+        measure(measurements, take_window, options.repetitions, options.max_foreign_share)
     return {
         "machine": facts,
         "model": workload.model,
@@ -113,13 +105,8 @@ def _sides(options: argparse.Namespace, device: str, precisions: Sequence[Precis
     return plan_sides(names, learners, precisions, serial_learners=[1] if device == "cpu" else learners)
 
 
-def _wait_for_others() -> bool:
-    time.sleep(_RETRY_AFTER_S)
-    return True
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=WORKLOAD_MODELS, default="resnet32", help="what is trained (default %(default)s)")
     add("--batch-size", type=count, default=16, help="images in a batch of one learner (default %(default)s)")
@@ -131,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     return parser
 
 

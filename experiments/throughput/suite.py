@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.bench.arguments import count, positive
+from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import machine
 from experiments.bench.results import draw_after, show_and_write
 from experiments.bench.sides.side import COMPILED, EXECUTOR_SIDES, PEER_SIDES
@@ -162,7 +162,7 @@ def measure_model(workload: Workload, plan: Plan, budget_s: float) -> Campaign:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
     add = parser.add_argument
     add("--models", choices=WORKLOAD_MODELS, nargs="+", help=f"default {' '.join(MODELS)}, and resnet50 on CUDA")
     add("--peers", choices=PEER_SIDES, nargs="*", help="other ways to compare with; default all on CUDA, else none")
@@ -174,7 +174,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
-    add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")
     return parser
 
 

@@ -9,7 +9,7 @@ from experiments.bench.windows import spread
 from experiments.grids.report import accuracy, notes
 from experiments.grids.summary import Result, Run, by_cell, first_at, summarize
 from experiments.tables.headline import cores
-from experiments.tables.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table, spread_text
 from experiments.time_to_accuracy.run import DEFAULT, LEARNERS, TUNED
 
 Times = dict[int, float]
@@ -31,8 +31,8 @@ def sides_table(result: Result, target: float) -> str:
                 name,
                 *(str(summary[key]) for key in ("num_learners", "batch_size", "precision", "executor")),
                 accuracy(summarize(name, own, ()).final),
-                _spread(list(times[name].values()), len(own), "{:.1f}"),
-                _spread(_epochs(own, target), len(own), "{:.2f}"),
+                _spread(list(times[name].values()), len(own), ".1f"),
+                _spread(_epochs(own, target), len(own), ".2f"),
                 *(_ratio(times[base], times[name]) if base else NONE for base in bases),
                 _foreign(own),
                 str(len(own)),
@@ -62,8 +62,7 @@ def result_text(result: Result) -> str:
 
 
 def _ratio(base: Times, own: Times) -> str:
-    found = spread([base[seed] / own[seed] for seed in own if seed in base])
-    return NONE if found is None else f"{found['median']:.2f} ({found['minimum']:.2f}–{found['maximum']:.2f})"
+    return spread_text(spread([base[seed] / own[seed] for seed in own if seed in base]))
 
 
 def _spread(values: list[float], n: int, form: str) -> str:
@@ -71,8 +70,7 @@ def _spread(values: list[float], n: int, form: str) -> str:
     found = spread(values)
     if found is None:
         return NONE
-    median_, least, most = (form.format(found[key]) for key in ("median", "minimum", "maximum"))
-    return f"{median_} ({least}–{most})" + ("" if len(values) == n else f", {len(values)} of {n}")
+    return spread_text(found, form) + ("" if len(values) == n else f", {len(values)} of {n}")
 
 
 def _epochs(runs: list[Run], target: float) -> list[float]:

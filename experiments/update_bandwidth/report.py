@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.tables.markdown import markdown_table, number
+from experiments.tables.markdown import NONE, markdown_table, number, spread_text
 
 Result = Mapping[str, Any]
 _NAMES = {"whole": "gate and update", "gate": "of this, the gate", "update": "of this, the update"}
@@ -48,9 +48,7 @@ def result_text(result: Result) -> str:
 
 
 def _ratio(row: Mapping[str, Any]) -> str:
-    if row["ratio"] is None:
-        return "–"
-    return f"{row['ratio']:.2f} ({row['minimum']:.2f}–{row['maximum']:.2f})"
+    return NONE if row["ratio"] is None else spread_text({**row, "median": row["ratio"]})
 
 
 TABLES = {"all": result_text}

@@ -21,7 +21,7 @@ from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows
 NETWORKS = {"light": 16, "heavy": 96}  # widths: starved of data by one worker, and not
 NEAR_BEST = 0.95
 _WARM_UP_S = 0.3
-_ON_SHELF = 2  # batches that the feed holds beside those of its workers
+_BUFFERED = 2  # batches that the feed holds beside those of its workers
 _BATCHES_OF_EACH = 6  # of every worker in a window, for their batches come in bunches
 _RETRY_UNTIL_S = 300.0
 
@@ -57,7 +57,7 @@ class Pace:
 
     def warm_up_s(self, batch_size: int, num_workers: int) -> float:
         """Workers start, and one core fills all that is made ahead."""
-        return _WARM_UP_S + (BATCHES_A_WORKER * num_workers + _ON_SHELF) * batch_size * self.fetch_s
+        return _WARM_UP_S + (BATCHES_A_WORKER * num_workers + _BUFFERED) * batch_size * self.fetch_s
 
     def window_s(self, batch_size: int, num_workers: int) -> float:
         """The length asked for, and more where batches of several workers would come in few bunches."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.tables.markdown import markdown_table, number
+from experiments.tables.markdown import markdown_table, number, spread_text
 from experiments.workers.measure import NEAR_BEST
 
 Result = Mapping[str, Any]
@@ -60,7 +60,7 @@ def _row(cell: Mapping[str, Any]) -> list[str]:
         number(cell["best"], "d"),
         number(cell["needed"], "d"),
         number(cell["recommended"], "d"),
-        "–" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})",
+        spread_text(ratio),
         "–" if ratio is None else "yes" if is_near(cell) else "no",
     ]
 

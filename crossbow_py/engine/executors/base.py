@@ -86,15 +86,12 @@ class Executor(ABC):
     ) -> None:
         """Run a launch in the calling thread, with a span on the launch's stream if the executor traces.
 
-        `body` replaces `RoundTasks.run`.
+        `body` replaces that of `RoundTasks`.
         """
         self.running[launch.stream] = launch.task
         try:
             with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
-                if body is None:
-                    self.tasks.run(launch.task, outcome)
-                else:
-                    body(outcome)
+                (body or self.tasks.body(launch.task))(outcome)
         finally:
             del self.running[launch.stream]
 

@@ -61,7 +61,7 @@ class ThreadsExecutor(Executor):
         self._set_intra_op(self._num_threads)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """Return the body of a task, or None for `RoundTasks.run`."""
+        """Return the body of a task, or None for that of `RoundTasks`."""
         return None
 
     def _set_intra_op(self, num_threads: int) -> None:

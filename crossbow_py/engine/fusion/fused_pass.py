@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Batch
-from crossbow_py.data.labels import counted
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.losses import (

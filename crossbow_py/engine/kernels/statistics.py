@@ -58,7 +58,7 @@ class Workspace:
 
 @triton.jit
 def merge(count, mean, squares, other_count, other_mean, other_squares):
-    """Chan's formula, element by element. Counts are floats and may be zero, of either part or of both."""
+    """Combine two parts by Chan's formula, element by element. Counts are floats, and either or both may be zero."""
     total = count + other_count
     share = other_count / tl.maximum(total, 1.0)
     delta = other_mean - mean
@@ -67,7 +67,7 @@ def merge(count, mean, squares, other_count, other_mean, other_squares):
 
 @triton.jit
 def pool(count, mean, squares, total):
-    """Chan's formula over all rows at once: `[R, 1]`, `[R, C]`, `[R, C]` and the sum of counts give two `[C]`."""
+    """Combine all rows by Chan's formula: `[R, 1]`, `[R, C]`, `[R, C]` and the sum of counts give two `[C]`."""
     pooled = tl.sum(count * mean, axis=0) / total
     delta = mean - pooled[None, :]
     return pooled, tl.sum(squares + count * delta * delta, axis=0)
@@ -75,7 +75,7 @@ def pool(count, mean, squares, total):
 
 @triton.jit
 def hand_in(first, second, columns, column_mask, tile_index, num_tiles, N, partials, counter):
-    """Leave a tile's two `[C]` for the last program of these columns. Whether that is this one."""
+    """Store a tile's two `[C]` for the last program of these columns, and return whether that is this one."""
     row = partials + tile_index * 2 * N + columns
     tl.store(row, first, mask=column_mask)
     tl.store(row + N, second, mask=column_mask)
@@ -90,7 +90,7 @@ def hand_in(first, second, columns, column_mask, tile_index, num_tiles, N, parti
 
 @triton.jit
 def load_partials(partials, tiles, columns, column_mask, num_tiles, N):
-    """What tiles `[R]` handed in: two `[R, C]`, zeros where there is no such tile. Past L1, which may be stale."""
+    """Load the partial results of tiles `[R]`: two `[R, C]`, zeros for missing tiles. Bypasses L1, which may be stale."""
     at = partials + tiles[:, None] * 2 * N + columns[None, :]
     mask = (tiles < num_tiles)[:, None] & column_mask[None, :]
     first = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
@@ -102,7 +102,7 @@ def publish_moments(
     average, squares, columns, column_mask, tile_index, num_tiles, rows_per_tile, M, N, partials, counter,
     mean, rstd, running_mean, running_var, MOMENTUM: tl.constexpr, EPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """`finish_statistics` for a program that has the mean and the squared deviations of its tile, two `[C]`."""
+    """Do `finish_statistics` for a program with the mean and the squared deviations of its tile, two `[C]`."""
     if hand_in(average, squares, columns, column_mask, tile_index, num_tiles, N, partials, counter):
         dtype: tl.constexpr = partials.dtype.element_ty
         # LANES tiles are read at once, and each lane keeps its own moments until the end: one reduction for all.
@@ -134,11 +134,11 @@ def finish_statistics(
     tile, row_mask, columns, column_mask, tile_index, num_tiles, rows_per_tile, M, N, partials, counter,
     mean, rstd, running_mean, running_var, MOMENTUM: tl.constexpr, EPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The end of a kernel whose programs hold tiles `[R, C]` of a matrix [M, N]: the statistics of its columns.
+    """Compute the columns' statistics at the end of a kernel whose programs hold tiles `[R, C]` of a matrix [M, N].
 
-    `counter` points at the one of these columns, which `num_tiles` programs count in. The last of them writes mean and
-    rstd = 1/√(S/M + EPS) and, unless they are None, in place running_mean and running_var, with S/(M − 1), as
-    running ← (1 − MOMENTUM)·running + MOMENTUM·new. LANES, a power of two, is how many tiles it reads at once.
+    `counter` points to the counter of these columns, which `num_tiles` programs count up. The last of them writes mean
+    and rstd = 1/√(S/M + EPS) and, unless they are None, updates running_mean and running_var in place, with S/(M − 1),
+    as running ← (1 − MOMENTUM)·running + MOMENTUM·new. LANES, a power of two, is how many tiles it reads at once.
     """
     present = row_mask[:, None]
     values = tl.where(present, tile.to(partials.dtype.element_ty), 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from crossbow_py.data.labels import counted
+from crossbow_py.data.datasets import counted
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

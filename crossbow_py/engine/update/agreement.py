@@ -1,4 +1,4 @@
-"""What checks of native code and of kernels have in common: a small bank, a round by the reference, and tolerances."""
+"""The common part of checks of native code and of kernels: a small bank, a round by the reference, and tolerances."""
 
 from __future__ import annotations
 

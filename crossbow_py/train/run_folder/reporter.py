@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import AveragingRule
+from crossbow_py.core.host import versions
 from crossbow_py.core.settings import apart_from_defaults, flat, to_mapping, written
-from crossbow_py.core.versions import versions
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.telemetry.events import (
     EpochRecord,

@@ -11,6 +11,7 @@ from torch import nn
 
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.measured import fingerprint
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
@@ -19,21 +20,14 @@ from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreement
-from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
 from crossbow_py.train.run_settings import Choices, RunSettings
-from crossbow_py.train.tuning.calibration import (
-    Candidate,
-    Effort,
-    RememberedChoices,
-    calibrate,
-    fingerprint,
-    still_round,
-)
+from crossbow_py.train.tuning.calibration import Candidate, Effort, RememberedChoices, calibrate, still_round
 
 
 def settle_executor(

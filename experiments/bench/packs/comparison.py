@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,13 +14,12 @@ from experiments.bench.gate import Ready, Visit, Window
 from experiments.bench.packs.side import BASES, DEFAULT, TUNED, PackSide
 from experiments.bench.packs.sides import run_pack_side
 from experiments.bench.packs.workloads import PackWorkload
-from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
+from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, spread, wait_for_others
 from experiments.bench.workers import SideError, SideProcess
 from experiments.bench.workloads import Effort
 
 EFFORT = Effort(trial_s=0.2, trials=2)
 WARM_UP_S = 0.3
-ATTEMPTS, RETRY_AFTER_S = 3, 0.5
 _ORDER_SEED = 0
 MIXED_WINDOWS = 5
 
@@ -57,16 +55,10 @@ class PackCell:
 
     def add(self, take: Callable[[], Window], method: Method) -> None:
         """Add a window. One during which others were busy is taken again, some times."""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                time.sleep(RETRY_AFTER_S)
-            window = take()
-            self.load_known = self.load_known and window.foreign_share is not None
-            if window.foreign_share is None or window.foreign_share <= method.max_foreign_share:
-                self.windows.append(window)
-                return
-            self.dropped += 1
-        self.windows.append(None)
+        window, dropped = clean_window(take, wait_for_others, method.max_foreign_share)
+        self.dropped += dropped
+        self.load_known = self.load_known and (window is None or window.foreign_share is not None)
+        self.windows.append(window)
 
 
 def measure_panel(cells: Sequence[PackCell], method: Method) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.fusion.fused_pass import FusedPass
 from crossbow_py.engine.rounds import RoundTasks
 from experiments.bench.gate import Gate, Ready

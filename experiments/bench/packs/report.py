@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.bench.packs.side import BASES, DEFAULT, ONE_AT_A_TIME, TUNED
 from experiments.bench.windows import dropped_windows
-from experiments.tables.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table, spread_text
 
 Row = Mapping[str, Any]
 Result = Mapping[str, Any]
@@ -101,13 +101,8 @@ def left_out(rows: Sequence[Row]) -> str:
     return "\n\n".join(f"Left out: {row['failure']}" for row in rows if row["failure"])
 
 
-def ratio_text(ratio: Mapping[str, float] | None) -> str:
-    """Median, with the smallest and largest."""
-    return NONE if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
-
-
 def _ratios(row: Row, bases: Sequence[str]) -> list[str]:
-    return ["1" if row["side"] == base else ratio_text(row["over"][base]) for base in bases]
+    return ["1" if row["side"] == base else spread_text(row["over"][base]) for base in bases]
 
 
 def _rate(row: Row | None) -> str:

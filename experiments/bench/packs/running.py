@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.bench.arguments import count, positive
+from experiments.bench.arguments import count, measuring_parser, positive
 from experiments.bench.machine import machine
 from experiments.bench.packs.comparison import Method, PackCell, measure_panel, mixed_rows, rows_of
 from experiments.bench.packs.side import CAPTURED, DEFAULT, SERIAL, TUNED
 from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 
-def measuring_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:
+def pack_parser(description: str | None, *, repetitions: int, seconds: float) -> argparse.ArgumentParser:
     """Make a parser with the options that say how, where and how long is measured."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
+    parser = measuring_parser(description)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--repetitions", type=count, default=repetitions, help="windows a side (default %(default)s)")
@@ -26,7 +25,6 @@ def measuring_parser(description: str | None, *, repetitions: int, seconds: floa
     add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--quick", action="store_true", help="a small part of it, in seconds: to see that it runs")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     return parser
 
 

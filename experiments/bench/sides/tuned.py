@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.engine.device.host import keep_freed_memory
 from experiments.bench.gate import Gate, Ready
 from experiments.bench.machine import usable_cores

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crossbow_py.core import foreign_load as load
+from crossbow_py.core import host
 from experiments.bench import workloads
 from experiments.bench.sides import tuned
 from experiments.bench.workloads import Workload
@@ -20,7 +20,7 @@ from tests.unit.experiments.samples import BATCH
 @pytest.fixture(autouse=True)
 def load_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No window is dropped because other tests keep the cores busy meanwhile."""
-    monkeypatch.setattr(load, "_STAT", tmp_path / "stat")
+    monkeypatch.setattr(host, "_STAT", tmp_path / "stat")
 
 
 @pytest.fixture

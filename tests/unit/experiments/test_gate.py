@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.core.foreign_load import LoadSnapshot, busy_ticks, foreign_share
+from crossbow_py.core.host import LoadSnapshot, busy_ticks, foreign_share
 from experiments.bench.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
 
 

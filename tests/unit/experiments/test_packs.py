@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError
-from experiments.bench import workloads
+from experiments.bench import windows, workloads
 from experiments.bench.gate import FinishedError, Gate, Ready, Visit, Window
 from experiments.bench.packs import comparison, inference, layers, mixed, training
 from experiments.bench.packs.comparison import Method, measure_panel, mixed_rows, rows_of
@@ -263,7 +263,7 @@ def test_mixed_row_adds_up_what_either_family_gains(mlp: PackWorkload) -> None:
 
 
 def test_window_with_foreign_load_is_dropped_and_taken_again(mlp: PackWorkload, monkeypatch: Any) -> None:
-    monkeypatch.setattr(comparison, "RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
     shares = iter([0.5, 0.1, 0.5, 0.5, 0.5, None])
     own = cell(packed("fused", 2), mlp)
     for _ in range(3):

@@ -28,7 +28,7 @@ def test_window_is_from_the_end_of_one_round_to_the_end_of_the_last() -> None:
 
 
 def test_window_in_which_others_were_busy_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "_RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
     shares, side = iter([0.5, 0.1, 0.5, 0.5, 0.5]), Windows()
     for _ in range(2):
         side.add(lambda: window(10.0, foreign=next(shares)))

@@ -19,7 +19,7 @@ from crossbow_py.engine.executors import EXECUTORS as EXECUTORS_OF_TRAINING
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.predict import ensemble as ensembles
 from crossbow_py.predict import predictors
-from crossbow_py.predict.architecture import same_architecture
+from crossbow_py.predict.ensemble import same_architecture
 from crossbow_py.predict.predictors import PREDICTORS, PredictorName, candidates
 from tests import networks
 from tests.support import norm_model

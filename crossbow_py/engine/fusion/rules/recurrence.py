@@ -90,7 +90,7 @@ class LSTM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Of the gates, and of what else is needed."""
+        """Return the gradients of the gates, and of what else needs one."""
         outputs, dc = given
         weights, found, bounded, states, cells = ctx.saved_tensors
         h, c = (each[1:] if ctx.reverse else each[:-1] for each in (states, cells))
@@ -154,7 +154,7 @@ class GRU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the gates, and of what else is needed."""
+        """Return the gradients of the gates, and of what else needs one."""
         (outputs,), (weights, found, inner, states) = given, ctx.saved_tensors
         h, size = states[1:] if ctx.reverse else states[:-1], weights.shape[2]
         r, z, n = (part.unbind() for part in torch.split(found, size, -1))
@@ -198,7 +198,7 @@ class Elman(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the gates, and of what else is needed."""
+        """Return the gradients of the gates, and of what else needs one."""
         (outputs,), (weights, states) = given, ctx.saved_tensors
         before, after = (states[1:], states[:-1]) if ctx.reverse else (states[:-1], states[1:])
         gates, dh = torch.empty_like(after), torch.zeros_like(after[0])

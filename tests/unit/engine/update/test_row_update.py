@@ -15,7 +15,8 @@ from torch import nn
 
 from crossbow_py.averaging import SMA, AveragingRule
 from crossbow_py.averaging.rule import LinearRound
-from crossbow_py.engine.bank.replicas import ReplicaBank, TrainedRow
+from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.native.library import load
 from crossbow_py.engine.update.optimizers import SGD, AdamW

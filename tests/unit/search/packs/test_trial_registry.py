@@ -9,14 +9,13 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, Constant
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.packs import trial_registry as module
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import Roster, SearchData
-from crossbow_py.search.packs.width import Width
-from crossbow_py.search.packs.width_measurement import BUDGET_S
+from crossbow_py.search.packs.width import BUDGET_S, Width
 from crossbow_py.search.space import Space
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.core.versions import versions
+from crossbow_py.core.host import versions
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.telemetry.events import RunInfo

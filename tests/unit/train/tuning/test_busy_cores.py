@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from crossbow_py import Trainer
-from crossbow_py.core.foreign_load import LoadSnapshot
+from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
 from crossbow_py.engine.device.host import SleepingThreads
 from crossbow_py.telemetry.throughput import ThroughputMeter

@@ -1,4 +1,4 @@
-"""A process's standard streams: that one is closed, full or read by nobody any more is no reason to stop or crash."""
+"""Printing, and tables of text. A standard stream that is closed, full or no longer read stops nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Around all that a command does: streams that were closed go nowhere, and so does what is left in a buffer."""
+    """Keep a command running whatever its streams do: closed ones are replaced by the null device, then flushed."""
     _fill_gaps()
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
@@ -21,7 +21,7 @@ def standard_streams() -> Iterator[None]:
                 stack.callback(setattr, sys, name, None)
                 setattr(sys, name, nowhere)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII has no γ; stderr escapes it by itself
+            sys.stdout.reconfigure(errors="replace")  # an ASCII terminal has no γ; stderr escapes it by itself
         try:
             yield
         finally:
@@ -30,7 +30,7 @@ def standard_streams() -> Iterator[None]:
 
 
 def print_line(text: str, stream: TextIO) -> OSError | None:
-    """Print a line at once, or return why not; from then on the stream goes nowhere."""
+    """Print a line and flush it. Return the error if that fails, after which the stream is the null device."""
     try:
         print(text, file=stream)
     except OSError as error:
@@ -42,14 +42,14 @@ def print_line(text: str, stream: TextIO) -> OSError | None:
 def _flush(stream: TextIO) -> OSError | None:
     try:
         stream.flush()
-    except OSError as error:  # the interpreter's own flush at its end would fail again
+    except OSError as error:  # the interpreter's own flush at exit would fail again
         _send_nowhere(stream)
         return error
     return None
 
 
 def _fill_gaps() -> None:
-    """Give descriptors of closed streams to the null device: else files would take them, and what is printed by C."""
+    """Open the null device as each closed standard stream: a file would get its descriptor, and C's prints with it."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -58,8 +58,19 @@ def _fill_gaps() -> None:
 def _send_nowhere(stream: TextIO) -> None:
     try:
         descriptor = stream.fileno()
-    except OSError:  # it has none, as in a notebook
+    except OSError:  # a notebook's stream has no descriptor
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, the first column left-aligned and the others right-aligned."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return [
+        "  "
+        + "  ".join([line[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]

@@ -1,23 +1,93 @@
-"""Functions of one tensor as CUDA graphs of which one runs at a time. Not one line of it has run on a GPU yet."""
+"""Programs: functions of one tensor, made for a shape of batches, that decide nothing any more when they are called."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from crossbow_py.core.errors import one_line
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Graph, Pool
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
-from crossbow_py.predict.recording import Forward
 
+Forward = Callable[[Tensor], Tensor]
+_SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "the models"
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@torch.no_grad()
+def recorded(run: Forward, inputs: Tensor) -> Forward:
+    """What `run` calls for `inputs`, for tensors of that shape and format; what hangs on no input is computed once.
+
+    `run` has been called before, so that it decides nothing any more. Where it cannot be recorded, or where what was
+    recorded gives another answer, it is `run` itself.
+    """
+    expected = run(inputs)
+    try:
+        replay = _compiled(make_fx(run)(inputs))
+        found = replay(inputs)
+    except Exception:  # tracing calls what it likes, and raises what that raises
+        return run
+    close = found.dtype == expected.dtype and torch.allclose(found, expected, 0, _SAME.get(expected.dtype, 0))
+    return replay if close else run
+
+
+def _compiled(program: GraphModule) -> Forward:
+    constants = _fold(program)
+    rest, named = _without(program.graph, constants), {node.name: value for node, value in constants.items()}
+    forward, own = type(GraphModule(named, rest)).forward, SimpleNamespace(**named)
+    return lambda inputs: forward(own, inputs)  # attributes of modules are slow to look up
+
+
+def _fold(program: GraphModule) -> dict[Node, Any]:
+    """The values of all nodes that hang on no input."""
+    known: dict[Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = getattr(program, str(node.target))
+        elif node.op == "call_function" and _is_constant(node, known):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*args, **kwargs)
+    return known
+
+
+def _is_constant(node: Node, known: dict[Node, Any]) -> bool:
+    target = node.target
+    changes = isinstance(target, OpOverload) and (
+        target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    )
+    return not changes and bool(node.all_input_nodes) and all(each in known for each in node.all_input_nodes)
+
+
+def _without(graph: FxGraph, constants: dict[Node, Any]) -> FxGraph:
+    """The graph with an attribute of its name in place of every constant that is still read."""
+    rest = FxGraph()
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node in constants:
+            if any(user not in constants for user in node.users):
+                copies[node] = rest.create_node("get_attr", node.name, name=node.name)
+        else:
+            copies[node] = rest.node_copy(node, copies.__getitem__)
+    return rest
 
 
 class Captures:
     """Captures functions, and has their calls follow on each other, whichever streams these are made on.
+
+    Not one line of it has run on a GPU yet.
 
     So all graphs have one pool of memory: what one computes on its way, the next may overwrite. Branches of them may
     share streams, and with those the workspaces of libraries, for the same reason.
@@ -124,3 +194,34 @@ class OrderedRun:
 
 def _call(run: Forward, inputs: Tensor) -> None:
     run(inputs)
+
+
+class LastUsed(Generic[Key, Value]):
+    """The values that were used last. Not thread-safe.
+
+    Args:
+        most: how many are kept, at least 1.
+        drop: is given each one that is kept no more.
+    """
+
+    def __init__(self, most: int, drop: Callable[[Value], None] = lambda _: None) -> None:
+        assert most >= 1, f"{most} values keep nothing"
+        self._most, self._drop = most, drop
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def of(self, key: Key, make: Callable[[], Value]) -> Value:
+        """The value of a key, made where it is not kept; only then the one that was used least lately is dropped."""
+        if key not in self._values:
+            self._values[key] = make()
+        self._values.move_to_end(key)
+        while len(self._values) > self._most:
+            self._drop(self._values.popitem(last=False)[1])
+        return self._values[key]
+
+    def clear(self) -> None:
+        """Drop all."""
+        while self._values:
+            self._drop(self._values.popitem()[1])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.search.packs import side_by_side
-from crossbow_py.search.packs.side_by_side import advance
+from crossbow_py.search.packs import slots
+from crossbow_py.search.packs.slots import advance
 
 
 class Counted:
@@ -65,7 +65,7 @@ class Device(Counted):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(side_by_side, "time", clock)
+    monkeypatch.setattr(slots, "time", clock)
     return clock
 
 

@@ -1,4 +1,4 @@
-"""Which feed a data set gets."""
+"""The choice of a feed for a data set."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, check_shapes
-from crossbow_py.data.datasets import Data, MapStyleDataset, Pair, as_pair, check_data
-from crossbow_py.data.feed import Feed
-from crossbow_py.data.normalisation import IDENTITY, Normalisation
-from crossbow_py.data.resident.inputs import (
-    ClipInputs,
-    ImageInputs,
-    ResidentInputs,
-    RowInputs,
+from crossbow_py.data.datasets import (
+    Data,
+    MapStyleDataset,
+    Pair,
+    as_pair,
+    check_data,
     is_clip_batch,
     is_image_batch,
     rounded_integer,
 )
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.streaming.items import ItemData
-from crossbow_py.data.streaming.preparation import Preparation
 from crossbow_py.data.streaming.streamed_data import StreamedData
-from crossbow_py.data.streaming.streaming_feed import StreamingFeed
+from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
 
 
 def make_feed(
@@ -44,29 +44,29 @@ def make_feed(
     num_ranks: int = 1,
     order_seed: int | None = None,
 ) -> Feed:
-    """The feed for `data`: resident for a pair of tensors, streaming for every other data set.
+    """Build the feed for `data`: resident for a pair of tensors, streaming for every other data set.
 
-    uint8 inputs [N, C, H, W] are images: augmented, scaled to [0, 1] and normalised; [N, C, T, H, W] are clips, not
-    augmented but otherwise likewise. Floating inputs are cast to `dtype`, and normalised when `mean` and `std` are
-    given. Other inputs pass unchanged, and so do targets, but for masks [N, ..., H, W], which are flipped with images.
+    uint8 inputs [N, C, H, W] are images: augmented, scaled to [0, 1] and normalised. uint8 [N, C, T, H, W] are clips:
+    scaled and normalised, not augmented. Floating inputs are cast to `dtype`, and normalised if `mean` and `std` are
+    given. Other inputs and all targets pass unchanged, except for masks [N, ..., H, W], which are flipped with images.
 
     Args:
         data: a pair of tensors or a map-style data set.
         batch_size: samples a batch.
-        seed: of the sample order and the augmentation.
-        device: where batches are needed.
+        seed: seed of the sample order and the augmentation.
+        device: device of the batches.
         augmentation: for uint8 images in tensors; None for none, as for test data.
         mean: one value a channel, or one for all.
-        std: likewise.
-        channels_last: memory format of 4-D inputs.
-        dtype: of floating inputs.
-        order_seed: of the sample order alone; None is `seed`.
-        kernels: let Triton make batches of channels-last images in `Feed.take`; it must run on the device.
+        std: one value a channel, or one for all.
+        channels_last: whether 4-D inputs are channels last in memory.
+        dtype: dtype of floating inputs.
+        kernels: let Triton, which must run on the device, make batches of channels-last images in `Feed.take`.
         num_workers: processes that load streamed data; 0 loads in the caller.
-        num_ranks: ranks that take batches of the stream in turn; 1 where learners share every batch.
+        num_ranks: ranks that take batches of the stream in turn; 1 if learners share every batch.
+        order_seed: seed of the sample order; None for `seed`.
 
     Raises:
-        UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised so.
+        UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised like that.
     """
     check_data(data, "the data set")
     device, augmentation = torch.device(device), augmentation or Augmentation()
