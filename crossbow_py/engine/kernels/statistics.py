@@ -90,7 +90,7 @@ def hand_in(first, second, columns, column_mask, tile_index, num_tiles, N, parti
 
 @triton.jit
 def load_partials(partials, tiles, columns, column_mask, num_tiles, N):
-    """Load the partial results of tiles `[R]`: two `[R, C]`, zeros for missing tiles. Bypasses L1, which may be stale."""
+    """Load the partial results of tiles `[R]`: two `[R, C]`, zeros for missing tiles. L1 may be stale: bypass it."""
     at = partials + tiles[:, None] * 2 * N + columns[None, :]
     mask = (tiles < num_tiles)[:, None] & column_mask[None, :]
     first = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
