@@ -277,9 +277,7 @@ def _measured(
 
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
-            settings = RunSettings.of(
-                config, num_learners=num_learners, batch_size=batch_size, executor=executor
-            )
+            settings = RunSettings.of(config, num_learners=num_learners, batch_size=batch_size, executor=executor)
             stored = replace(facts.sample, input_dtype=facts.stored)
             return reserved_bytes(make_model, stored, facts.num_classes, settings, config.optimizer, config.averaging)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from crossbow_py.core.text_table import columns
 from crossbow_py.core.versions import versions
 from crossbow_py.engine.modules.label_smoothing import IGNORED
 from crossbow_py.predict.prediction import Prediction
-from crossbow_py.telemetry.records import write_atomically
+from crossbow_py.telemetry.records import write_json
 from crossbow_py.train.evaluation.evaluator import non_finite_remark
 
 JSON_FILE, PROBABILITIES_FILE = "predict.json", "predictions.npz"
@@ -96,7 +95,7 @@ def write(found: Prediction, folder: Path) -> str:
     """Write both files into a folder that exists; says where. Raises UserError when it cannot be written."""
     try:
         _write_probabilities(found, folder / PROBABILITIES_FILE)
-        write_atomically(folder / JSON_FILE, json.dumps(as_plain(found), indent=2) + "\n")
+        write_json(folder / JSON_FILE, as_plain(found))
     except OSError as error:
         raise unwritable(folder, error) from error
     return f"Written to {folder / JSON_FILE} and {folder / PROBABILITIES_FILE}."

@@ -201,9 +201,7 @@ class SearchRun:
         )
 
         def feed(dataset: Any, size: int, augmentation: Augmentation | None, what: str = "training") -> Feed:
-            made = new_feed(
-                dataset, size, augmentation, data, self.settings, self.choices, training=what == "training"
-            )
+            made = new_feed(dataset, size, augmentation, data, self.settings, self.choices, training=what == "training")
             if source.num_classes is not None:
                 made.check_labels(Classes(source.num_classes, IGNORED), what)
             return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from crossbow_py.search.packs.trial_registry import SearchData
 from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy
-from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically
+from crossbow_py.telemetry.records import CONFIG_FILE, DIGESTS, SUMMARY_FILE, write_atomically, write_json
 from crossbow_py.train.checkpoints.weights import MODEL_FILE, save_weights
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_in_memory, evaluation_batch_size
 from crossbow_py.train.run_settings import Choices
@@ -190,7 +189,7 @@ def _put(folder: Path, config: str, model: nn.Module) -> None:
     with _writing(folder):
         folder.mkdir(exist_ok=True)
         digests = {MODEL_FILE: save_weights(model, folder / MODEL_FILE)}
-        write_atomically(folder / SUMMARY_FILE, json.dumps({DIGESTS: digests}) + "\n")
+        write_json(folder / SUMMARY_FILE, {DIGESTS: digests}, indent=None)
         write_atomically(folder / CONFIG_FILE, config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from crossbow_py.search.events import (
     TrialRecord,
 )
 from crossbow_py.search.report.standing import last_epochs, leader
-from crossbow_py.telemetry.records import finite, write_atomically
+from crossbow_py.telemetry.records import write_json
 
 _RUNNING = "running"
 _BEST_KEYS = tuple(field.name for field in dataclasses.fields(BestTrial))
@@ -71,7 +70,7 @@ class SearchFile(SearchListener):
 
     def _write(self, plain: dict[str, Any]) -> None:
         try:
-            write_atomically(self._path, json.dumps(finite(plain), indent=1, allow_nan=False) + "\n")
+            write_json(self._path, plain, indent=1)
         except OSError as error:
             self._say(f"{self._path} was not written ({error.strerror or error}).")
 
