@@ -20,7 +20,7 @@ _POINTS = 200
 
 
 def as_text(found: Estimate) -> str:
-    """What the user reads."""
+    """Return the text for the user."""
     blocks = [_head(found), _answer(found), _table(found), _parts(found), _limits(found)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -98,7 +98,7 @@ def _predicted(found: Estimate, batch_size: int, num_learners: int) -> int:
 
 
 def as_plain(found: Estimate) -> dict[str, Any]:
-    """Everything, in plain values; sizes in bytes."""
+    """Return everything as plain values; sizes in bytes."""
     model, size, recommended = found.model, found.config.batch_size, found.recommendation
     return {
         "experiment": found.config.experiment,
@@ -164,7 +164,7 @@ def write(found: Estimate, folder: Path) -> list[str]:
 
 
 def _draw(found: Estimate, path: Path) -> None:
-    """Memory against batch size, predicted and measured, and the limit."""
+    """Draw memory against batch size, predicted and measured, and the limit."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra
 
     end = max(found.recommendation.batch_size if found.recommendation else 1, found.config.batch_size)

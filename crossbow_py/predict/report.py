@@ -20,7 +20,7 @@ JSON_FILE, PROBABILITIES_FILE = "predict.json", "predictions.npz"
 
 
 def as_text(found: Prediction) -> str:
-    """What the user reads."""
+    """Return the text for the user."""
     k, banks = len(found.models), found.num_architectures
     several = f" of {banks} architectures" if banks > 1 else ""
     head = (
@@ -58,7 +58,7 @@ def _non_finite(found: Prediction) -> list[str]:
 
 
 def as_plain(found: Prediction) -> dict[str, Any]:
-    """Everything but the probabilities, in plain values."""
+    """Return everything but the probabilities, in plain values."""
     members = zip(found.models, found.accuracies, found.num_non_finite, strict=True)
     return {
         "models": [

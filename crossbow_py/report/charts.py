@@ -59,7 +59,7 @@ def all_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
 
 
 def colour(place: int) -> str:
-    """Of the run at that place."""
+    """Return the colour of the run at that position."""
     return _COLOURS[place % len(_COLOURS)]
 
 
@@ -115,7 +115,7 @@ def _curve(run: RunRecord, tag: str, column: str) -> list[Point]:
 
 
 def _measured(run: RunRecord, what: str, x: str = "samples_seen") -> list[Point]:
-    """Of the validation data where a run has some, else of the test data."""
+    """Return the curve of the validation data if the run has some, else of the test data."""
     return run.by_epoch(f"validation_{what}", x) or run.by_epoch(f"test_{what}", x)
 
 
@@ -160,7 +160,7 @@ def _throughput(runs: Sequence[RunRecord]) -> Figure | None:
 
 
 def _single(tag: str, column: str, label: str) -> Callable[[Sequence[RunRecord]], Figure | None]:
-    """A chart of one curve a run."""
+    """Return a chart of one curve a run."""
 
     def draw(runs: Sequence[RunRecord]) -> Figure | None:
         figure, (axes,) = _axes()
@@ -240,7 +240,7 @@ class Strip:
 
 
 def typical_rounds(spans: Sequence[Span]) -> Strip | None:
-    """The strip in whose rounds begin at the most usual distance, so that no evaluation or first round is shown.
+    """Return the strip in whose rounds begin at the most usual distance, so that no evaluation or first round is shown.
 
     None where no span has a round.
     """
@@ -263,6 +263,6 @@ def typical_rounds(spans: Sequence[Span]) -> Strip | None:
 
 
 def _length(starts: dict[int, float], first: int, count: int) -> float:
-    """From the first round's begin to that of the round behind the last; of the last itself where there is none."""
+    """Return the time from the first round's start to that of the round after the last; of the last if none follows."""
     end = starts.get(first + count, starts.get(first + count - 1, starts[first]))
     return end - starts[first]

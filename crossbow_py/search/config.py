@@ -1,4 +1,4 @@
-"""What a search can be told, and what one of its trials is as a training run."""
+"""The configuration of a search, and the configuration of one of its trials as a training run."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ class SearchConfig(JobConfig):
 
     @property
     def parsed_space(self) -> Space:
-        """What `space` says."""
+        """The parsed `space`."""
         return Space.from_mapping(self.space)
 
     def brackets(self) -> tuple[Bracket, ...]:
-        """Who trains how far; a grid has as many trials as points. Raises UserError when that cannot be."""
+        """Return the brackets; a grid has as many trials as points. Raises UserError if there can be none."""
         num_trials = self.num_trials
         if self.sampler == "grid":
             points = len(self.parsed_space.grid())
@@ -138,7 +138,7 @@ class SearchConfig(JobConfig):
 
 
 def _check_space(config: SearchConfig) -> None:
-    """Refuse keys that cannot be searched, and values that a run would refuse. Raises UserError."""
+    """Raise UserError for keys that cannot be searched, and for values that a run would refuse."""
     space = config.parsed_space
     for parameter in space.parameters:
         _check_key(parameter.key)
@@ -148,7 +148,7 @@ def _check_space(config: SearchConfig) -> None:
 
 
 def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
-    """Refuse a key that the option taken of a searched group lacks, and another option of the search has."""
+    """Raise UserError for a key that only some of the searched options of a group have, if it has no `when`."""
     for key in params:
         group, _, name = key.partition(".")
         if not name or params.get(group) not in group_options(group, TrainConfig):
@@ -164,7 +164,7 @@ def _check_options(config: SearchConfig, params: Mapping[str, Any]) -> None:
 
 
 def _option_fields(group: str, option: Any) -> set[str]:
-    """The keys beneath a group when an option of it is taken; none for an unknown option."""
+    """Return the keys beneath a group if an option of it is chosen; none for an unknown option."""
     if option not in group_options(group, TrainConfig):
         return set()
     name = read_option(group, option).get("name", option)
@@ -189,7 +189,7 @@ def _check_key(key: str) -> None:
 
 
 def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> TrainConfig:
-    """A trial as a run of its own, with one learner. Raises UserError when its parameters do not fit each other."""
+    """Return the configuration of a trial as a run with one learner. Raises UserError if its parameters do not fit."""
     plain = _base(config)
     order_seed = config.seed if config.order_seed is None else config.order_seed
     plain.update(

@@ -1,4 +1,4 @@
-"""What came of a search: its trials as records, and the best of them as a model, measured once on the test data."""
+"""The outcome of a search: its trials as records, and the best one as a model, measured once on the test data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from crossbow_py.train.run_settings import Choices
 
 
 def trial_records(rules: SearchRules, study: SharedStudy) -> tuple[TrialRecord, ...]:
-    """All trials as they stand by the results of all workers; those not yet sampled have no parameters."""
+    """Return all trials as they stand by the results of all workers; those not yet sampled have no parameters."""
     found = study.segment_results()
     by_trial: dict[int, list[SegmentResult]] = defaultdict(list)
     for segment in sorted(found):
@@ -50,7 +50,7 @@ def _record(
     results: Sequence[SegmentResult],
     params: Mapping[str, Any] | None,
 ) -> TrialRecord:
-    """A trial from its own results, by rung."""
+    """Return the record of a trial from its own results, by rung."""
     bracket = bracket_of(rules.brackets, trial)
     values = {epochs: own.value for epochs, own in zip(bracket.epochs, results, strict=False)}
     return TrialRecord(
@@ -85,7 +85,7 @@ class Leader:
 
 
 def find_leader(rules: SearchRules, study: SharedStudy) -> Leader | None:
-    """By the results of all workers; None while no trial that has not failed has a value."""
+    """Return the best trial by the results of all workers; None while no trial that has not failed has a value."""
     results = study.results()
     trial = best(rules.brackets, results, maximize=rules.maximize)
     if trial is None:
@@ -100,7 +100,7 @@ def find_leader(rules: SearchRules, study: SharedStudy) -> Leader | None:
 
 @dataclass(frozen=True)
 class LeaderRun:
-    """How the best trial is trained: its settings, and the command line and the text of the configuration that do."""
+    """The training of the best trial: its settings, and the command line and configuration text that reproduce it."""
 
     settings: TrialSettings
     command: str
@@ -116,7 +116,7 @@ def kept_best(
     loss: Loss,
     folder: Path,
 ) -> tuple[BestTrial | None, float]:
-    """The best trial, its model and configuration written to `folder` and the model measured on the test data.
+    """Return the best trial, its model and configuration written to `folder` and the model measured on the test data.
 
     Its files are with the worker that trained it; where they are not here, model and test accuracy are left out, and
     what `folder` has of another trial is removed. Of workers that end at once each finds the best trial after the
@@ -203,7 +203,7 @@ def _alone_at(folder: Path) -> Iterator[None]:
 
 
 def lock_of(folder: Path) -> Path:
-    """What is locked while the best trial is found and written: beside its folder, which there may be none of."""
+    """Return the file that is locked while the best trial is found and written: beside its folder."""
     return folder.with_name(f".{folder.name}.lock")
 
 

@@ -33,7 +33,7 @@ NON_FINITE = "its loss or gradient is not finite"
 
 @dataclass(frozen=True)
 class PackJob:
-    """What all packs of a search have in common.
+    """The settings that all packs of a search share.
 
     Attributes:
         settings, choices: of the search's runs; a trial has its own seed and batch size.
@@ -78,13 +78,13 @@ class Member:
 
     @property
     def is_over(self) -> bool:
-        """Whether its segment is."""
+        """Whether its segment is over."""
         return self.failure is not None or self.samples_seen >= self.end_samples
 
 
 @dataclass
 class _Engine:
-    """What a number of rows needs; made anew when that changes."""
+    """The bank, tasks and executor for a number of rows; built anew when that number changes."""
 
     name: str
     bank: ReplicaBank
@@ -121,15 +121,15 @@ class Pack:
         self._round_index = 0
         self.notes: list[str] = []
         try:
-            self.seat(members)
+            self.assign(members)
         except BaseException:
             self.close()
             raise
 
     # --- who sits where -----------------------------------------------------------------------------------------------
 
-    def seat(self, members: Sequence[Member]) -> None:
-        """Have these members on the rows, from now on; those that were there before go on where they are.
+    def assign(self, members: Sequence[Member]) -> None:
+        """Put these members on the rows; those that were there before keep their rows.
 
         Between `drain` and the next `step`. With as many members as before the others' rows are not touched.
         """
@@ -166,7 +166,7 @@ class Pack:
         return new_row(member.settings.new_model().to(self.job.choices.device), self._update.optimizer.STATE)
 
     def _settle_rows(self, rows: Sequence[int]) -> None:
-        """Take over what belongs to the members themselves: optimizer settings, dropout, smoothing, augmentation."""
+        """Apply the members' own settings: optimizer, dropout, label smoothing, augmentation."""
         engine = self._engine
         assert engine is not None, "rows are in a bank"
         self._update.optimizer = side_by_side([member.settings.optimizer for member in self.members])
@@ -192,7 +192,7 @@ class Pack:
                 engine.tasks.label_smoothing[row] = share
 
     def _stream(self, row: int, settings: TrialSettings) -> int:
-        """Where the row's stream of samples begins: all have the same, unless each augments in its own way."""
+        """Return where the row's stream of samples begins: at 0 for all, unless each row augments in its own way."""
         if not (settings.augmentation.active and isinstance(self.feed, ResidentFeed)):
             return 0
         self.feed.set_variant(row + 1, Variant(settings.seed, settings.augmentation))
@@ -222,13 +222,13 @@ class Pack:
     # --- rounds -------------------------------------------------------------------------------------------------------
 
     def is_ready(self) -> bool:
-        """Whether `step` has no round to wait for. Does not block."""
+        """Return whether `step` has no round to wait for. Does not block."""
         return self._executor.is_ready()
 
     def step(self) -> bool:
         """Issue a round for all members, after the one before the last is over; that one may still run.
 
-        False when a member's segment is over: drain and seat others first.
+        Returns False if a member's segment is over: drain, and assign others first.
         """
         assert self._engine is not None, "the pack is open"
         executor = self._executor
@@ -271,7 +271,7 @@ class Pack:
                     member.failure = NON_FINITE
 
     def drain(self) -> None:
-        """Wait for what is in flight; members may be measured and change seats then."""
+        """Wait for what is in flight; after that, members may be measured and exchanged."""
         self._absorb(self._executor.drain())
         self._bank.check_bindings(averages=False)
         self.notes += [*taken(self._executor.notes), *self.feed.take_notes()]
@@ -283,7 +283,7 @@ class Pack:
         return evaluate_bank(self._bank, evaluator, feed, [self._row(member) for member in members])
 
     def checkpoint(self, member: Member) -> Checkpoint:
-        """Where a member stands; drained."""
+        """Return where a member stands; the pack must be drained."""
         return Checkpoint(member.samples_seen, member.num_rounds, read_row(self._bank, self._row(member)))
 
     def _row(self, member: Member) -> int:

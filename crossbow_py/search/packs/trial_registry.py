@@ -1,4 +1,4 @@
-"""What is known of a search's trials before they train: settings, what they can be packed with, how wide packs are."""
+"""The registry of a search's trials: their settings, which can share a pack, and how wide packs are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, rais
 from crossbow_py.engine.rounds import Loss
 from crossbow_py.search.packs.policies import Waiting
 from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.search.packs.width import BUDGET_S, TrialsAlike, Width, measured_width
+from crossbow_py.search.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width
 from crossbow_py.search.space import Space
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import faithful_copy
@@ -48,7 +48,7 @@ class SearchData:
 
 @dataclass(frozen=True)
 class Kind:
-    """What trials of one signature have in common."""
+    """The template and the pack width that trials of one signature share."""
 
     template: nn.Module
     width: Width
@@ -64,7 +64,7 @@ class Described:
     features: tuple[float, ...]
 
 
-class Roster:
+class TrialRegistry:
     """Describes trials, each once.
 
     Args:
@@ -109,7 +109,7 @@ class Roster:
         self._kinds: dict[str, Kind] = {}
 
     def of(self, trial: int, params: Mapping[str, Any]) -> Described | str:
-        """What is known of a trial; a sentence where it cannot train.
+        """Return what is known of a trial, or a sentence on why it cannot train.
 
         Raises:
             DataError: the data cannot be loaded.
@@ -143,7 +143,7 @@ class Roster:
         return Described(settings, key, own_dropout_rate(model) or 0.0, features(self._space, params))
 
     def waiting(self, trial: int, described: Described, alone: bool, sample: int) -> Waiting:
-        """For a policy; a trial that is to train alone fits beside nobody, nor does one at an unknown `sample` (-1).
+        """Return a trial as policies see it; one that trains alone, or is at an unknown `sample` (-1), fits with none.
 
         `sample` is where it trains, or goes on; streamed samples are for those that are at the same one.
         """
@@ -155,7 +155,7 @@ class Roster:
         return Waiting(trial, name, described.settings.batch_size, described.features, share)
 
     def _new_kind(self, settings: TrialSettings, model: nn.Module) -> Kind:
-        """Where memory is short beside packs, once more without them."""
+        """Describe a new kind; if memory is short beside the packs, again without them."""
         try:
             return self._found_kind(settings, model)
         except Exception as error:
@@ -180,7 +180,7 @@ class Roster:
         begun = time.perf_counter()
         try:
             width, notes = measured_width(
-                TrialsAlike(self._settings, self._choices, settings, template, feed, self._loss),
+                CompatibleTrials(self._settings, self._choices, settings, template, feed, self._loss),
                 self._most, self._announce, self.has_packs(), self.make_room, self._effort(),
             )  # fmt: skip
         finally:
@@ -191,26 +191,26 @@ class Roster:
         return Kind(template, width)
 
     def _effort(self) -> Effort:
-        """For the next kind: what those before left of that for all; by their throughput it may be nothing."""
+        """Return the effort for measuring the next kind: what those before have left, which may be nothing."""
         effort = Effort(BUDGET_S, self._total_samples, self._measuring_s, self.stopped, self.is_alone)
         return replace(effort, budget_s=0.0) if self._fastest and effort.seconds(self._fastest) <= 0 else effort
 
     def template(self, key: str) -> nn.Module:
-        """A model of a signature, on the device."""
+        """Return a model of a signature, on the device."""
         return self._kinds[key].template
 
     def executor(self, key: str, num_trials: int) -> str:
-        """For that many trials of a signature."""
+        """Return the executor for that many trials of a signature."""
         return self._kinds[key].width.executor(num_trials)
 
     def narrow(self, key: str, size: int) -> None:
-        """Memory did not hold more than that."""
+        """Make the packs of a signature smaller, as memory did not hold more than `size` trials."""
         kind = self._kinds[key]
         self._kinds[key] = Kind(kind.template, replace(kind.width, size=max(1, size)))
 
 
 def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:
-    """Parameters as numbers from 0 to 1, by their places in their ranges; 0.5 for one that does not exist."""
+    """Return parameters as numbers from 0 to 1, by their positions in their ranges; 0.5 for one that does not exist."""
     return tuple(
         parameter.place(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
     )

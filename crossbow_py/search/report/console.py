@@ -1,4 +1,4 @@
-"""What the user of a search sees: a header, a live table of trials or a line per result, and what came of it.
+"""The console of a search: a header, a live table of trials or a line per result, and the outcome.
 
 Everything but the table also goes to console.log, which workers that share a folder share too.
 """
@@ -121,7 +121,7 @@ class SearchConsole(ScreenConsole, SearchListener):
             self._screen.note(line)
 
     def _remaining_s(self, info: SearchInfo, progress: SearchProgress) -> float | None:
-        """By the epochs that all workers trained since this one began; None before any."""
+        """Return the time left, by the epochs that all workers trained since this one began; None before any."""
         if self._begun is None:
             return None
         seconds, before = self._begun
@@ -133,7 +133,7 @@ class SearchConsole(ScreenConsole, SearchListener):
 
 
 def header_lines(info: SearchInfo) -> list[str]:
-    """The search's facts."""
+    """Return the lines of the header."""
     rungs = sorted({epochs for bracket in info.brackets for epochs in bracket.epochs})
     lines = [
         f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
@@ -151,14 +151,14 @@ def header_lines(info: SearchInfo) -> list[str]:
 
 
 def value_line(info: SearchInfo, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
-    """A trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
+    """Return a trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
     best = " (best so far at this rung)" if is_best else ""
     parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_metric(info)} {trial.values[epochs]:.4f}{best}"]
     return " · ".join([*parts, *_parameters(trial.params or {})])
 
 
 def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
-    """Where the search stands, on one line."""
+    """Return the state of the search on one line."""
     parts = [f"{progress.num_finished} of {progress.num_segments} rungs"]
     if progress.best_trial is not None and progress.best_value is not None:
         parts.append(f"best {progress.best_value:.4f} by trial {progress.best_trial}")
@@ -168,7 +168,7 @@ def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
 
 
 def final_lines(summary: SearchSummary) -> list[str]:
-    """How the search ended, the best trial, where the time went and where the files are."""
+    """Return the last block: how the search ended, the best trial, where the time went and where the files are."""
     info = summary.info
     counts = Counter(str(trial.state) for trial in summary.trials)
     states = ", ".join(f"{count} {state}" for state, count in counts.items())
@@ -183,7 +183,7 @@ def final_lines(summary: SearchSummary) -> list[str]:
 
 
 def _leader_lines(summary: SearchSummary) -> list[str]:
-    """Of a search that did not come to choose its best."""
+    """Return the lines on the leading trial of a search that ended before it chose the best."""
     info = summary.info
     best = leader(info.brackets, summary.trials, maximize=info.maximize)
     if best is None:
@@ -263,7 +263,7 @@ def live_table(
     line: RenderableType,
     size: tuple[int, int],
 ) -> Group:
-    """The table, how many trials are in which state, and `line` under it, in at most `size`: columns and lines.
+    """Return the table, the number of trials in each state, and `line` under it, in at most `size`: columns and lines.
 
     What runs comes first, then the best of the others; a `*` marks the best of all.
     """
@@ -299,7 +299,7 @@ def _two_lines(name: str) -> str:
 def choose_rows(
     trials: Sequence[TrialRecord], running: Sequence[RunningTrial], room: int, *, maximize: bool
 ) -> tuple[list[Row], int]:
-    """The rows that fit, those that run before the best of the others; and how many that run are left out."""
+    """Return the rows that fit, running trials before the best of the others, and the number of those left out."""
     room = max(room, _FEWEST_ROWS)
     records = {record.trial: record for record in trials}
     here = {each.trial: each for each in sorted(running, key=lambda each: each.trial)}
@@ -312,7 +312,7 @@ def choose_rows(
 def counts_line(
     trials: Sequence[TrialRecord], running: Sequence[RunningTrial], num_trials: int, hidden: int = 0
 ) -> str:
-    """How many trials are in which state; those that run elsewhere are waiting or promoted."""
+    """Return the number of trials in each state; those that run elsewhere are waiting or promoted."""
     here = {each.trial for each in running}
     counts = Counter(record.state for record in trials if record.trial not in here)
     counts[TrialState.WAITING] += num_trials - len(here | {record.trial for record in trials})
@@ -328,7 +328,7 @@ def _fixed_width(info: SearchInfo) -> int:
 
 
 def _fitting(names: Mapping[str, str], rows: Sequence[Row], room: int) -> dict[str, int]:
-    """The first parameters that find room, with the widths of their columns."""
+    """Return the first parameters that have room, with the widths of their columns."""
     found: dict[str, int] = {}
     for key, name in names.items():
         width = max(len(text) for text in (*_two_lines(name).split("\n"), *(_parameter(row, key) for row in rows)))
@@ -353,7 +353,7 @@ def _cells(info: SearchInfo, row: Row, keys: Sequence[str], *, is_best: bool) ->
 
 
 def _reached(row: Row, rungs: Sequence[float]) -> str:
-    """Where it was measured last, and where it trains to."""
+    """Return the epochs at which it was measured last, and those it trains to."""
     reached = 0.0 if row.record is None else last_epochs(row.record)
     return f"{reached:.3g}" if row.running is None else f"{reached:.3g} > {rungs[row.running.rung]:.3g}"
 

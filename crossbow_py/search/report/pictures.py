@@ -39,7 +39,7 @@ _PRUNED, _BEST = "0.7", "crimson"
 
 
 def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
-    """The figure; one trial at least has a value. The better the value, the higher and the brighter.
+    """Return the figure; one trial at least has a value. The better the value, the higher and the brighter.
 
     The last axis is the scale of both.
     """
@@ -71,20 +71,20 @@ def draw_parallel(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
 
 
 def value_place(value: float, low: float, high: float, *, maximize: bool) -> float:
-    """How high a value lies on its axis: 1 for the best."""
+    """Return how high a value lies on its axis: 1 for the best."""
     share = (value - low) / (high - low)
     return share if maximize else 1 - share
 
 
 def places(parameters: Sequence[Parameter], trial: TrialRecord, share: float | None) -> list[float]:
-    """How high the line of a trial is on each axis, the value's last."""
+    """Return the height of a trial's line on each axis, the value's last."""
     params = trial.params or {}
     found = [_place(parameter, params, trial.trial) for parameter in parameters]
     return [*found, NOTHING if share is None else share]
 
 
 def parameter_ticks(parameter: Parameter) -> list[tuple[float, str]]:
-    """Where the axis of a parameter is labelled, and how."""
+    """Return the positions and texts of the labels on a parameter's axis."""
     if parameter.choices is not None:
         every = math.ceil(len(parameter.choices) / _MOST_CHOICES)
         return [(parameter.place(choice), _shortened(as_text(choice))) for choice in parameter.choices[::every]]
@@ -94,7 +94,7 @@ def parameter_ticks(parameter: Parameter) -> list[tuple[float, str]]:
 
 
 def _round_numbers(parameter: Parameter, low: float, high: float) -> Iterable[Any]:
-    """Numbers that are easily read, or the steps of the range where they are few."""
+    """Return numbers that are easily read, or the steps of the range where they are few."""
     if parameter.step is not None and parameter.num_points() <= _MOST_CHOICES:
         return parameter.points()
     if parameter.log:
@@ -113,7 +113,7 @@ def value_ticks(low: float, high: float, *, maximize: bool, cut: bool) -> list[t
 
 
 def _apart(ticks: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Without those that would touch one before them; ends come first."""
+    """Return the labels without those that would touch an earlier one; ends come first."""
     kept: list[tuple[float, str]] = []
     for place, text in ticks:
         if all(abs(place - other) > _NEAR for other, _ in kept):
@@ -177,12 +177,12 @@ def _label_nothing(axes: Axes, parameters: Sequence[Parameter], trials: Sequence
 
 
 def _is_without_value(trial: TrialRecord) -> bool:
-    """Whether its line goes nowhere: it was sampled, and failed or was not measured yet."""
+    """Return whether its line ends below the axis: it was sampled, and failed or was not measured yet."""
     return trial.params is not None and (trial.value is None or not trial.values)
 
 
 def _line_legend(trials: Sequence[TrialRecord], best: TrialRecord) -> list[Line2D]:
-    """What the kinds of lines are, of those that are there."""
+    """Return the legend of the kinds of lines that are drawn."""
     label = f"best: trial {best.trial}, {best.value:.4g}"
     handles = [Line2D([], [], color=_COLOURS(_BRIGHTEST), linewidth=_BEST_WIDTH, path_effects=_casing(), label=label)]
     others = [trial for trial in trials if trial.trial != best.trial and not _is_without_value(trial)]
@@ -203,7 +203,7 @@ def _shortened(text: str) -> str:
 
 
 def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
-    """The figure; one trial at least has a value. Dotted lines are the rungs where trials are compared."""
+    """Return the figure; one trial at least has a value. Dotted lines are the rungs where trials are compared."""
     order = ranked(trials, maximize=info.maximize)
     low, high = value_range(trials, maximize=info.maximize) or (0.0, 1.0)
     figure = Figure(figsize=(8.5, 5.4), layout="constrained")
@@ -223,7 +223,7 @@ def draw_curves(info: SearchInfo, trials: Sequence[TrialRecord]) -> Figure:
 
 
 def rung_labels(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[float, str]:
-    """By epochs at which trials are measured: how many were, of each bracket that is measured there."""
+    """Return labels by the epochs of the rungs: how many trials were measured there, of each bracket."""
     measured = Counter((epochs, trial.bracket) for trial in trials for epochs in trial.values)
     labels: dict[float, list[str]] = defaultdict(list)
     for bracket in info.brackets:
@@ -235,7 +235,7 @@ def rung_labels(info: SearchInfo, trials: Sequence[TrialRecord]) -> dict[float, 
 
 
 def bracket_colour(info: SearchInfo, trial: TrialRecord) -> str:
-    """Of a trial that was trained to the end."""
+    """Return the colour of a trial that was trained to the end."""
     return _BRACKET_COLOURS[trial.bracket % len(_BRACKET_COLOURS)] if info.num_brackets > 1 else _BRACKET_COLOURS[0]
 
 

@@ -51,7 +51,7 @@ class Patience:
         self._place, self._sleep = place, sleep
 
     def call(self, do: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """What `do` returns.
+        """Call `do`, and return what it returns.
 
         Raises:
             StorageError: it failed every time.
@@ -81,7 +81,7 @@ class Patience:
 
 
 def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> BaseStorage:
-    """The storage at an address.
+    """Open the storage at an address.
 
     Args:
         storage: `journal:PATH`, or a path that ends in .log or .journal, is a file, for the processes of one host;
@@ -107,7 +107,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
 
 
 def shown_address(storage: str) -> str:
-    """The address without its password."""
+    """Return the address without its password."""
     try:
         return make_url(storage).render_as_string(hide_password=True) if "://" in storage else storage
     except (ArgumentError, ValueError):
@@ -179,13 +179,13 @@ def _require_file(path: Path, begin: bytes, kind: str) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """What the storage said; Optuna's own text is the same for everything."""
+    """Return the error text of the storage; Optuna's own text is the same for everything."""
     said = _cause(error)
     return f"{type(said).__name__}: {said}".splitlines()[0]
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error of the disk or of the data base's driver."""
+    """Return the error of the disk or of the data base's driver."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     return getattr(cause, "orig", None) or cause
 
@@ -232,7 +232,7 @@ class JournalFile(BaseJournalBackend):
         self._path.touch()
 
     def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
-        """All whole records from the given one on. A last line without its end is still being written, or was torn."""
+        """Return all whole records from the given one on. A last line without its end is being written, or was torn."""
         with self._path.open("rb") as file:
             self._require_what_was_read(os.fstat(file.fileno()).st_size)
             file.seek(self._starts[log_number_from])
