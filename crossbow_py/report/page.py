@@ -70,8 +70,8 @@ def _figures(runs: Sequence[RunRecord]) -> str:
 def _names(runs: Sequence[RunRecord]) -> list[str]:
     """Return each with the colour of its curves."""
     return [
-        f'<span class="dot" style="background:{colour(place)}"></span> {escape(run.name)}'
-        for place, run in enumerate(runs)
+        f'<span class="dot" style="background:{colour(index)}"></span> {escape(run.name)}'
+        for index, run in enumerate(runs)
     ]
 
 
@@ -88,9 +88,9 @@ def _figure(chart: Chart) -> str:
 def _decisions(runs: Sequence[RunRecord]) -> str:
     """Return the auto-tuner's, in the order they were taken."""
     rows = [
-        [_names(runs)[place], *(escape(_decision_value(decision, key)) for key in ("samples_seen", "elapsed_s")),
+        [_names(runs)[index], *(escape(_decision_value(decision, key)) for key in ("samples_seen", "elapsed_s")),
          f'<td class="text">{escape(str(decision.get("reason", "")))}</td>']
-        for place, run in enumerate(runs)
+        for index, run in enumerate(runs)
         for decision in run.decisions
     ]  # fmt: skip
     if not rows:

@@ -50,7 +50,7 @@ class Bracket:
     """Trials that are compared with each other.
 
     Attributes:
-        index: place among the brackets of the search.
+        index: number among the brackets of the search.
         first_trial: their lowest number; `num_trials` follow on each other.
         epochs: where each rung is measured, rising; the last is the same in every bracket.
         sizes: how many trials reach each rung when none fails.

@@ -331,7 +331,7 @@ class Parameter:
         """Both ends of the range, or every choice."""
         return self._ends() if self.choices is None else self.choices
 
-    def place(self, value: Value) -> float:
+    def position(self, value: Value) -> float:
         """Return the position of a value, from 0 (the lower end, or the first choice) to 1."""
         if self.choices is not None:
             index = next(n for n, choice in enumerate(self.choices) if contains((choice,), value))

@@ -212,5 +212,5 @@ class TrialRegistry:
 def features(space: Space, params: Mapping[str, Any]) -> tuple[float, ...]:
     """Return parameters as numbers from 0 to 1, by their positions in their ranges; 0.5 for one that does not exist."""
     return tuple(
-        parameter.place(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
+        parameter.position(params[parameter.key]) if parameter.key in params else 0.5 for parameter in space.parameters
     )

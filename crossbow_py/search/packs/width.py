@@ -139,8 +139,8 @@ def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
     packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
     sizes = {name: _apart_sizes(bound) if _is_apart(name) else _sizes(bound) for name in packed}
     packs = [
-        (name, own[place]) for place in range(max(map(len, sizes.values()))) for name, own in sizes.items()
-        if place < len(own)
+        (name, own[index]) for index in range(max(map(len, sizes.values()))) for name, own in sizes.items()
+        if index < len(own)
     ]  # fmt: skip
     first = [(names[0], 1), *packs[: len(packed)]]
     order = [*first, *((name, 1) for name in names[1:]), *packs[len(packed) :]]

@@ -33,7 +33,7 @@ from crossbow_py.telemetry.hyper_parameters import columns, ended, started
 BEST_TAG = "search/best_value_by_samples_of_all_trials"
 PACE_TAG = "search/images_per_s_by_samples_of_all_trials"  # of one worker
 
-_LAST = 10**6  # place of the file that is read last
+_LAST = 10**6  # position of the file that is read last
 _FLUSH_S = 10
 _FILE_VERSION = "brain.Event:2"  # the format TensorBoard reads
 
@@ -185,8 +185,8 @@ def _scalar(tag: str, value: float) -> Summary:
     return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
 
 
-def _file_name(place: int, what: str) -> str:
-    return f"events.out.tfevents.{place:010}.{what}"
+def _file_name(position: int, what: str) -> str:
+    return f"events.out.tfevents.{position:010}.{what}"
 
 
 def _write_events(path: Path, events: Iterable[tuple[int, Summary]], now: float) -> None:

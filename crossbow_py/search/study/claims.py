@@ -152,17 +152,17 @@ class SegmentClaims:
     Args:
         storage, study: where they are kept: Optuna's storage, and in it the number of a study for nothing else.
         patience: calls the storage.
-        place: what the storage is called in errors.
+        address: what the storage is called in errors.
         worker: name of this process, for people.
         lease_s: how long what it claims stays its own without Prolong the lease, if that is due.
         clock: seconds since 1970.
     """
 
     def __init__(
-        self, storage: BaseStorage, study: int, patience: Patience, place: str, worker: str, lease_s: float,
+        self, storage: BaseStorage, study: int, patience: Patience, address: str, worker: str, lease_s: float,
         clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        self._storage, self._study, self._patience, self._place = storage, study, patience, place
+        self._storage, self._study, self._patience, self._address = storage, study, patience, address
         self._worker, self._lease_s, self._clock = worker, lease_s, clock
         self._held: dict[Segment, int] = {}
         self._lost: set[Segment] = set()  # since the last `renew`
@@ -355,7 +355,7 @@ class SegmentClaims:
         try:
             yield
         except (UserError, LookupError, TypeError, ValueError) as error:
-            raise BadStorageError(self._place, f"a {kind} is damaged ({text_of(error)[:200]})") from error
+            raise BadStorageError(self._address, f"a {kind} is damaged ({text_of(error)[:200]})") from error
 
 
 def _made(kind: type[_T], plain: Any) -> _T:

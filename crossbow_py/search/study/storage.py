@@ -43,12 +43,12 @@ class Patience:
     A call that failed may have been done all the same, so only what may be done twice is called through it.
 
     Args:
-        place: the storage, for errors.
+        address: the storage, for errors.
         sleep: takes seconds.
     """
 
-    def __init__(self, place: str, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._place, self._sleep = place, sleep
+    def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._address, self._sleep = address, sleep
 
     def call(self, do: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call `do`, and return what it returns.
@@ -67,14 +67,14 @@ class Patience:
             except (CrossbowError, OptunaError, ImportError, ArgumentError):
                 raise
             except Exception as error:  # a record that lacks something makes Optuna raise nearly anything
-                raise BadStorageError(self._place, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
+                raise BadStorageError(self._address, f"{one_line(error)[:_LONGEST_SHOWN]} while it is read") from error
         raise AssertionError("the last try returns or raises")
 
     def _unusable(self, error: BaseException) -> StorageError:
         if getattr(_cause(error), "sqlite_errorcode", None) in _DAMAGED:
-            return BadStorageError(self._place, _said(error))
+            return BadStorageError(self._address, _said(error))
         return StorageError(
-            f"the search's storage {self._place} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
+            f"the search's storage {self._address} cannot be used, tried {len(_WAITS_S) + 1} times: {_said(error)}. "
             "What was finished stays in it: see that it is there, writable, not full and not locked by another "
             "program, and start the same command again, which goes on from there."
         )
@@ -199,9 +199,9 @@ class BadStorageError(StorageError, UserError):
 
     exit_code = 2
 
-    def __init__(self, place: str, found: str) -> None:
+    def __init__(self, address: str, found: str) -> None:
         super().__init__(
-            f"the search's storage {place} holds what this search cannot have written: {found}; restore it from a "
+            f"the search's storage {address} holds what this search cannot have written: {found}; restore it from a "
             "copy, or give another storage."
         )
 

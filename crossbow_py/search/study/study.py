@@ -66,8 +66,8 @@ class SharedStudy:
     ) -> None:  # fmt: skip
         silence_optuna()
         self._storage = open_storage(storage, sleep) if isinstance(storage, str) else storage
-        self._place = shown_address(storage) if isinstance(storage, str) else type(storage).__name__
-        self._patience = Patience(self._place, sleep)
+        self._address = shown_address(storage) if isinstance(storage, str) else type(storage).__name__
+        self._patience = Patience(self._address, sleep)
         self._name, self._maximize = name, maximize
         self._space = space
         self._sampling = Sampling(space, sampler, seed, maximize)
@@ -75,7 +75,7 @@ class SharedStudy:
         self._trials: dict[int, FrozenTrial] = {}
         self._study = self._study_named(name)
         claims = self._study_named(f"{name}/segments")
-        self._claims = SegmentClaims(self._storage, claims, self._patience, self._place, worker, lease_s, clock)
+        self._claims = SegmentClaims(self._storage, claims, self._patience, self._address, worker, lease_s, clock)
         self._heartbeat = Heartbeat(self._claims.prolong, lambda: bool(self._claims.held), self._lock, lease_s / 3)
 
     def open(self, identity: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
@@ -94,7 +94,7 @@ class SharedStudy:
             difference = self._foreign() or _first_difference(agreed, ours)
             if difference:
                 raise UserError(
-                    f"storage: {self._place} holds another search named {self._name!r}: {difference}; go on "
+                    f"storage: {self._address} holds another search named {self._name!r}: {difference}; go on "
                     "with its settings, or give another study or storage."
                 )
             self._records()  # refused before anything is trained
@@ -273,17 +273,17 @@ class SharedStudy:
         for record in records:
             trial = record.user_attrs.get("trial")
             if type(trial) is not int or trial < 0:
-                raise BadStorageError(self._place, f"its trial {record.number} is of another program")
+                raise BadStorageError(self._address, f"its trial {record.number} is of another program")
             mistake = self._space.mistake_in(record.params)
             if mistake:
-                raise BadStorageError(self._place, f"trial {trial} has {mistake}")
+                raise BadStorageError(self._address, f"trial {trial} has {mistake}")
         return records
 
     def _all_records(self) -> list[FrozenTrial]:
         records = self._patience.call(self._storage.get_all_trials, self._study, deepcopy=False)
         for record in records:
             if not isinstance(record.user_attrs, dict):
-                raise BadStorageError(self._place, f"its trial {record.number} has attributes that are no mapping")
+                raise BadStorageError(self._address, f"its trial {record.number} has attributes that are no mapping")
         return records
 
     def _foreign(self) -> str:
