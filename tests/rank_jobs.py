@@ -344,7 +344,7 @@ def check_alike_on(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]
 
     code = rank_agreement._code()
     rank_agreement._code = lambda: {**code, "source": codes[ranks.rank]}
-    rank_agreement.check_alike(configs[ranks.rank], ranks)
+    rank_agreement.check_ranks_agree(configs[ranks.rank], ranks)
     return "alike"
 
 

@@ -33,11 +33,11 @@ from crossbow_py.core.errors import (
     UserError,
     one_line,
 )
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
+from crossbow_py.core.printing import print_line, standard_streams
 from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
-from crossbow_py.core.standard_streams import print_line, standard_streams
-from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
 
 _MULTIRUN = ("-m", "--multirun")

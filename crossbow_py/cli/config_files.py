@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigTypeError, OmegaConfBaseException
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.own_files import read_text
+from crossbow_py.core.files import read_text
 from crossbow_py.core.version import PACKAGE
 
 OWN_FOLDER = "conf"  # in the current folder: options that the user adds

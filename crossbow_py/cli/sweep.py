@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossbow_py.core.text_table import columns
+from crossbow_py.core.printing import columns
 from crossbow_py.telemetry.figures import MOST_RUNS, figures
 from crossbow_py.telemetry.records import read_summary
 

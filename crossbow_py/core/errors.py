@@ -1,4 +1,4 @@
-"""Errors with an exit code: whose mistake it was decides what the process says and returns."""
+"""Errors with an exit code, which says whether the user or the program was at fault."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class CrossbowError(Exception):
     """Base of every error raised on purpose.
 
     Attributes:
-        exit_code: what the command line returns for it.
-        after_joining: whether the ranks had joined when it was raised; before that, all ranks of a host raise the same.
+        exit_code: the process's exit code.
+        after_joining: whether the ranks had joined when it was raised. Before that, all ranks of a host raise the same.
     """
 
     exit_code = 1
@@ -24,7 +24,7 @@ class CrossbowError(Exception):
 
 
 class UserError(CrossbowError):
-    """The user's mistake: one sentence with the field, the rule, the value received and the remedy."""
+    """The user's mistake, as one sentence with the field, the rule, the value received and the remedy."""
 
     exit_code = 2
 
@@ -34,27 +34,27 @@ class CheckpointError(UserError):
 
 
 class DataError(CrossbowError):
-    """Batches cannot be made, and the run stops for it: one sentence, with the sample that was being worked on."""
+    """No batch can be made, and the run stops: one sentence, with the sample that was being loaded."""
 
 
 class BadDataError(DataError, UserError):
-    """What the data set gives makes no batch, such as items of different shapes."""
+    """The data set's items cannot be made into a batch, for example for different shapes."""
 
     exit_code = 2
 
 
 class BadSampleError(BadDataError):
-    """More samples cannot be read than are allowed to; names one of them."""
+    """More samples than allowed cannot be read. The message names one of them."""
 
 
 class NonFiniteError(CrossbowError):
     """A learner's loss or gradient norm stopped being finite, and the run stops for it.
 
     Args:
-        learner: where it was first seen, counted over all devices.
-        round_index: in which round.
-        last_checkpoint: the newest one, from before.
-        everyone: every learner is lost, so that there is none to reseed from.
+        learner: the first such learner, counted over all devices.
+        round_index: the round it happened in.
+        last_checkpoint: the newest checkpoint from before.
+        everyone: whether every learner is non-finite, so that there is none to reseed from.
     """
 
     def __init__(self, learner: int, round_index: int, last_checkpoint: str | None, everyone: bool = False) -> None:
@@ -73,14 +73,14 @@ class NonFiniteError(CrossbowError):
 
 
 class SearchError(CrossbowError):
-    """A search cannot go on, or came to nothing; what was finished is kept. One sentence with the remedy."""
+    """A search cannot go on, or has no result. Finished trials are kept. One sentence with the remedy."""
 
 
 class DeviceLostError(SearchError):
-    """The device refuses all further work of this process, which would fail every trial after the one that caused it.
+    """The device refuses all further work of this process, so that every later trial would fail too.
 
     Args:
-        cause: what the device said, with which it answers from now on.
+        cause: the device's error, which it repeats from now on.
     """
 
     def __init__(self, cause: BaseException) -> None:
@@ -96,9 +96,9 @@ class LearnerError(CrossbowError):
     """A task failed with an exception, which is chained as the cause.
 
     Args:
-        task: which, such as learning(1).
-        round_index: in which round.
-        stream: where it ran, such as learner 1.
+        task: the task, such as learning(1).
+        round_index: the round it belongs to.
+        stream: the stream it ran on, such as learner 1.
         cause: the exception.
     """
 
@@ -108,14 +108,14 @@ class LearnerError(CrossbowError):
 
 
 class RankError(CrossbowError):
-    """What another rank of the run has failed with, raised on all; or what this one has, where another says it.
+    """The failure of one rank, raised on all ranks; exactly one of them prints it.
 
     Args:
-        rank: which.
-        text: what it said.
-        exit_code: as that error's.
-        kind: the name of that error's class.
-        is_said: whether this rank is to say it.
+        rank: the rank that failed.
+        text: its error message.
+        exit_code: its error's exit code.
+        kind: the name of its error's class.
+        is_said: whether this rank prints it.
     """
 
     def __init__(self, rank: int, text: str, exit_code: int, kind: str, is_said: bool) -> None:
@@ -125,12 +125,12 @@ class RankError(CrossbowError):
 
 
 def is_of_data(error: BaseException | None) -> bool:
-    """Whether it is the data that failed, on this rank or another."""
+    """Return whether the data failed, on this rank or another."""
     return isinstance(error, DataError) or (isinstance(error, RankError) and error.is_of_data)
 
 
 class RankLostError(CrossbowError):
-    """Another rank has ended, or cannot be reached any more; the cause says what the connection to it said."""
+    """Another rank has ended or cannot be reached any more. The cause is the connection's error."""
 
     def __init__(self, found: str = "another rank has ended, or its host cannot be reached any more") -> None:
         super().__init__(
@@ -140,7 +140,7 @@ class RankLostError(CrossbowError):
 
 
 class CentralModelError(CrossbowError):
-    """Ranks whose central average model is not the others', which no sound machine lets happen."""
+    """The central average models of the ranks differ, which no sound machine lets happen."""
 
     def __init__(self, ranks: list[int], round_index: int) -> None:
         named = ", ".join(map(str, ranks))
@@ -152,10 +152,9 @@ class CentralModelError(CrossbowError):
 
 
 def raised_at(error: BaseException) -> str:
-    """Where the user's own code raised an exception: " at FILE:LINE", the innermost line outside installed packages.
+    """Return " at FILE:LINE", the line of the user's code that raised: the innermost one outside installed packages.
 
-    Of an exception that no line of the user's has part in, it is the innermost that is not in this package; empty
-    where there is none.
+    Without such a line it is the innermost one outside this package, and without that either the text is empty.
     """
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if PACKAGE not in Path(frame.filename).parents]
@@ -164,16 +163,16 @@ def raised_at(error: BaseException) -> str:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    """What to raise where a folder that was asked for cannot be written; `error` says why."""
+    """Return the error to raise for an output folder that cannot be written; `error` says why."""
     return UserError(f"output_dir {path} cannot be written ({error.strerror or error}); choose another folder.")
 
 
 def text_of(error: BaseException) -> str:
-    """An exception's text on one line; it may have none."""
+    """Return an exception's text on one line, which may be empty."""
     return " ".join(str(error).split())
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's type and text on one line."""
+    """Return an exception's type and text on one line."""
     text = text_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

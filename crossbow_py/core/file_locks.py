@@ -1,4 +1,4 @@
-"""Files as locks between processes, which the kernel drops with the process that holds one, also when it is killed."""
+"""Files as locks between processes. The kernel drops a lock with the process that holds it, even if it is killed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from crossbow_py.core.own_files import own_file
+from crossbow_py.core.files import own_file
 
-_held: set[TextIO] = set()  # and those about to be locked
-_changing = threading.Lock()  # a process that another thread forks is to find all open ones there
+_held: set[TextIO] = set()  # also files about to be locked
+_changing = threading.Lock()  # taken by a fork too, so that the child finds every open lock file in _held
 
 
 @contextmanager
 def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock `path`, a file that is made where there is none.
+    """Hold the lock `path`, a file that is created if it is missing.
 
-    Processes that are forked meanwhile do not hold it: data workers outlive a killed run by seconds, and it is to be
-    taken up again at once.
+    Processes forked meanwhile do not hold it: data workers outlive a killed run by seconds, and its next start must not
+    have to wait for them.
 
     Args:
         path: the file.
-        busy: called when another process holds it; the lock is then waited for, unless this raises.
+        busy: called if another process holds the lock; blocks for the lock afterwards, unless `busy` raises.
 
     Raises:
         OSError: the file cannot be written.
@@ -47,7 +47,7 @@ def locked(path: Path, busy: Callable[[], None]) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process holds it, or it cannot be written."""
+    """Return whether another process holds the lock, or the file cannot be written."""
     try:
         with open(path, "a", opener=own_file) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,7 +57,7 @@ def is_locked(path: Path) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process holds it, found out without making or changing anything."""
+    """Return whether another process holds the lock, without creating or changing the file."""
     try:
         with open(path, "rb", opener=own_file) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -70,7 +70,7 @@ def is_held(path: Path) -> bool:
 
 def _let_go() -> None:
     for file in _held:
-        file.close()  # not an unlocking, which would be the parent's too
+        file.close()  # without unlocking, which would release the parent's lock too
     _held.clear()
     _changing.release()
 

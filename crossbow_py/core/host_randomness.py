@@ -1,4 +1,4 @@
-"""The generators of the process: Python's, NumPy's and torch's on the CPU, which data sets and models draw from."""
+"""The process's random generators: Python's, NumPy's and torch's on the CPU, which data sets and models draw from."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 
 def host_state() -> Hashable:
-    """What Python's and NumPy's stand at: another value after a draw, which a graph would repeat."""
+    """Return the state of Python's and NumPy's generators. A draw changes it, which a captured graph would repeat."""
     state = np.random.get_state(legacy=False)
-    generator, kept = state["state"], (state["has_gauss"], state["gauss"])  # it draws normal values by twos
+    generator, kept = state["state"], (state["has_gauss"], state["gauss"])  # it draws normal values in pairs
     return random.getstate(), generator["key"].tobytes(), generator["pos"], kept
 
 
 @contextmanager
 def kept_host_state() -> Iterator[None]:
-    """Put Python's and NumPy's generators back afterwards."""
+    """Restore Python's and NumPy's generators after the block."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -30,6 +30,6 @@ def kept_host_state() -> Iterator[None]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Put all three back afterwards."""
+    """Restore all three generators after the block."""
     with torch.random.fork_rng(devices=[]), kept_host_state():
         yield

@@ -1,4 +1,4 @@
-"""Plain nested values, as a configuration is written: compare them, fill them up, leave keys out. Pure."""
+"""Plain nested values, as in a recorded configuration: compared, filled up, and with keys left out. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from crossbow_py.core.settings import written
 
-# Where a run was written, which is not what it was.
+# Keys that say where a run was written, not what was trained.
 _PATHS = frozenset({"output_dir", "resume", "data.root", "data.cache_dir"})
 
 
 def differences(saved: Any, current: Any, path: str = "") -> list[str]:
-    """`key: saved → current` for every leaf at which two plain nested values differ.
+    """Return `key: saved → current` for every leaf at which two plain nested values differ.
 
-    Where the `name` of something differs, that says it all: settings of different things are not compared.
+    Where the `name` of a group's choice differs, only the name is listed: settings of different choices do not compare.
     """
     if isinstance(saved, Mapping) and isinstance(current, Mapping):
         renamed = saved.get("name") != current.get("name")
@@ -25,9 +25,9 @@ def differences(saved: Any, current: Any, path: str = "") -> list[str]:
 
 
 def filled(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the old plain values, filled up with new ones, so that keys newer than `old` make no difference.
+    """Return the old plain values filled up with the new ones' defaults, so that keys newer than `old` do not differ.
 
-    Settings of other things, by `name`, are left apart.
+    Settings of a group whose `name` differs are left as they are.
     """
     if old.get("name") != new.get("name"):
         return dict(old)
@@ -40,7 +40,7 @@ def _are_mappings(*values: Any) -> bool:
 
 
 def without(plain: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Return nested plain values without those of the dotted keys."""
+    """Return nested plain values without the dotted `keys`."""
     return {
         key: without(value, keys, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in plain.items()
@@ -49,10 +49,7 @@ def without(plain: Mapping[str, Any], keys: Collection[str], prefix: str = "") -
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return, for every key on which runs differ, the value of each run; `–` where a run has no such key.
-
-    Keys that only the rules or models of some runs have are included.
-    """
+    """Return, for every key on which runs differ, the value of each run; `–` for a run without that key."""
     keys = dict.fromkeys(key for config in configs for key in config if key not in _PATHS)
     found = {key: [written(config[key]) if key in config else "–" for config in configs] for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}

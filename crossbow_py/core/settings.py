@@ -1,7 +1,7 @@
-"""Settings: frozen dataclasses beside their owner, checked alike from the command line and from Python.
+"""Settings: frozen dataclasses beside their owner, checked in the same way from the command line and from Python.
 
 A settings class names its config group in `GROUP`, declares each field with `setting(...)` and calls `check(self)` in
-`__post_init__`. `from_mapping` builds one from plain parsed YAML. Every mistake is one `UserError` sentence.
+`__post_init__`. `from_mapping` builds one from parsed YAML. Every mistake is one `UserError` sentence.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NAME = re.compile(r"\w+")
 _UPPER = ("maximum", "below")
 _LARGEST = 3.4e38  # float32
 _LONGEST_SHOWN = 200
-_MOST_NAMED = 3  # others of a group that have a key
-_MOST_COUNTED = 2**62  # what counts more is none of our counters
+_MOST_NAMED = 3  # choices of a group that have a key
+_MOST_COUNTED = 2**62  # no counter of ours gets there
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
 
 
@@ -45,9 +45,9 @@ def setting(
     below: float | None = None,
     why: str | None = None,
 ) -> Any:
-    """A dataclass field with its one-line meaning and its limits (inclusive `minimum`/`maximum`, exclusive others).
+    """Declare a dataclass field with its one-line meaning and its limits (`minimum` and `maximum` are inclusive).
 
-    `why` is the reason of the limit, where it does not go without saying; of the upper one where there are two.
+    `why` is the reason for the limit, if it is not obvious; for the upper one if there are two.
     """
     metadata = {"help": help, "minimum": minimum, "above": above, "maximum": maximum, "below": below, "why": why}
     if isinstance(default, dict | list):
@@ -58,7 +58,7 @@ def setting(
 def check(settings: Any) -> None:
     """Check the types and limits of every field. Raises UserError naming the field, the rule and the value.
 
-    Lists become tuples and whole numbers floats where those are wanted, alike from YAML and from Python.
+    Lists become tuples, and whole numbers floats, where the field's type asks for it.
     """
     group = getattr(type(settings), "GROUP", "")
     hints = typing.get_type_hints(type(settings))
@@ -78,7 +78,7 @@ def check(settings: Any) -> None:
 
 
 def _is_text_without_quotes(value: Any, hint: Any) -> bool:
-    """Whether it is a number that may have been meant as text: output_dir=2024."""
+    """Return whether it is a number that may have been meant as text, as in output_dir=2024."""
     return str in _options(hint) and isinstance(value, int | float)
 
 
@@ -89,10 +89,10 @@ def _check_names(path: str, value: Mapping[Any, Any]) -> None:
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers: Collection[type] = ()) -> T:
-    """Build settings class `cls`, which checks itself, from plain values; unknown keys get a suggestion.
+    """Build the settings class `cls`, which checks itself, from plain values. Raises UserError for an unknown key.
 
-    Keys that others of its group have and it cannot have are in its `LACKS`, each with the reason. Of a key that only
-    some of its `peers` have it is said which.
+    The message suggests a known key, or names the `peers` (other choices of the group) that have it. A class's `LACKS`
+    holds keys that it cannot have, each with the reason.
     """
     known = _names(cls)
     for key in values:
@@ -111,9 +111,9 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "", peers:
 def check_no_group_left_out(
     words: typing.Iterable[str], known: Collection[str], groups: Mapping[str, Collection[type]]
 ) -> None:
-    """Refuse an unknown key that some settings class of a group has, as in learning_rate=0.1 or lr=0.1."""
+    """Refuse an unknown top-level key that belongs into a group, as in learning_rate=0.1 or lr=0.1."""
     for word in words:
-        if word in known or any(key.endswith(f"_{word}") for key in known):  # epochs are max_epochs first
+        if word in known or any(key.endswith(f"_{word}") for key in known):  # epochs means max_epochs before a group's
             continue
         names = {group: sorted(set().union(*map(_names, classes))) for group, classes in groups.items()}
         meant = [f"{group}.{name}" for group in names for name in names[group] if _is_short_for(word, name)]
@@ -122,7 +122,7 @@ def check_no_group_left_out(
 
 
 def _owners(path: str, key: str, peers: Collection[type]) -> str:
-    """The peers that have a key, as they are chosen."""
+    """Return the choices of a group that have a key, as they are written on the command line."""
     return " or ".join(f"{path}={getattr(peer, 'NAME', '')}" for peer in peers if key in _names(peer))
 
 
@@ -131,13 +131,13 @@ def _names(cls: type) -> set[str]:
 
 
 def to_mapping(settings: Any) -> dict[str, Any]:
-    """Plain values (dict, list, str, int, float, bool, None) of a settings object, nested ones included."""
+    """Return a settings object as plain values (dict, list, str, int, float, bool, None), nested ones included."""
     plain: dict[str, Any] = _plain(dataclasses.asdict(settings))
     return plain
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Nested plain values by dotted keys; null and lists become text."""
+    """Return nested plain values by dotted keys. Null and lists become text."""
     found: dict[str, bool | int | float | str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -148,7 +148,7 @@ def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int
 
 
 def written(value: Any) -> str:
-    """A plain value as YAML and the command line have it, text without quotes; null where there is none."""
+    """Return a plain value as written in YAML and on the command line; text without quotes, None as null."""
     if value is None or value is dataclasses.MISSING:
         return "null"
     if isinstance(value, bool):
@@ -157,16 +157,16 @@ def written(value: Any) -> str:
 
 
 def apart_from_defaults(settings: Any) -> dict[str, Any]:
-    """Values of a settings object that are not what they are when nothing is said."""
+    """Return the values of a settings object that differ from the defaults."""
     values = {field.name: (getattr(settings, field.name), field.default) for field in dataclasses.fields(settings)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def suggestion(word: object, known: typing.Iterable[str], path: str = "") -> str:
-    """`; did you mean 'x'?` or, when nothing is near, the list of what is known, beneath `path`. Ends the sentence.
+    """Return the end of a sentence: `; did you mean 'x'?`, or the list of known names if none is near.
 
-    Near is what is spelled alike, or the one name whose initials the word is: lr for learning_rate. A key in a file
-    may be no text.
+    A name is near if it is spelled alike, or if it is the only one with these initials: lr for learning_rate. `word`
+    may be any key of a YAML file, also a number.
     """
     word, names = str(word), sorted(known)
     near = difflib.get_close_matches(word.lower(), names, n=1)
@@ -179,12 +179,12 @@ def suggestion(word: object, known: typing.Iterable[str], path: str = "") -> str
 
 
 def _is_short_for(word: str, name: str) -> bool:
-    """Whether a word is the name, or the initials of its words: lr for learning_rate."""
+    """Return whether a word is the name, or the initials of its words: lr for learning_rate."""
     return word == name or ("_" in name and word == "".join(part[:1] for part in name.split("_")))
 
 
 def _join(path: str, key: object) -> str:
-    """A dotted key; quoted where it is no name, of which a blank more would not be seen."""
+    """Return a dotted key, quoted if it is no plain name: a blank in it would not be seen otherwise."""
     name = str(key) if _NAME.fullmatch(str(key)) else shown(key)
     return f"{path}.{name}" if path else name
 
@@ -198,7 +198,7 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """Only what cannot lose anything: whole numbers to float where a float is wanted, lists to tuples."""
+    """Convert without any loss: whole numbers to float where a float is wanted, lists to tuples."""
     options = _options(hint)
     if isinstance(value, list):
         item = next((typing.get_args(o)[0] for o in options if typing.get_origin(o) is tuple), None)
@@ -207,7 +207,7 @@ def _convert(value: Any, hint: Any) -> Any:
         try:
             return float(value)
         except OverflowError:
-            return math.inf if value > 0 else -math.inf  # which no field takes
+            return math.inf if value > 0 else -math.inf  # which every field refuses
     return value
 
 
@@ -218,7 +218,7 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value is of the type that a field declares."""
+    """Return whether a plain value is of the type that a field declares."""
     return any(_fits_one(value, option) for option in _options(hint))
 
 
@@ -244,7 +244,7 @@ def _fit_items(values: tuple[Any, ...], hints: tuple[Any, ...]) -> bool:
 
 
 def allowed(cls: type, name: str) -> str:
-    """What a field of a settings class may be, in words: its types and its limits."""
+    """Return the types and limits of a settings field in words."""
     field = next(each for each in dataclasses.fields(cls) if each.name == name)
     limits = [
         f"{words} {field.metadata[limit]:,}"
@@ -255,9 +255,9 @@ def allowed(cls: type, name: str) -> str:
 
 
 def known_fields(of: type, values: Mapping[str, Any], least: int) -> dict[str, Any]:
-    """Of values from a checkpoint, those that a class of counters has a field for: newer versions write others too.
+    """Return the values from a checkpoint that the class `of` has fields for. Newer versions may have written more.
 
-    Raises TypeError for one of another type than its field, ValueError for an integer out of range.
+    Raises TypeError for a value of another type than its field, ValueError for an integer out of range.
     """
     hints = typing.get_type_hints(of)
     known = {name: value for name, value in values.items() if name in hints}
@@ -285,7 +285,7 @@ def _describe(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """For a message: one that fits on a screen."""
+    """Return a value's `repr` for a message, cut to what fits on a screen."""
     try:
         text = repr(value)
     except ValueError:  # a whole number of thousands of digits
@@ -294,7 +294,7 @@ def shown(value: Any) -> str:
 
 
 def _check_texts(path: str, value: Any) -> None:
-    """Refuse text that is no file name and cannot be written to one, in whatever nesting."""
+    """Refuse text that cannot be a file name or be written to a file, at any depth."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple):
@@ -305,7 +305,7 @@ def _check_texts(path: str, value: Any) -> None:
 
 
 def _is_unicode(text: str) -> bool:
-    """Bytes on the command line that are not UTF-8 come as halves of surrogate pairs."""
+    """Return whether text is valid Unicode. Bytes on the command line that are not UTF-8 arrive as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a flag: the handler only notes the signal, the training loop acts between two rounds."""
+"""SIGTERM and Ctrl-C as a flag: the handler only notes the signal, and the training loop acts between two rounds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ EXIT_TERMINATED, EXIT_INTERRUPTED = 143, 130
 
 
 class StopSignal:
-    """Context manager. Installs handlers when asked to and restores the old ones; a second Ctrl-C is immediate.
+    """Context manager that installs handlers if `enabled` and restores the old ones. A second Ctrl-C acts at once.
 
     Attributes:
-        status: that of a run the signal stops; None while none has come.
+        status: the status of the run that the signal stops, None before a signal.
         REASONS: the signal's name, by status.
-        EXIT_CODES: what the process then returns, by status.
+        EXIT_CODES: the process's exit code, by status.
     """
 
     _STATUS: ClassVar[dict[signal.Signals, str]] = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}

@@ -1,4 +1,4 @@
-"""Functions and classes named by a dotted path on the command line: `model.target`, `data.target`."""
+"""Functions and classes that the command line names by a dotted path: `model.target`, `data.target`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from crossbow_py.core.errors import UserError, one_line
 
 
 def import_target(key: str, path: str) -> Callable[..., Any]:
-    """The callable at `package.module.name`; the current folder is searched last, as `python -m` searches it first.
+    """Import the callable at `package.module.name`. The current folder is searched too, after all others.
 
-    Raises UserError naming the configuration key when it cannot be imported or is not callable.
+    Raises UserError with the configuration key if it cannot be imported or is not callable.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name or not name:
@@ -23,7 +23,7 @@ def import_target(key: str, path: str) -> Callable[..., Any]:
         sys.path.append(str(Path.cwd()))
     try:
         target = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # importing runs the user's code, which may fail in any way
+    except Exception as error:  # importing runs the user's code, which may raise anything
         raise UserError(
             f"{key}={path} cannot be imported ({one_line(error)}); check the spelling, and that its folder is on "
             "PYTHONPATH."
@@ -35,7 +35,7 @@ def import_target(key: str, path: str) -> Callable[..., Any]:
 
 
 def call_target(key: str, path: str, arguments: dict[str, Any]) -> Any:
-    """Import and call a target. Raises UserError when it raises."""
+    """Import and call a target. Raises UserError if it raises."""
     target = import_target(f"{key}.target", path)
     try:
         return target(**arguments)

@@ -1,7 +1,7 @@
-"""Whether Triton kernels can run on a device, and how they are launched and counted.
+"""Launching and counting Triton kernels, and the check that they can run on a device.
 
 In Triton's interpreter (`TRITON_INTERPRET=1`, set before Triton is imported) kernels run on CPU tensors, program by
-program: slow, and a proof of what they compute on machines without a GPU.
+program. That is slow, but tests what they compute on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-# Ampere: bfloat16, asynchronous copies and the reductions that kernels use. Older generations are never tried.
+# Ampere: bfloat16, asynchronous copies and the reductions that kernels use. Older GPUs are never tried.
 _OLDEST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel that was launched: its name, its programs and what it was given."""
+    """A kernel launch: the kernel's name, its grid of programs and its arguments."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -32,7 +32,7 @@ _RECORDS: list[list[Launch]] = []
 
 
 def unavailable(device: torch.device) -> str | None:
-    """Why no kernel runs on a device, as half a sentence; None where they do."""
+    """Return why no kernel runs on a device, as half a sentence; None where kernels run."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if device.type == "cpu":
@@ -46,25 +46,25 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def interprets() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    """Return whether kernels run in Triton's interpreter, on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Enqueue a kernel on the current stream; the host does not wait, except for compilation at the first call.
+    """Enqueue a kernel on the current stream. The host blocks only at the first call, for compilation.
 
-    A product and a sum may become one operation, which rounds once, unless `constants` have `enable_fp_fusion=False`;
-    torch's operators round twice.
+    A product and a sum may be fused into one operation that rounds once, unless `constants` have
+    `enable_fp_fusion=False`; torch's operators round twice.
     """
     for record in _RECORDS:
         record.append(Launch(kernel.__name__, grid, arguments))
-    # Said outright, as Triton's own default is about to change.
+    # Explicit, as Triton's own default is about to change.
     kernel[grid](*arguments, **{"enable_fp_fusion": True, **constants})
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Every launch of the block, in order. For counting and tests; not thread-safe."""
+    """Yield a list that receives every launch of the block, in order. For counting and tests; not thread-safe."""
     record: list[Launch] = []
     _RECORDS.append(record)
     try:
@@ -74,17 +74,17 @@ def recorded() -> Iterator[list[Launch]]:
 
 
 class KernelError(Exception):
-    """Kernels cannot be used here; the message says why, as half a sentence."""
+    """Kernels cannot be used here. The message says why, as half a sentence."""
 
 
 def compiles(check: Callable[[], None]) -> None:
-    """Run a family's check against its reference. Raises KernelError for a Triton that fails, whatever it raised."""
+    """Run the check of a kernel family against its reference. Raises KernelError if Triton fails in whatever way."""
     try:
         check()
     except KernelError:
         raise
     except Exception as error:  # compilers raise what they like
         if "out of memory" in str(error) or isinstance(error, MemoryError):
-            raise  # which says nothing about the kernels
+            raise  # not the kernels' fault
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise KernelError(f"Triton failed ({reason[:160]})") from error

@@ -1,4 +1,4 @@
-"""The version, and where the package lies; on its own so that everything may import it."""
+"""The version and the folder of the package, in a module that everything may import."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is done to training images at random; crop and flip of uint8 images by one gather, alike on CPU and CUDA.
+"""Random augmentation of training images. Crop and flip of uint8 images are one gather, on CPU and CUDA.
 
-Images are stored once, zero-padded and channels last, `[N, H + 2p, W + 2p, C]`; a pixel is then a row of a `[·, C]`
-table, and cropping and flipping a batch is one `index_select` of H·W rows a sample. The cost is the padding's memory
-(56 % for 32 x 32 images and p = 4), on the device that holds the images.
+Images are stored once, zero-padded and channels last, `[N, H + 2p, W + 2p, C]`. A pixel is then a row of a `[·, C]`
+table, and cropping and flipping a batch is one `index_select` of H·W rows a sample. The price is memory for the padding
+(56 % for 32 x 32 images and p = 4) on the device that holds the images.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from crossbow_py.data.randomness import uniform
 Ids = npt.NDArray[np.int64]
 Flip = bool | Literal["alternating"]
 
-# The one-line meanings of settings that every source of images has too.
+# One-line meanings of settings that the sources of images share.
 FLIP_HELP = "flip training images left to right: true at random, alternating so that two epochs in a row show both ways"
 ERASING_HELP = "probability that a rectangle of a training image is erased; 0 for no erasing"
 
 
-_MOST_CHANNELS = 4  # RGB and transparency; images are not so narrow
+_MOST_CHANNELS = 4  # RGB and transparency; no image is that narrow
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What is done to training images at random. The same sample in the same epoch is always augmented alike."""
+    """Random augmentation of training images. It depends only on the seed, the epoch and the sample."""
 
     GROUP: ClassVar[str] = "data"
 
@@ -47,32 +47,32 @@ class Augmentation:
 
     @property
     def active(self) -> bool:
-        """Whether anything is done at all."""
+        """Return whether images are augmented at all."""
         return self.moves_pixels or self.random_erasing > 0
 
     @property
     def moves_pixels(self) -> bool:
-        """Whether images are cropped or flipped."""
+        """Return whether images are cropped or flipped."""
         return self.crop_padding > 0 or bool(self.flip)
 
     def __str__(self) -> str:
-        """As the user sets it."""
+        """Return the settings as they are written on the command line."""
         flip = str(self.flip).lower()
         return f"data.crop_padding={self.crop_padding} data.flip={flip} data.random_erasing={self.random_erasing:g}"
 
     def draw(self, seed: int, epoch: int, num_samples: int) -> tuple[Ids, Ids, Ids]:
-        """(top, left, flip), each [N] by sample id: the crop's corner in the padded image, and 0 or 1 for mirrored."""
+        """Return (top, left, mirrored), int64 [N] by sample id: the crop's corner in the padded image, and 0 or 1."""
         offsets = 2 * self.crop_padding + 1
         top = (uniform(seed, "crop top", epoch, num_samples) * offsets).astype(np.int64)
         left = (uniform(seed, "crop left", epoch, num_samples) * offsets).astype(np.int64)
         return top, left, self.draw_flips(seed, epoch, num_samples).astype(np.int64)
 
     def draw_flips(self, seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.bool_]:
-        """Whether each sample [N] is mirrored.
+        """Return bool [N], whether each sample is mirrored.
 
-        Alternating: as drawn for the first epoch, and from then on the other way round in every other one (K. Jordan,
-        "94% on CIFAR-10 in 3.29 seconds on a single GPU", arXiv 2404.00498). Flips at random show half of all samples
-        the same way as in the epoch before.
+        Alternating flips are drawn for the first epoch and then reversed in every other one (K. Jordan, "94% on
+        CIFAR-10 in 3.29 seconds on a single GPU", arXiv 2404.00498). Random flips would show half of all samples the
+        same way as in the epoch before.
         """
         if not self.flip:
             return np.zeros(num_samples, dtype=np.bool_)
@@ -81,27 +81,25 @@ class Augmentation:
         return uniform(seed, "flip", epoch, num_samples) < 0.5
 
     def draw_erased(self, seed: int, epoch: int, num_samples: int, extent: tuple[int, int]) -> Ids:
-        """(top, bottom, left, right) [4, N] by sample id, of images of (H, W) as they are shown; see `erasing`."""
+        """Return (top, bottom, left, right), int64 [4, N] by sample id, of images of `extent` (H, W); see `erasing`."""
         return draw_rectangles(self.random_erasing, seed, epoch, num_samples, extent)
 
     def centre(self, num_samples: int) -> tuple[Ids, Ids, Ids]:
-        """(top, left, flip) that give the images as they are."""
+        """Return (top, left, mirrored), int64 [N] each, that give the images as they are."""
         corner = np.full(num_samples, self.crop_padding, dtype=np.int64)
         return corner, corner, np.zeros(num_samples, dtype=np.int64)
 
 
 def flipped(values: Tensor, mirrored: Tensor) -> Tensor:
-    """Images, or masks of them, [B, ..., W] left to right where `mirrored` bool [B] says so."""
+    """Return images or masks [B, ..., W], flipped left to right where `mirrored` bool [B] is true."""
     return torch.where(mirrored.view(-1, *[1] * (values.ndim - 1)), values.flip(-1), values)
 
 
 def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Sequence[int]) -> None:
-    """Raise UserError for targets of a shape (without N) that would not go with images [C, H, W] that are moved.
+    """Raise UserError for targets that cannot follow images [C, H, W] that are moved, or for channels-last images.
 
-    So it does for images whose channels are last.
-
-    A class, or a vector of values, stays what it is. Targets [..., H, W] are flipped with their image. They are not
-    cropped: nobody knows which class lies beyond the border.
+    Shapes are without N. A class or a vector of values stays as it is. Targets [..., H, W] are flipped with their
+    image. They cannot be cropped: the class beyond the border is unknown.
     """
     if augmentation.active and image[0] > _MOST_CHANNELS >= image[2]:
         raise UserError(
@@ -124,7 +122,7 @@ def check_shapes(augmentation: Augmentation, image: Sequence[int], target: Seque
 
 
 class PaddedImages:
-    """uint8 images on a device, stored for cropping. Read-only after construction, so any thread may call it.
+    """uint8 images on a device, stored for cropping. Read-only after construction, so any thread may use it.
 
     Attributes:
         pixels: uint8 [N·(H + 2p)·(W + 2p), C], the pixel table.
@@ -145,21 +143,21 @@ class PaddedImages:
         self._pattern = self._patterns().to(device)
 
     def first_pixel(self, ids: Ids, top: Ids, left: Ids) -> Ids:
-        """Index [B] in the pixel table of the corner of each crop."""
+        """Return the index, int64 [B], of each crop's corner in the pixel table."""
         first: Ids = ids * self._image + top * self.row + left
         return first
 
     def crops(self, first: Tensor, mirrored: Tensor) -> Tensor:
-        """uint8 [B, H·W·C], channels last. `first` and `mirrored` (0 or 1) are int64 [B] on the device."""
+        """Return uint8 [B, H·W·C], channels last. `first` and `mirrored` (0 or 1) are int64 [B] on the device."""
         index = self._pattern.index_select(0, mirrored).add_(first.unsqueeze(1))
         return self.pixels.index_select(0, index.view(-1)).view(len(first), -1)
 
     def whole(self, ids: Tensor) -> Tensor:
-        """uint8 [B, H·W·C] of images stored without padding: one copy an image. `ids` is int64 [B] on the device."""
+        """Return uint8 [B, H·W·C] of images stored without padding, one copy each. `ids` is int64 [B] on the device."""
         return self.pixels.view(self.num_samples, -1).index_select(0, ids)
 
     def _patterns(self) -> Tensor:
-        """int64 [2, H·W]: distance of every pixel of a crop from its corner, as it is and mirrored."""
+        """Return the offset of every pixel of a crop from its corner, int64 [2, H·W]: as stored, and mirrored."""
         down = torch.arange(self.height).unsqueeze(1) * self.row
         across = torch.arange(self.width)
         return torch.stack([(down + across).flatten(), (down + across.flip(0)).flatten()])

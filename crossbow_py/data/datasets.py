@@ -1,9 +1,10 @@
-"""What counts as a data set: a pair of tensors or a map-style data set; checks, subsets and the validation split."""
+"""Data sets: a pair of tensors or a map-style data set. Checks of inputs and labels, subsets, the validation split."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -15,26 +16,27 @@ from crossbow_py.core.errors import UserError, one_line, raised_at
 from crossbow_py.data.randomness import permutation
 from crossbow_py.data.streaming.streamed_data import StreamedData
 
+# The split into train and validation is a property of the data set, not of the run: the same for every seed.
+_SPLIT_SEED = 0
+_VALUES_AT_ONCE = 2**22  # checked at a time, so that temporary copies are small
+
 
 class MapStyleDataset(Protocol):
-    """Any data set with a length whose items are (input, target), `torch.utils.data.Dataset` among them."""
+    """A data set with a length whose items are (input, target), such as a `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """The (input, target) of one sample."""
+        """Return the (input, target) of one sample."""
 
 
 Pair = tuple[Tensor, Tensor]
 Data = Pair | MapStyleDataset
 
-# The split into train and validation is a property of the data set, not of the run: the same for every seed.
-_SPLIT_SEED = 0
-
 
 def as_pair(data: Data) -> Pair | None:
-    """(inputs, targets) when `data` is a pair of tensors or a TensorDataset of two, else None."""
+    """Return (inputs, targets) if `data` is a pair of tensors or a TensorDataset of two, else None."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2:
         return data.tensors[0], data.tensors[1]
     return (data[0], data[1]) if _is_tensor_pair(data) else None
@@ -59,25 +61,25 @@ def check_data(data: Any, what: str) -> None:
 
 
 def has_integers(targets: Tensor) -> bool:
-    """Whether they may be classes."""
+    """Return whether targets are integers, and so may be classes."""
     return not targets.is_floating_point() and not targets.is_complex()
 
 
 def num_samples(data: Data) -> int:
-    """Number of samples."""
+    """Return the number of samples."""
     pair = as_pair(data)
     return len(data) if pair is None else len(pair[0])
 
 
 def input_shape(data: Data) -> tuple[int, ...]:
-    """Shape of one input without the batch axis; of a map-style data set, that of its first item."""
+    """Return the shape of one input without the batch axis; the first item's for a map-style data set."""
     pair = as_pair(data)
     shape = np.shape(data[0][0]) if pair is None else pair[0].shape[1:]
     return tuple(int(extent) for extent in shape)
 
 
 def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
-    """The samples `ids`, in that order: a copy of a pair of tensors, a view of any other data set."""
+    """Return the samples `ids` in that order: a copy of a pair of tensors, a view of any other data set."""
     streamed: Any = data
     if isinstance(streamed, StreamedData):
         view: Any = streamed.subset(ids)
@@ -91,12 +93,13 @@ def take(data: Data, ids: npt.NDArray[np.int64]) -> Data:
 
 
 def split_validation(train: Data, fraction: float) -> tuple[Data, Data | None]:
-    """Take `fraction` of the training data for validation: always the same samples of a data set, in their order.
+    """Split the training data into (train, validation), always in the same way, each part in the data set's order.
 
-    A validation part of a map-style data set goes through that data set's own transforms.
+    The validation part of a map-style data set goes through that data set's own transforms. It is None for a `fraction`
+    of 0.
 
     Raises:
-        UserError: when a part would be empty.
+        UserError: a part would be empty.
     """
     if fraction == 0:
         return train, None
@@ -163,3 +166,82 @@ def _check_item(data: MapStyleDataset, what: str) -> None:
         )
     size = f" with {len(item)} entries" if isinstance(item, tuple | list) else ""
     raise UserError(f"{needs} of type {type(item).__name__}{size}; return one input and one target.")
+
+
+def counted(targets: Tensor, ignored: int) -> Tensor:
+    """Return a mask of the targets that are not `ignored`. torch would compare uint8 targets with 156 for -100."""
+    return (targets.long() if targets.dtype == torch.uint8 else targets) != ignored
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Labels from 0 to `num_classes` − 1, and `ignored`, which the loss leaves out."""
+
+    num_classes: int
+    ignored: int
+
+    def first_outside(self, targets: Tensor) -> tuple[int, int] | None:
+        """Return (sample, label) of the first integer target [N, ...] that is no such label, None if there is none."""
+        if targets.is_floating_point() or targets.is_complex():
+            return None
+        outside = ((targets < 0) | (targets >= self.num_classes)) & counted(targets, self.ignored)
+        if not outside.any():
+            return None
+        sample = int(outside.flatten(1).any(1).int().argmax() if outside.ndim > 1 else outside.int().argmax())
+        return sample, int(targets[sample][outside[sample]].flatten()[0])
+
+    def refusal(self, what: str, label: int) -> str:
+        """Return the error message for a `label` outside; `what` says where it is."""
+        return (
+            f"{what} has the class {label}, and the model tells {self.num_classes} classes apart, which are 0 to "
+            f"{self.num_classes - 1} ({self.ignored} is left out of the loss); correct that target, give the model "
+            f"more outputs, or, if {label} marks targets to be left out, give the loss "
+            f"nn.CrossEntropyLoss(ignore_index={label})."
+        )
+
+
+def is_image_batch(inputs: Tensor) -> bool:
+    """Return whether inputs are images: uint8 [N, C, H, W]."""
+    return inputs.dtype == torch.uint8 and inputs.ndim == 4
+
+
+def is_clip_batch(inputs: Tensor) -> bool:
+    """Return whether inputs are clips: uint8 [N, C, T, H, W]."""
+    return inputs.dtype == torch.uint8 and inputs.ndim == 5
+
+
+class Rounded(NamedTuple):
+    """An integer among floating inputs, and the number that the dtype of batches makes of it."""
+
+    value: float
+    becomes: float
+
+    def sentence(self, dtype: torch.dtype) -> str:
+        """Return the remark as a sentence."""
+        return f"{self.remark(dtype).capitalize()}."
+
+    def remark(self, dtype: torch.dtype) -> str:
+        """Return the remark for the user, as a part of a sentence."""
+        kind = str(dtype).removeprefix("torch.")
+        remedy = "set precision=fp32, or " if dtype == torch.bfloat16 else ""
+        return (
+            f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
+            f"are ids, years or counts, {remedy}give them as a tensor of integers"
+        )
+
+
+def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
+    """Return the first integer in floating inputs [N, ...] that `dtype` rounds, None if there is none.
+
+    It may be an id, which must not become its neighbour's. Rounding other numbers only loses noise.
+    """
+    if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
+        return None
+    exact = 2 / torch.finfo(dtype).eps  # every integer up to there is exact
+    for part in torch.split(inputs, max(1, _VALUES_AT_ONCE * len(inputs) // max(1, inputs.numel()))):
+        if part.numel() and bool((part.abs() > exact).any()):
+            rounded = part.to(dtype).to(part.dtype)
+            found = (rounded != part) & (part == part.round()) & part.isfinite()
+            if found.any():
+                return Rounded(float(part[found][0]), float(rounded[found][0]))
+    return None

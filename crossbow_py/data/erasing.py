@@ -1,14 +1,13 @@
-"""Random erasing: a rectangle of a training image is blanked, so that no part of what is seen is indispensable.
+"""Random erasing: a rectangle of a training image is blanked, so that a model cannot rely on any one part of it.
 
 Zhong et al., "Random Erasing Data Augmentation", AAAI 2020, with the ranges of its section on image classification.
-The paper draws area, aspect ratio and place anew until the rectangle lies within the image. Here the aspect ratio is
-drawn among those that fit, uniform in its logarithm, then the place among those where it fits: a fixed number of draws
-a sample, and an area that is uniform in its range whatever the shape of the image.
+The paper draws area, aspect ratio and position again until the rectangle lies within the image. Here the aspect ratio
+is drawn among those that fit, uniform in its logarithm, and then the position among those that fit. This takes a fixed
+number of draws a sample, and the area is uniform in its range whatever the shape of the image.
 
-Erased pixels are 0 once normalised, which is the mean of their channel where images are normalised by it (and black
-where they are not): so the mean of what a network sees stays, it takes no random numbers a pixel, and all feeds and
-kernels agree to the bit. (The paper fills with noise by default; the
-mean is its variant RE-M, and what its authors' program does.)
+Erased pixels are 0 after normalisation: the mean of their channel if images are normalised by it, black if they are
+not. So the mean of a model's input stays the same, no random numbers a pixel are needed, and all feeds and kernels
+agree to the bit. (The paper fills with noise by default; the mean is its variant RE-M, as in its authors' program.)
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from crossbow_py.data.randomness import uniform
 
-# Of the image's area, and height / width of what is erased.
+# The erased share of the image's area, and the rectangle's height / width.
 _AREAS = 0.02, 0.4
 _ASPECTS = 0.3, 1 / 0.3
 
@@ -32,13 +31,15 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
 def draw_rectangles(
     probability: float, seed: int, epoch: int, num_samples: int, extent: tuple[int, int]
 ) -> npt.NDArray[np.int64]:
-    """(top, bottom, left, right) of what is erased, int64 [4, N] by sample id; all 0 where nothing is.
+    """Return (top, bottom, left, right) of the erased rectangles, int64 [4, N] by sample id; all 0 for no rectangle.
+
+    Bottom and right are one beyond the last row and column.
 
     Args:
-        probability: that a sample loses a rectangle.
-        seed, epoch: what the numbers follow from.
+        probability: probability that a rectangle of a sample is erased.
+        seed, epoch: the random numbers depend on these and the sample only.
         num_samples: N.
-        extent: (H, W) of the images. Bottom and right lie one behind the last row and column.
+        extent: (H, W) of the images.
     """
     height, width = extent
     low, high = _AREAS
@@ -54,24 +55,23 @@ def draw_rectangles(
 
 
 class Eraser:
-    """Erases rectangles of channels-last images [B, H·W·C]. Any thread may call it."""
+    """Erases rectangles of channels-last images [B, H·W·C] of `shape` (C, H, W). Any thread may call it."""
 
     def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
-        """`shape` is (C, H, W)."""
         channels, self._height, width = shape
         self._rows = torch.arange(self._height, device=device)
-        # Of every value in a row of pixels, so that what is kept lies in memory as the values do.
+        # One entry for every value in a row of pixels, so that the mask is laid out in memory as the values are.
         self._columns = torch.arange(width, device=device).repeat_interleave(channels)
 
     def __call__(self, values: Tensor, rectangles: Tensor) -> None:
-        """Set what lies in `rectangles`, int64 or int32 [4, B] of `draw_rectangles`, to 0, in place.
+        """Set the values in `rectangles`, int64 or int32 [4, B] from `draw_rectangles`, to 0 in place.
 
-        Enqueued on the current stream; shapes do not depend on what is erased, and the host does not wait.
+        Enqueued on the current stream; shapes do not depend on the rectangles, and the host does not block.
         """
         from_top, from_bottom = self._rows >= rectangles[:2].unsqueeze(-1)
         from_left, from_right = self._columns >= rectangles[2:].unsqueeze(-1)
-        # Bits are kept by -1 and cleared by 0. On CPUs masked_fill_ takes twice to four times as long, one value at a
-        # time.
+        # A bitwise and with -1 keeps a value and with 0 clears it. On CPUs masked_fill_ takes twice to four times as
+        # long, as it handles one value at a time.
         bits = _BITS[values.element_size()]
         kept_rows, kept_columns = ((each.to(bits) - 1) for each in (from_top ^ from_bottom, from_left ^ from_right))
         rows_of_values = values.view(bits).view(len(values), self._height, len(self._columns))

@@ -1,25 +1,34 @@
-"""What a feed is: batches by position in the sample stream, ready on the device.
+"""The interface of a feed: batches by position in the sample stream, ready on the device.
 
 A feed keeps no cursor. `batch(start)` is a function of the stream position (and the seed), so learners ask in any order
-and from any thread, and a resumed run needs nothing but the number of samples seen.
+and from any thread, and a resumed run needs only the number of samples seen.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from typing import ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.labels import Classes
-from crossbow_py.data.resident.inputs import MemoryOrder, Rounded
+from crossbow_py.data.datasets import Classes, Rounded
+
+# Each learner's batch in one piece, or the channels of all learners side by side.
+MemoryOrder = Literal["stacked", "channels"]
+# Learners are in at most two epochs at once; a third leaves room for another reader, such as BatchNorm recalibration.
+EPOCHS_KEPT = 3
+
+Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
-    """inputs [B, ...] and targets [B, ...], on the feed's device."""
+    """Inputs [B, ...] and targets [B, ...], on the feed's device."""
 
     inputs: Tensor
     targets: Tensor
@@ -30,8 +39,8 @@ class Feed(ABC):
 
     Attributes:
         STREAMS: whether batches are made while training goes on, so that they may be late.
-        num_workers: processes that make them.
-        rounded: an integer among the floating inputs that is another number in batches, if any was seen yet.
+        num_workers: processes that load batches.
+        rounded: the first integer among floating inputs that the dtype of batches rounds, None if none was seen yet.
     """
 
     STREAMS: ClassVar[bool] = False
@@ -39,7 +48,7 @@ class Feed(ABC):
     rounded: Rounded | None = None
 
     def __init__(self, num_samples: int, batch_size: int) -> None:
-        """Raises UserError when a batch would be larger than the data set."""
+        """Check the batch size. Raises UserError if a batch would be larger than the data set."""
         if not 1 <= batch_size <= num_samples:
             raise UserError(
                 f"batch_size={batch_size} must be between 1 and the size of the data set, which has {num_samples} "
@@ -50,115 +59,147 @@ class Feed(ABC):
 
     @abstractmethod
     def batch(self, start: int) -> Batch:
-        """The training batch at stream positions [start, start + batch_size), augmented.
+        """Return the augmented training batch at stream positions [start, start + batch_size).
 
-        On CUDA it is enqueued on the calling thread's current stream; the host does not wait for it.
+        On CUDA it is enqueued on the calling thread's current stream; the host does not block.
         """
 
     def batches(self, starts: Sequence[int]) -> Batch:
-        """The batches at `starts`, one a learner, stacked: inputs [K, B, ...] and targets [K, B, ...]."""
+        """Return the batches at `starts`, one a learner, stacked: inputs [K, B, ...] and targets [K, B, ...]."""
         each = [self.batch(start) for start in starts]
         return Batch(torch.stack([batch.inputs for batch in each]), torch.stack([batch.targets for batch in each]))
 
     @abstractmethod
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
-        """All samples once, in the data set's order and not augmented by the feed; the last batch may be partial.
+        """Yield all samples once, in the data set's order and not augmented. The last batch may be partial.
 
-        Of these batches only those numbered `first`, `first + step`, ... are made: rank r of R takes the share (r, R),
-        which is empty when there are no more than r batches.
+        Only the batches numbered `first`, `first + step`, ... are made: rank r of R takes (r, R), which is empty if
+        there are no more than r batches.
         """
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
-        """The batches at `starts`, one after the other, beside what is announced, which stays as it is: to measure on.
+        """Yield the batches at `starts` one by one, for a measurement. What is announced stays as it is.
 
-        Close it when not all of them were taken.
+        Close the generator if not all batches were taken.
         """
         for start in starts:
             yield self.batch(start)
 
     def first_samples(self, count: int) -> Batch:
-        """The first `count` samples, not augmented: to try a model on."""
+        """Return the first `count` samples, not augmented, to try a model on."""
         return next(self.evaluation_batches(count))
 
     def look_through(self, count: int) -> None:
-        """Look for `rounded` in that many samples from all over the data set, where not all were looked at yet."""
+        """Look for `rounded` in about `count` samples spread over the data set, unless all have been checked."""
 
     def check_labels(self, classes: Classes, what: str) -> None:
-        """Refuse integer targets that are none of the classes: all of them now, or each as it is loaded from now on.
+        """Check that integer targets are among the classes: all of them now, or each from now on as it is loaded.
 
         Raises UserError, in which `what` names the data.
         """
 
     def may_have_target(self, target: int) -> bool:
-        """Whether a sample may have such an integer target; True where nobody has looked."""
+        """Return whether a sample may have such an integer target; True if the targets were not searched."""
         return True
 
     def for_measuring(self) -> Feed:
-        """A feed of batches like this one's that are always there: to measure with how fast learners are."""
+        """Return a feed of batches like this one's that never make learners wait, to measure their speed."""
         return self
 
     def announce(self, starts: Sequence[int]) -> bool:
-        """Say where the next round's batches begin, so that they are made ahead. Whether all of them are there.
+        """Announce where the next round's batches begin, so that they are made ahead. Return whether all are ready.
 
-        Called once a round, before any of its batches is asked for; what earlier rounds but the last took is forgotten.
+        Called once a round, before any of its batches is asked for. Batches of rounds before the last are dropped.
         """
         return True
 
     def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
-        """Block until the announced batches are there, or `until`, asked now and then, says that it is enough.
+        """Block until the announced batches are ready, or until `until`, which is polled, returns True.
 
-        Raises DataError when they cannot be made.
+        Raises DataError if they cannot be made.
         """
 
     def take_notes(self) -> list[str]:
-        """Sentences for the user that came up since the last call."""
+        """Return the sentences for the user since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     def note_rounding(self, rounded: Rounded | None, dtype: torch.dtype) -> None:
-        """Keep the first integer that was found, and tell the user of it."""
+        """Keep the first integer that was found, and add a note for the user."""
         if rounded is not None and self.rounded is None:
             self.rounded = rounded
             self._notes.append(rounded.sentence(dtype))
 
     def close(self) -> None:
-        """Stop threads and processes; a feed that is asked again starts them again. Does not raise."""
+        """Stop threads and processes. A feed that is used again starts them again. Does not raise."""
 
 
 class PickedFeed(Feed):
-    """A feed that also loads in two steps, so that a CUDA graph can make the batch.
+    """A feed that can also make batches in two steps, the second of which may be part of a CUDA graph.
 
         picks, batches = feed.new_picks(K), feed.new_batches(K)    once
         feed.write_picks(starts, picks)                            every round, before the graph
         feed.take(picks, batches)                                  inside the graph
 
-    Both give the same batches to the bit. Picks and batches are the caller's: it keeps one `write_picks` or `take` from
-    overwriting what another stream or thread still reads.
+    The batches are the same to the bit. Picks and batches belong to the caller, which must not let `write_picks` or
+    `take` overwrite what another stream or thread still reads.
     """
 
     @abstractmethod
     def new_picks(self, num_batches: int) -> Tensor:
-        """Int64 [R, num_batches·B] on the device, for `write_picks`; until then they pick the first sample."""
+        """Return int64 zeros [R, num_batches·B] on the device for `write_picks`; they pick the first sample."""
 
     @abstractmethod
     def new_batches(self, num_batches: int, order: MemoryOrder = "stacked") -> Batch:
-        """Zeros for `take`: inputs [num_batches, B, ...] and targets [num_batches, B, ...].
+        """Return zeros for `take`: inputs [num_batches, B, ...] and targets [num_batches, B, ...].
 
-        The order "channels" is for images alone: their memory is `[B, H, W, num_batches, C]`, so that
-        `inputs.transpose(0, 1).flatten(1, 2)` is what a grouped convolution takes, and a view.
+        The order "channels" is for images only. Their memory is `[B, H, W, num_batches, C]`, so that
+        `inputs.transpose(0, 1).flatten(1, 2)`, the input of a grouped convolution, is a view.
         """
 
     @abstractmethod
     def write_picks(self, starts: Sequence[int], out: Tensor) -> None:
-        """Write what makes up the batches at `starts`; one copy on the current stream, never inside a capture.
+        """Write the picks of the batches at `starts` into `out`, by one copy on the current stream, outside a capture.
 
-        The host waits only once an epoch, in the first call that reaches it. `out` is of `new_picks(len(starts))`.
+        The host blocks only once an epoch, in the first call that reaches it. `out` is from `new_picks(len(starts))`.
         """
 
     @abstractmethod
     def take(self, picks: Tensor, out: Batch) -> None:
-        """Make the batches that were picked; enqueued on the current stream, the host does not wait.
+        """Make the picked batches, enqueued on the current stream; the host does not block.
 
-        Reads nothing but `picks` and what lies on the device, so a CUDA graph may hold it. `out` is of `new_batches`;
-        a single batch may also be given as `[B, ...]`.
+        Reads only `picks` and data on the device, so a CUDA graph may capture it. `out` comes from `new_batches`; a
+        single batch may also be given as `[B, ...]`.
         """
+
+
+class EpochCache(Generic[Key, T]):
+    """Tables built once an epoch by `build(key)` and shared by all threads, under a lock that the others wait for.
+
+    Keys hold the epoch, and what tells several streams apart.
+
+    Attributes:
+        kept: how many tables are kept at most; the least recently used ones are dropped.
+    """
+
+    def __init__(self, build: Callable[[Key], T]) -> None:
+        self._build, self.kept = build, EPOCHS_KEPT
+        self._readers: dict[int, int] = {}
+        self._tables: OrderedDict[Key, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def serve(self, reader: int, num_places: int) -> None:
+        """Keep tables for a reader at `num_places` places at once, each in at most two epochs; 0 once it has gone."""
+        with self._lock:
+            self._readers[reader] = num_places
+            self.kept = max(EPOCHS_KEPT, 2 * sum(self._readers.values()) + 1)
+
+    def __call__(self, epoch: Key) -> T:
+        """Return the table of `epoch`, built if it is not kept."""
+        with self._lock:
+            if epoch not in self._tables:
+                self._tables[epoch] = self._build(epoch)
+            self._tables.move_to_end(epoch)
+            while len(self._tables) > self.kept:
+                self._tables.popitem(last=False)
+            return self._tables[epoch]

@@ -1,4 +1,4 @@
-"""Normalisation of inputs by a mean and a standard deviation a channel, in one fused pass over resident pixels."""
+"""Normalisation of inputs by a mean and a standard deviation per channel, for pixels in one fused pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crossbow_py.data.erasing import Eraser
 
 @dataclass(frozen=True)
 class Normalisation:
-    """(x − mean) / std, where uint8 images count as x / 255. One value a channel, or one for all channels."""
+    """(x − mean) / std, where uint8 inputs count as x / 255. One value per channel, or one for all channels."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -31,7 +31,10 @@ class Normalisation:
 
     @classmethod
     def of(cls, mean: Sequence[float] | float | None, std: Sequence[float] | float | None) -> Normalisation | None:
-        """None when both are None; a number is one for all channels. Raises UserError when only one is there."""
+        """Build from a mean and a std, of which a number holds for all channels; None if both are None.
+
+        Raises UserError if only one is given.
+        """
         if mean is None and std is None:
             return None
         if mean is None or std is None:
@@ -39,7 +42,7 @@ class Normalisation:
         return cls(*((each,) if isinstance(each, int | float) else tuple(each) for each in (mean, std)))
 
     def check_channels(self, channels: int) -> None:
-        """Raises UserError when the number of values fits neither `channels` nor one for all."""
+        """Raise UserError unless there is one value per channel or one for all."""
         if len(self.mean) not in (1, channels):
             raise UserError(
                 f"mean and std must have one value a channel, got {len(self.mean)} for {channels} channels; give as "
@@ -47,13 +50,13 @@ class Normalisation:
             )
 
     def apply(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Normalise `inputs` [B, C, ...], uint8 or floating, computing in float32 at least; the result is `dtype`."""
+        """Normalise `inputs` [B, C, ...], uint8 or floating, in float32 at least. Return `dtype`."""
         self.check_channels(inputs.shape[1])
         mean, std = self.constants(inputs, dtype)
         return inputs.to(mean.dtype).sub(mean).div_(std).to(dtype)
 
     def constants(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(mean, std) in units of `inputs` [B, C, ...], to be broadcast with them, in the dtype to compute in."""
+        """Return (mean, std) in units of `inputs` [B, C, ...], to broadcast with them, in the dtype to compute in."""
         unit = 255.0 if inputs.dtype == torch.uint8 else 1.0
         axes = (-1, *(1,) * (inputs.ndim - 2))
         values = (torch.tensor(each, dtype=torch.float64).mul_(unit).view(axes) for each in (self.mean, self.std))
@@ -65,7 +68,10 @@ IDENTITY = Normalisation((0.0,), (1.0,))
 
 
 class PixelNormaliser:
-    """Normalises channels-last uint8 pixels [B, H·W·C] by one fused multiply-add. Any thread may call."""
+    """Normalises channels-last uint8 pixels [B, H·W·C] by one fused multiply-add. Any thread may call it.
+
+    `shape` is (C, H, W). The constants take 8·C·H·W bytes (16·C·H·W in float64) on the device.
+    """
 
     def __init__(
         self,
@@ -75,7 +81,6 @@ class PixelNormaliser:
         device: torch.device,
         channels_last: bool,
     ) -> None:
-        """`shape` is (C, H, W); the constants take 8·C·H·W bytes (16 in float64) on the device."""
         normalisation.check_channels(shape[0])
         self._shape, self._dtype, self._channels_last = shape, dtype, channels_last
         self._compute = compute_dtype(dtype)
@@ -84,9 +89,9 @@ class PixelNormaliser:
         self._erase = Eraser(shape, device)
 
     def __call__(self, pixels: Tensor, erased: Tensor | None = None) -> Tensor:
-        """To [B, C, H, W] of the wished dtype, channels last in memory or contiguous.
+        """Return images [B, C, H, W], channels last in memory or contiguous.
 
-        `erased` [4, B] on the device are rectangles of which `Eraser` makes 0; None for none.
+        `erased`, int [4, B] on the device, are rectangles that `Eraser` sets to 0; None for none.
         """
         channels, height, width = self._shape
         values = torch.addcmul(self._shift, pixels.to(self._compute), self._scale).to(self._dtype)
@@ -96,18 +101,18 @@ class PixelNormaliser:
         return images if self._channels_last else images.contiguous()
 
     def table(self) -> Tensor:
-        """[256, C]: what every pixel value turns into in each channel, to the bit."""
+        """Return [256, C]: the normalised value of every pixel value in each channel, to the bit."""
         channels = self._shape[0]
         values = torch.arange(256, device=self._scale.device).to(self._compute).unsqueeze(1)
         return torch.addcmul(self._shift[:channels], values, self._scale[:channels]).to(self._dtype)
 
     def _row(self, per_channel: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Tensor:
-        """[H·W·C]: the constants repeated for every pixel, as a broadcast axis of length C = 3 would defeat SIMD."""
+        """Return [H·W·C], the constants repeated for every pixel: broadcasting an axis of length C = 3 defeats SIMD."""
         channels, height, width = self._shape
         row = np.broadcast_to(per_channel, (height * width, channels)).reshape(-1)
         return torch.from_numpy(np.array(row)).to(self._compute)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32: bfloat16 has fewer bits than a pixel."""
+    """Return float64 for float64, else float32: bfloat16 has fewer bits than a pixel."""
     return torch.float64 if dtype == torch.float64 else torch.float32

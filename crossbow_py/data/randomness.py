@@ -1,8 +1,8 @@
-"""Counter-based random numbers: every value follows from (seed, purpose, epoch, sample); there is no state to save.
+"""Counter-based random numbers: a value depends only on (seed, purpose, epoch, sample), so there is no state to save.
 
 Philox-4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), keyed by (seed, purpose), with
-the epoch in the highest word of its counter. Only raw 64-bit words are taken from NumPy: its distributions may change
-between versions, the raw words of a bit generator may not, and a resumed run must see the same order.
+the epoch in the highest word of its counter. Only raw 64-bit words are taken from NumPy. Its distributions may change
+between versions, but the raw words of a bit generator may not, and a resumed run must see the same order.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import numpy as np
 import numpy.typing as npt
 
 _WORD = 2**64
-# Of Philox-4x64-10, table 2 and section 4.3 of the paper.
+# Philox-4x64-10: table 2 and section 4.3 of the paper.
 _ROUNDS = 10
 _MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _WEYL = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 
 
 def raw_words(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np.uint64]:
-    """`count` random 64-bit words. Longer tables begin with the shorter ones."""
+    """Return `count` random 64-bit words. A longer table begins with the shorter one."""
     key = np.array([seed % _WORD, _purpose_word(purpose)], dtype=np.uint64)
     counter = np.array([0, 0, 0, epoch], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
 def sample_words(seed: int, purpose: str, epoch: int, sample: int, count: int) -> npt.NDArray[np.uint64]:
-    """`count` random 64-bit words of one sample, without a table: the sample stands in the counter's second word."""
+    """Return `count` random 64-bit words of one sample, without a table: the sample is the counter's second word."""
     key = np.array([seed % _WORD, _purpose_word(purpose)], dtype=np.uint64)
     counter = np.array([0, sample, 0, epoch], dtype=np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
 def sample_block(seed: int, purpose: str, epoch: int, sample: int, block: int) -> tuple[int, int, int, int]:
-    """Words 4·block to 4·block + 3 of `sample_words`, in whole numbers of Python.
+    """Return words 4·block to 4·block + 3 of `sample_words`, computed with Python's integers.
 
-    A NumPy generator asks the operating system for entropy when it is made, also when it gets a key; four words are
-    there sooner this way.
+    For four words this is faster: NumPy asks the operating system for entropy whenever it makes a generator, even one
+    with a key.
     """
     k0, k1 = seed % _WORD, _purpose_word(purpose)
     c0, c1, c2, c3 = block + 1, sample, 0, epoch  # NumPy counts up before it draws
@@ -50,12 +50,12 @@ def sample_block(seed: int, purpose: str, epoch: int, sample: int, block: int) -
 
 
 def uniform(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np.float64]:
-    """Table [count] by sample id of values in [0, 1), with 53 random bits each."""
+    """Return a float64 table [count] by sample id of values in [0, 1), with 53 random bits each."""
     return (raw_words(seed, purpose, epoch, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permutation(seed: int, purpose: str, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    """Random order of 0 .. count-1: the rank of random words (ties, one in 2^64 a pair, keep their order)."""
+    """Return a random order of 0 .. count-1, int64: the ranks of random words (a tie has probability 2^-64 a pair)."""
     return np.argsort(raw_words(seed, purpose, epoch, count), kind="stable").astype(np.int64, copy=False)
 
 

@@ -1,14 +1,18 @@
-"""Which sample stands where: a continuous stream of per-epoch permutations. Pure functions of values.
+"""The order of samples: a continuous stream of per-epoch permutations. Pure functions of values.
 
-Position p of the stream, counted in samples, lies in epoch e = p // N and holds `epoch_order(seed, e, N)[p % N]`. A
+Position p of the stream, counted in samples, is in epoch e = p // N and holds `epoch_order(seed, e, N)[p % N]`. A
 batch is any run of positions: it may cross an epoch's end and is never partial.
+
+A round takes K·R adjacent batches from the cursor on: rank r of R, with K learners of its own, takes those at
+cursor + (r·K + j)·B for j < K. So a rank's next batches are K·R·B positions further on, for every rank and cursor.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +23,12 @@ T = TypeVar("T")
 
 
 def epoch_order(seed: int, epoch: int, num_samples: int) -> npt.NDArray[np.int64]:
-    """The order [N] in which epoch `epoch` visits the samples."""
+    """Return the order, int64 [N], in which epoch `epoch` visits the samples."""
     return permutation(seed, "sample order", epoch, num_samples)
 
 
 def segments(start: int, count: int, num_samples: int) -> list[tuple[int, int, int]]:
-    """Stream positions [start, start + count) as runs (epoch, first, last) of places in that epoch, last excluded."""
+    """Return stream positions [start, start + count) as runs (epoch, first, last) within epochs, last excluded."""
     runs = []
     position, end = start, start + count
     while position < end:
@@ -36,7 +40,49 @@ def segments(start: int, count: int, num_samples: int) -> list[tuple[int, int, i
 
 
 def cut_up(items: Sequence[T], at_most: int) -> list[list[T]]:
-    """`items` [>= 1] in as few runs as can be, of nearly equal length and none longer than `at_most`."""
+    """Cut at least one item into as few runs as possible, of nearly equal length and none longer than `at_most`."""
     parts = -(-len(items) // at_most)
     edges = [len(items) * part // parts for part in range(parts + 1)]
     return [list(items[first:last]) for first, last in itertools.pairwise(edges)]
+
+
+class Positions(Protocol):
+    """Increasing stream positions of batches, in the order in which they are taken. A `range` is one."""
+
+    def __getitem__(self, index: int, /) -> int:
+        """Return the position of batch number `index`, from 0 on."""
+
+
+@dataclass(frozen=True)
+class RankPositions:
+    """The positions of a rank's batches from a round on: this round's, the next round's, and so on without end.
+
+    Attributes:
+        own: this round's positions, increasing; the learners' batches are adjacent.
+        batch_size: samples a batch.
+        num_ranks: R, ranks that each take as many batches a round.
+    """
+
+    own: tuple[int, ...]
+    batch_size: int
+    num_ranks: int
+
+    def __getitem__(self, index: int, /) -> int:
+        """Return the position of batch j of the n-th round from here, counted from 0, for index = n·K + j."""
+        num_own = len(self.own)
+        rounds, j = divmod(index, num_own)
+        if rounds == 0:
+            return self.own[j]
+        return self.own[-1] + ((rounds * self.num_ranks - 1) * num_own + 1 + j) * self.batch_size
+
+
+def joins(path: Positions, at: int, other: Positions, index: int, soon: int) -> bool:
+    """Return whether `path`, from its number `at` on, reaches `other[index]` and follows `other` from there.
+
+    At most `soon` positions may come before it, and as many after it are compared. K of them are enough to tell a path
+    with another K, or at another learner, from one that agrees for ever.
+    """
+    for number in range(at, at + soon + 1):
+        if path[number] == other[index]:
+            return all(path[number + more] == other[index + more] for more in range(1, soon + 1))
+    return False

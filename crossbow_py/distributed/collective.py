@@ -13,22 +13,22 @@ from crossbow_py.core.errors import RankLostError
 
 
 class Waits(Protocol):
-    """Who is told that a thread waits for other ranks."""
+    """The interface of a watch that notes when a thread waits for other ranks."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around an operation that ends once all ranks have come to it."""
+        """Return a context for an operation that ends once all ranks have reached it."""
 
 
 class Collective:
-    """One device: sums are already global. Base of the real ones.
+    """The sum on a single device, which does nothing. Base of the sum over devices.
 
-    Sums of rounds begin on the executor's averaging stream, in the order of rounds. The training loop's thread calls it
-    only after a drain or a close, when none is in flight: for a round the device sits out, and for z over nodes.
+    Rounds' sums start on the executor's averaging stream, in the order of rounds. The training loop's thread calls this
+    only after a drain or a close, when no sum is in flight: for a round that the device skips, and for z over nodes.
 
     Attributes:
-        num_devices: that sum together.
-        apart: whether nodes sum for themselves, and z differs between them but after `mean_over_nodes`.
-        num_sums: how often `all_reduce_sum` was begun; stays 0 on one device, where nobody waits for a sum.
+        num_devices: devices that sum together.
+        apart: whether each node sums by itself, so that z differs between nodes except after `mean_over_nodes`.
+        num_sums: how often `all_reduce_sum` was started; stays 0 on one device.
     """
 
     num_devices = 1
@@ -37,17 +37,17 @@ class Collective:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is nothing to do: a round's sums and its step of z may be one pass."""
+        """Return whether there is nothing to sum, so that a round's sums and its step of z may be one pass."""
         return self.num_devices == 1 and not self.apart
 
     def all_reduce_sum(self, values: Tensor) -> None:
-        """values ← Σ over devices, in place, alike on every device."""
+        """Set values ← Σ over devices, in place, the same on every device."""
 
     def mean_over_nodes(self, values: Tensor) -> None:
-        """values ← mean over all devices, in place, where nodes are apart."""
+        """Set values ← mean over all devices, in place, if nodes are apart."""
 
     def awaiting(self) -> AbstractContextManager[None]:
-        """Around waiting, on the host, for a stream that sums."""
+        """Return a context for waiting, on the host, for a stream that sums."""
         return nullcontext()
 
 
@@ -55,11 +55,11 @@ class ProcessGroupCollective(Collective):
     """All-reduce over a torch.distributed process group (NCCL on GPUs, gloo on CPUs), by default over all ranks.
 
     Args:
-        group: the devices that sum every round; None is the default group.
-        num_devices: how many they are; None asks torch.distributed.
-        watch: is told when the calling thread waits for other ranks.
-        world: of all nodes' devices, where `group` is one node's.
-        num_ranks: how many these are.
+        group: the devices that sum every round; None for the default group.
+        num_devices: the size of that group; None asks torch.distributed.
+        watch: told when the calling thread waits for other ranks.
+        world: the group of all nodes' devices, if `group` is one node's.
+        num_ranks: the size of `world`.
     """
 
     def __init__(
@@ -76,21 +76,21 @@ class ProcessGroupCollective(Collective):
         self._blocks = torch.distributed.get_backend(group) == "gloo"
 
     def all_reduce_sum(self, values: Tensor) -> None:
-        """Blocks the calling thread with gloo; with NCCL it is enqueued on the current stream.
+        """See Collective. Blocks the calling thread with gloo; with NCCL it is enqueued on the current stream.
 
-        The first one with NCCL blocks as well, until all ranks have come to it, as it sets up the communicator.
-        Raises RankLostError when another rank is gone.
+        The first NCCL call also blocks, until all ranks have reached it, as it sets up the communicator. Raises
+        RankLostError if another rank is gone.
         """
         self.num_sums += 1
         self._reduce(values, self._group)
 
     def mean_over_nodes(self, values: Tensor) -> None:
-        """See Collective; as `all_reduce_sum`."""
+        """See Collective. Blocks and raises as `all_reduce_sum`."""
         values.div_(self._num_ranks)
         self._reduce(values, self._world)
 
     def awaiting(self) -> AbstractContextManager[None]:
-        """See Collective; gloo's own calls wait."""
+        """See Collective. With gloo there is nothing to wait for, as its calls block."""
         return nullcontext() if self._blocks or self._watch is None else self._watch.waiting()
 
     def _reduce(self, values: Tensor, group: ProcessGroup | None) -> None:

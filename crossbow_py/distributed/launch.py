@@ -1,4 +1,4 @@
-"""Who has started this process: torchrun starts ranks anew, with the same command, after one of them has ended."""
+"""Launches: which torchrun started this process. It restarts all ranks, with the same command, after one has ended."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from crossbow_py.core.file_writing import replacing
-from crossbow_py.core.own_files import read_text
+from crossbow_py.core.files import read_text, replacing
 from crossbow_py.distributed.ranks import ALONE, Ranks
 
 LAUNCH_FILE = ".launch"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _PROC = Path("/proc")
-_SET_PARENT_DEATH_SIGNAL = 1  # as Linux has it in prctl.h
-_STARTED = 19  # of what /proc/PID/stat says behind the name: the time the process began, in ticks since the boot
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl.h
+_STARTED = 19  # field of /proc/PID/stat after the name: the time the process began, in ticks since the boot
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: what --rdzv-id says (torchrun has a word for none), and the process of every host's torchrun.
+    """One launch: its --rdzv-id (torchrun uses "none" by default), and the process of torchrun on every host.
 
-    Ranks that were started anew are of the launch with which they share one of these processes: a torchrun outlives the
-    ranks it starts, and where hosts leave and others come, one that stayed tells. The name alone tells nothing, as a
-    second command may be given it again; nor does the number of a process, which comes again (see `process_name`).
+    Restarted ranks belong to a launch if they share one of its processes: a torchrun outlives the ranks it starts, and
+    where some hosts are replaced, one that stayed is enough. The id alone is not, as a second command may be given the
+    same; nor is the number of a process, which is used again (see `process_name`).
     """
 
     run_id: str
     launchers: Sequence[str]
 
     def is_same(self, other: Launch) -> bool:
-        """Whether both are one launch."""
+        """Return whether both are one launch."""
         return self.run_id == other.run_id and not set(self.launchers).isdisjoint(other.launchers)
 
 
 def this_launch(ranks: Ranks = ALONE) -> Launch | None:
-    """The launch the ranks belong to; None where torchrun has not started them. Blocks until all have come to it."""
+    """Return the ranks' launch, None if torchrun has not started them. Blocks until all ranks have called it."""
     run_id = os.environ.get(_RUN_ID)
     launchers = ranks.gather_texts("" if run_id is None else process_name(os.getppid()))
     return None if run_id is None else Launch(run_id, sorted(set(launchers)))
 
 
 def process_name(pid: int, proc: Path = _PROC) -> str:
-    """A process of this host as no other is called: the host, its boot, the number, and the time it began.
+    """Return a unique name of a process on this host: the host, its boot, the process's number, and its start time.
 
-    Containers start with equal host names and equal numbers. Where the kernel does not tell the boot and the time, as
-    on macOS, the host and the number must do.
+    Containers may have equal host names and equal numbers. Without the boot and the time, as on macOS, the name is the
+    host and the number.
     """
     name = f"{socket.gethostname()}:{pid}"
     try:
@@ -63,10 +62,10 @@ def process_name(pid: int, proc: Path = _PROC) -> str:
 
 
 def end_with_launcher() -> None:
-    """On Linux, SIGTERM comes to this process when torchrun, if that has started it, ends; or now, if that has ended.
+    """On Linux, have SIGTERM sent to this process when the torchrun that started it ends, or now if it has ended.
 
-    torchrun ends its ranks with itself, unless it is killed. They would train on, hold the run's folder, and be in the
-    way of those that are started in their place.
+    torchrun ends its ranks when it ends, unless it is killed. They would then train on, hold the run's folder, and get
+    in the way of the ranks that replace them.
     """
     if sys.platform == "linux" and _RUN_ID in os.environ:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -75,9 +74,9 @@ def end_with_launcher() -> None:
 
 
 def is_adopted(parent: int, proc: Path = _PROC) -> bool:
-    """Whether a launcher has ended and left its process to `parent`: to process 1, while launchers are Python.
+    """Return whether a launcher has ended and left its process to `parent`: to process 1, which is not Python.
 
-    In a container, process 1 may be the launcher itself. Which program another user's process runs is not told.
+    In a container, process 1 may be the launcher itself. The program of another user's process cannot be read.
     """
     if parent != 1:
         return False
@@ -90,13 +89,13 @@ def is_adopted(parent: int, proc: Path = _PROC) -> bool:
 
 
 def write_launch(folder: Path, launch: Launch) -> None:
-    """Say in a run's folder who has started it. Raises OSError."""
+    """Write the launch into the folder of a run. Raises OSError."""
     with replacing(folder / LAUNCH_FILE) as partial:
         partial.write_text(json.dumps(asdict(launch)), encoding="utf-8")
 
 
 def is_of_launch(folder: Path, launch: Launch) -> bool:
-    """Whether the run in a folder belongs to this launch."""
+    """Return whether the run in a folder belongs to this launch."""
     try:
         return Launch(**json.loads(read_text(folder / LAUNCH_FILE))).is_same(launch)
     except (OSError, ValueError, TypeError):

@@ -1,7 +1,7 @@
 """Ranks over torch.distributed, as torchrun starts them: one process a device, gloo on CPUs and NCCL on GPUs.
 
-Two groups, because collective operations of one must come in one order: the averaging stream sums corrections in its
-own, the training loop decides over gloo in the other, on whatever device learners are.
+There are two groups, because the collective operations of a group must be in one order: the averaging stream sums
+corrections in one, and the training loop exchanges reports over gloo in the other, on any device.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.watch import RankWatch
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_START_S = 1800.0  # for all ranks to come, and to connect
-_LOADING_S = 7 * 24 * 3600.0  # before training one rank of a host downloads data or fills a cache, and others wait
-_GRACE_S = 60.0  # the watch, which can say who hangs, comes before the process group's own timeout
-_PAUSES_S = (0.005, 0.5)  # between two looks into the store; each is twice the one before
+_START_S = 1800.0  # for all ranks to start and to connect
+_LOADING_S = 7 * 24 * 3600.0  # before training, ranks wait while one of the host downloads data or fills a cache
+_GRACE_S = 60.0  # the watch, which can say which rank hangs, comes before the process group's own timeout
+_PAUSES_S = (0.005, 0.5)  # first and longest pause between two looks into the store; each doubles the last
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process as one of several ranks."""
+    """Return whether a launcher has started this process as one of several ranks."""
     return all(name in os.environ for name in _LAUNCHED) and int(os.environ["WORLD_SIZE"]) > 1
 
 
@@ -46,13 +46,13 @@ def launched() -> bool:
 def joined(
     settings: DistributedSettings = DistributedSettings(), device: Literal["auto", "cpu", "cuda"] = "auto"
 ) -> Iterator[Ranks]:
-    """The ranks a launcher has started; one alone where none has. Blocks until all have come.
+    """Join the ranks that a launcher has started, or yield a single rank without one. Blocks until all have joined.
 
-    On GPUs the process is given the one of its local rank.
+    On GPUs the process takes the GPU of its local rank.
 
     Raises:
         UserError: there are more ranks on this host than GPUs.
-        RankLostError: some did not come.
+        RankLostError: some ranks did not join.
     """
     end_with_launcher()
     if not launched():
@@ -69,7 +69,7 @@ def joined(
 
 
 class ProcessGroupRanks(Ranks):
-    """One of several ranks, as the environment says (RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and so on)."""
+    """One of several ranks, described by the environment (RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and so on)."""
 
     def __init__(self, settings: DistributedSettings, on_gpus: bool) -> None:
         super().__init__()
@@ -90,11 +90,11 @@ class ProcessGroupRanks(Ranks):
                 timeout=timedelta(seconds=_START_S),
             )  # fmt: skip
             watch = RankWatch(_own_connection(store), self.rank, self.num_ranks, settings.timeout_s)
-            watch.say()  # so that who hangs before its first beat is known, too
+            watch.say()  # so that a rank that hangs before its first beat is found, too
         except Exception as error:
             raise RankLostError(f"not all {self.num_ranks} ranks have come ({one_line(error)})") from error
         self.watch = watch
-        # From the start of training on it is the watch that ends who waits, after `timeout_s`.
+        # From the start of training on, the watch ends ranks that have waited for `timeout_s`.
         _set_pg_timeout(timedelta(seconds=max(_LOADING_S, self._timeout_s + _GRACE_S)))
 
     def _take_gpu(self) -> None:
@@ -108,7 +108,7 @@ class ProcessGroupRanks(Ranks):
         torch.cuda.set_device(self.local_rank)
 
     def _keep_local(self) -> None:
-        """Ranks of one host talk over its loopback interface, unless the user names another: nobody else can listen."""
+        """Use the loopback interface if all ranks are on one host, unless the user names another: no one can listen."""
         if sys.platform == "linux" and self.num_local == self.num_ranks:
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
@@ -181,7 +181,7 @@ class ProcessGroupRanks(Ranks):
 
 @functools.cache
 def _launchers_store(environment: tuple[str, ...]) -> Store:  # noqa: ARG001  which `rendezvous` reads itself
-    """Where all ranks find each other. Without torchrun the first holds it, for all runs that the process trains."""
+    """Return the store in which ranks find each other. Without torchrun the first rank holds it, for all its runs."""
     found: Store = next(iter(rendezvous("env://", timeout=timedelta(seconds=_START_S))))[0]
     return found
 
@@ -194,14 +194,14 @@ def agree_on_start(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """A name for this start of the ranks, alike on all, and another one for every start. Blocks until all have come.
+    """Return a name for this start of the ranks, the same on all and new for every start. Blocks until all have it.
 
-    The store may hold what former starts have put there, and torchrun's count of them is each host's own. So a rank
-    says hello by a name it has made just now, takes only what is answered to that, and says so under the start's own
-    name. The first rank answers all hellos, also those of processes that have ended, until all that live have taken it.
+    The store may hold entries of former starts, and torchrun's count of starts differs between hosts. So a rank says
+    hello by a name it has just made, accepts only the answer to that, and confirms it under the start's name. The first
+    rank answers all hellos, also those of processes that have ended, until all living ranks have confirmed.
 
     Raises:
-        TimeoutError: they have not within `limit_s` seconds; names them.
+        TimeoutError: ranks, which the message names, have not confirmed within `limit_s` seconds.
     """
     tries = _tries(limit_s, clock, sleep)
     if rank == 0:
@@ -241,7 +241,7 @@ def _new_name() -> str:
 
 
 def _own_connection(store: Store) -> Store:
-    """Another connection to the same store: a call that blocks holds up no other thread's."""
+    """Return another connection to the same store, so that a call that blocks does not hold up other threads."""
     other: Store = store.clone()  # type: ignore[attr-defined]
     return other
 
@@ -251,7 +251,7 @@ def _number(name: str, default: int = 0) -> int:
 
 
 def _take_share(ranks: Ranks) -> None:
-    """Of the cores, as many threads as fall to each rank of this host; torchrun, unless asked otherwise, says one."""
+    """Use this rank's share of the host's cores as threads. torchrun sets one, unless the user set another number."""
     share = max(1, read_host().cores // ranks.num_local)
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(share)

@@ -1,4 +1,4 @@
-"""What must be alike on all ranks before they train: the code, what it runs on, and the configuration."""
+"""The check before training that all ranks have the same code, libraries and configuration."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.host import versions
 from crossbow_py.core.plain_values import differences
 from crossbow_py.core.version import PACKAGE
-from crossbow_py.core.versions import versions
 from crossbow_py.distributed.ranks import Ranks
 
-# Paths may differ from host to host, and what only the first rank reads is its own.
+# Paths may differ between hosts, and some keys are read by the first rank only.
 _MAY_DIFFER = frozenset({"output_dir", "resume", "data.root", "data.folder", "data.cache_dir", "init_from"})
 _SHOWN = 4
 
 
-def check_alike(config: Mapping[str, Any], ranks: Ranks) -> None:
-    """Raise UserError, on all ranks, when one has another code or configuration than the first; it says the difference.
+def check_ranks_agree(config: Mapping[str, Any], ranks: Ranks) -> None:
+    """Raise UserError on all ranks, with the differences, if one has other code or settings than the first.
 
-    `config` is plain values. All ranks call it together.
+    `config` holds plain values. All ranks call this together.
     """
     if ranks.num_ranks == 1:
         return

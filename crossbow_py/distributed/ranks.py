@@ -1,7 +1,7 @@
-"""The ranks of a run: processes, one a device, that train one model together. One alone needs no process group.
+"""The ranks of a run: processes, one a device, that train one model together. A single rank needs no process group.
 
-All ranks call the methods of `Ranks` in the same order, from the training loop's thread. What one of them fails with is
-raised on all; the first rank says it.
+All ranks call the methods of `Ranks` in the same order, from the training loop's thread. A failure of one rank is
+raised on all; the first rank prints it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from crossbow_py.distributed.watch import Watch
 
 
 class Ranks:
-    """One rank alone. Base of the real ones.
+    """A single rank. Base of several ranks.
 
     Attributes:
-        rank, num_ranks: of the whole run; rank 0 writes its folder.
-        local_rank, num_local: on this host.
-        node, num_nodes: hosts, as the launcher counts them.
-        watch: notices ranks that hang.
-        token: text that is equal on all ranks, and another one whenever they start anew.
+        rank, num_ranks: index and number in the whole run; rank 0 writes its folder.
+        local_rank, num_local: index and number on this host.
+        node, num_nodes: index and number of hosts, as the launcher counts them.
+        watch: finds ranks that hang.
+        token: text that is the same on all ranks, and new at every start of them.
     """
 
     rank, num_ranks = 0, 1
@@ -40,44 +40,44 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: records, and writes the model."""
+        """Return whether this is the rank that records the run and writes the model."""
         return self.rank == 0
 
     def collective(self, device: torch.device, apart: bool = False) -> Collective:
-        """What sums over devices; `apart` keeps nodes apart but for `mean_over_nodes`."""
+        """Return the sum over devices. `apart` keeps nodes apart, except for `mean_over_nodes`."""
         return Collective()
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values, float64, in rank order; as many on each rank. Blocks until all have come."""
+        """Return every rank's values, in rank order; each gives as many. Blocks until all ranks have called it."""
         return [list(values)]
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text, in rank order. Blocks until all have come."""
+        """Return every rank's text, in rank order. Blocks until all ranks have called it."""
         return [text]
 
     def nodes(self) -> list[int]:
-        """Of every rank, in rank order, the first rank that is in the same node."""
+        """Return, for every rank in rank order, the first rank on the same node."""
         nodes = [node for (node,) in self.gather([self.node])]
         return [nodes.index(node) for node in nodes]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Over ranks, added in rank order, so that it is one to the bit everywhere."""
+        """Return the sum over ranks, added in rank order, so that it is the same to the bit everywhere."""
         return [sum(each) for each in zip(*self.gather(values), strict=True)]
 
     def add(self, values: Tensor) -> None:
-        """values ← Σ over ranks, in place, on the host; to the bit alike everywhere."""
+        """Set values ← Σ over ranks, in place, on the host; the same to the bit everywhere."""
 
     @property
     def adder(self) -> Callable[[Tensor], None] | None:
-        """`add`, where there is another rank to add."""
+        """Return `add` if there are other ranks, else None."""
         return self.add if self.num_ranks > 1 else None
 
     def copy_first(self, values: Iterable[Tensor]) -> None:
-        """values ← the first rank's, in place, to the bit but for the sign of zero; float32 or float64."""
+        """Set values ← the first rank's, in place, to the bit except for the sign of zero; float32 or float64."""
         self.copy_from(0, values)
 
     def copy_from(self, source: int, values: Iterable[Tensor]) -> None:
-        """As `copy_first`, of another rank than the first."""
+        """Set values ← those of rank `source`, as `copy_first`."""
         if self.num_ranks == 1:
             return
         for tensor in values:
@@ -88,7 +88,7 @@ class Ranks:
             tensor.detach().copy_(on_host)
 
     def from_first(self, make: Callable[[], str]) -> str:
-        """What the first rank makes. What it fails with is raised on all."""
+        """Return what the first rank makes. Its failure is raised on all."""
         text = ""
         with self.together():
             text = make() if self.is_first else ""
@@ -96,7 +96,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what each rank does for itself: an error of one is raised on all, at the end of the block."""
+        """Run a block on each rank, at whose end an error of one rank is raised on all."""
         failure: CrossbowError | None = None
         try:
             yield
@@ -105,11 +105,11 @@ class Ranks:
         self.raise_any(failure)
 
     def raise_any(self, failure: CrossbowError | None) -> None:
-        """Raise on every rank what the first that failed has failed with; each gives its own failure, or None.
+        """Raise the failure of the first rank that failed on every rank. Each gives its own failure, or None.
 
         Raises:
-            CrossbowError: the rank's own, where it is the first of those and alone or the first to speak.
-            RankError: another's.
+            CrossbowError: the failure itself, on rank 0 if it is the one that failed.
+            RankError: the failure of that rank, on all others.
         """
         said = "" if failure is None else json.dumps([str(failure), failure.exit_code, type(failure).__name__])
         found = [(rank, text) for rank, text in enumerate(self.gather_texts(said)) if text]

@@ -1,4 +1,4 @@
-"""What a run over several ranks can be told."""
+"""Settings of a run over several ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from crossbow_py.core.settings import check, setting
 
 @dataclass(frozen=True)
 class DistributedSettings:
-    """Read only where torchrun, or another launcher, has started several ranks."""
+    """Settings that are read only if torchrun, or another launcher, has started several ranks."""
 
     GROUP: ClassVar[str] = "distributed"
 

@@ -1,8 +1,8 @@
-"""What ranks tell each other when they meet, and what follows: pure functions of values.
+"""Synchronisation of ranks: what they report to each other, what follows, and when. Pure functions of values.
 
-A meeting is one exchange between two rounds, at which every rank learns the same. Whatever may come up on one rank
-alone (a signal, a full disk, bad data, memory, a slow clock) is acted upon after a meeting only, and so by all alike.
-One rank alone meets itself before every round.
+Ranks synchronise by one exchange between two rounds, after which all know the same. What comes up on one rank (a
+signal, a full disk, bad data, memory, a slow clock) is acted upon only after a synchronisation, so all ranks act in the
+same way. A single rank synchronises with itself before every round.
 """
 
 from __future__ import annotations
@@ -12,94 +12,99 @@ from dataclasses import astuple, dataclass
 
 from crossbow_py.core.signals import StopSignal
 
-MEET_EVERY_S = 0.05
-_SIGNALS = (None, *StopSignal.REASONS)  # the gravest last
+SYNCHRONISE_EVERY_S = 0.05
+_SIGNALS = (None, *StopSignal.REASONS)  # the most severe last
 
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's words, all numbers, for they travel as one vector.
+    """One rank's report: only numbers, as it is sent as one vector.
 
     Attributes:
-        elapsed_s: of training, on its clock.
-        signal: which has come, a `signal_number`.
-        fails: whether it cannot go on, for a reason that is told afterwards.
-        out_of_memory: whether its learners did not fit.
-        num_sick: learners that were gated and not reseeded yet.
-        checkpoint: where the writing of its part stands, an index of `CheckpointKeeper.STATUSES`.
-        on_trial: whether its threads wait for each other in another way than before, until that is measured.
+        elapsed_s: seconds of training on the rank's clock.
+        signal: the signal that has come, as a `signal_number`.
+        fails: whether the rank cannot go on; it gives the reason afterwards.
+        out_of_memory: whether the rank's learners did not fit.
+        num_non_finite: learners that are gated and not reseeded yet.
+        checkpoint: the state of writing the rank's part, an index into `CheckpointManager.STATUSES`.
+        on_trial: whether another way for the rank's threads to wait for each other is being measured.
     """
 
     elapsed_s: float
     signal: float = 0
     fails: float = 0
     out_of_memory: float = 0
-    num_sick: float = 0
+    num_non_finite: float = 0
     checkpoint: float = 0
     on_trial: float = 0
 
     def to_values(self) -> list[float]:
-        """For the exchange."""
+        """Return the report as a vector."""
         return [float(value) for value in astuple(self)]
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> Report:
-        """The inverse of `to_values`."""
+        """Build a report from the vector of `to_values`."""
         return cls(*values)
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after a meeting.
+    """What all ranks know after a synchronisation.
 
-    `elapsed_s` is the slowest clock's, `signal` the gravest that came to anybody, None for none.
+    `elapsed_s` is the slowest clock's time, and `signal` the most severe signal on any rank, None for none.
     """
 
     elapsed_s: float
     signal: str | None
     fails: bool
     out_of_memory: bool
-    num_sick: int
+    num_non_finite: int
     checkpoints: tuple[int, ...]
     on_trial: bool = False
 
 
 def signal_number(status: str | None) -> int:
-    """As a number, for `Report`."""
+    """Return a signal's status as a number for `Report`."""
     return _SIGNALS.index(status)
 
 
 def agree(reports: Sequence[Report]) -> Agreed:
-    """What follows from all ranks' reports, in rank order."""
+    """Combine all ranks' reports, in rank order."""
     return Agreed(
         elapsed_s=max(report.elapsed_s for report in reports),
         signal=_SIGNALS[int(max(report.signal for report in reports))],
         fails=any(report.fails for report in reports),
         out_of_memory=any(report.out_of_memory for report in reports),
-        num_sick=int(sum(report.num_sick for report in reports)),
+        num_non_finite=int(sum(report.num_non_finite for report in reports)),
         checkpoints=tuple(int(report.checkpoint) for report in reports),
         on_trial=any(report.on_trial for report in reports),
     )
 
 
 def rounds_to_next(round_s: float, period: int, every_round: bool) -> int:
-    """After how many rounds ranks meet again: in about `MEET_EVERY_S`, and where they wait for each other anyway.
+    """Return the rounds to the next synchronisation: about `SYNCHRONISE_EVERY_S`, in whole averaging periods.
+
+    At the end of an averaging period ranks wait for each other anyway.
 
     Args:
-        round_s: of the slowest rank.
+        round_s: seconds a round of the slowest rank.
         period: rounds between averagings.
-        every_round: whether a round must not begin before all have met, as data may fail.
+        every_round: whether ranks must synchronise before every round, as data may fail.
     """
     if every_round:
         return 1
-    wanted = MEET_EVERY_S / round_s if round_s > 0 else 1
+    wanted = SYNCHRONISE_EVERY_S / round_s if round_s > 0 else 1
     return max(1, round(wanted / period)) * period
 
 
-def differing(found: Sequence[Sequence[float]]) -> list[int]:
-    """Ranks whose checksum is not the one most of its group have; of (group, checksum) in rank order.
+def differing_ranks(found: Sequence[Sequence[float]]) -> list[int]:
+    """Return the ranks whose checksum is not the most common one of their group.
 
-    With a tie those that differ from the group's first are named.
+    With a tie, these are the ranks that differ from the first of the group.
+
+    Args:
+        found: (group, checksum) of every rank, in rank order.
     """
     odd = []
     for group in sorted({each[0] for each in found}):
@@ -110,21 +115,20 @@ def differing(found: Sequence[Sequence[float]]) -> list[int]:
     return odd
 
 
-class Meetings:
-    """When ranks meet, which all count alike. `round_index` is the first round's."""
+class SynchronisationSchedule:
+    """When ranks synchronise, computed in the same way on all. `round_index` is that of the first round."""
 
     def __init__(self, round_index: int) -> None:
         self._last = self._next = round_index
 
     def is_due(self, round_index: int) -> bool:
-        """Whether they meet before this round."""
+        """Return whether ranks synchronise before this round."""
         return round_index >= self._next
 
-    def met(self, round_index: int, seconds: float, period: int, every_round: bool) -> None:
-        """They have met before this round, `seconds` of training after the last time.
+    def synchronised(self, round_index: int, seconds: float, period: int, every_round: bool) -> None:
+        """Note a synchronisation before this round, `seconds` of training after the last one, and plan the next.
 
-        Twice as many rounds as before at most: the first ones, which nobody waits for yet, tell little of how long
-        a round takes.
+        The interval at most doubles: the first rounds return before they are over and tell little of a round's time.
         """
         rounds, self._last = round_index - self._last, round_index
         wanted = rounds_to_next(seconds / max(1, rounds), period, every_round)

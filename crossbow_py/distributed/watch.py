@@ -1,7 +1,7 @@
-"""Finds the rank that hangs. A rank says once a second what it is doing; one that waits for others too long looks who.
+"""The watch, which finds the rank that hangs: each rank reports every second, and those that wait read the reports.
 
-What ranks say goes through the launcher's key-value store, by a connection and a thread of their own: the thread goes
-on while the process is stuck in a collective operation, which nothing but the end of the process interrupts.
+Ranks use the launcher's key-value store, by a connection and a thread of their own. The thread goes on while the
+process is stuck in a collective operation, which only the end of the process interrupts.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 _SAY_EVERY_S = 1.0
-_BEATS_MISSED = 4  # by a rank that is not heard of any more
+_BEATS_MISSED = 4  # after which a rank counts as silent
 EXIT_HANGS = 1
+_REMEDY = "The run goes on from its newest checkpoint when it is started again with resume=auto."
 
 
 class Store(Protocol):
-    """What the watch asks of torch's key-value store."""
+    """The methods of torch's key-value store that the watch uses."""
 
     def set(self, key: str, value: str) -> None:
         """Put a value."""
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Values that were put before; blocks until all are."""
+        """Return the values of keys. Blocks until all are there."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank says: how often it has so far, what it is doing, and for how long it waits for others if it does."""
+    """A rank's message: its number, what the rank is doing, and for how long it has waited for others, if it does."""
 
     beat: int
     doing: str
@@ -45,18 +46,18 @@ class Said:
 
 @dataclass
 class Heard:
-    """What was heard of a rank last, and when, on the listener's clock."""
+    """A rank's last message, and when it was heard, on the listener's clock."""
 
     said: Said
     at_s: float
 
 
 class Watch:
-    """Of one rank alone: nobody waits for anybody. Base of the real one.
+    """The watch of a single rank, which does nothing. Base of the watch of several ranks.
 
     Attributes:
-        doing: what the rank is at, for those who wait for it.
-        running: names of tasks that run now, by stream; they say more than `doing`.
+        doing: what the rank is doing, for those who wait for it.
+        running: names of the tasks that run now, by stream, which say more than `doing`.
     """
 
     def __init__(self) -> None:
@@ -65,25 +66,25 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around an operation that ends once all ranks have come to it. From any thread."""
+        """Run an operation that ends once all ranks have reached it. From any thread."""
         yield
 
     def start(self) -> None:
-        """From now on ranks that hang are found."""
+        """Start to look for ranks that hang."""
 
     def close(self) -> None:
         """End the thread. Does not raise."""
 
 
 class RankWatch(Watch):
-    """Of one of several ranks.
+    """The watch of one of several ranks.
 
     Args:
-        store: a connection for this watch alone.
-        rank, num_ranks: who says it.
+        store: a connection for this watch only.
+        rank, num_ranks: the rank's index, and the number of ranks.
         timeout_s: how long others may keep this rank waiting.
-        end: told what was found; by default it is said on stderr and the process ends.
-        clock: seconds.
+        end: called with a sentence when a rank hangs; by default it is printed on stderr and the process ends.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -126,19 +127,19 @@ class RankWatch(Watch):
             self._since.pop(own, None)
 
     def close(self) -> None:
-        """See Watch. A thread whose store does not answer is left behind."""
+        """See Watch. A thread whose store does not answer is abandoned."""
         self._over.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(self._every_s)
 
     def _waited_s(self) -> float | None:
-        """For how long the thread that waits longest does."""
+        """Return how long the longest waiting thread has waited, None if none waits."""
         begun = min(self._since.copy().values(), default=None)
         return None if begun is None else self._clock() - begun
 
     def _speak(self) -> None:
-        """Say and listen. The store may block or fail, when its host or the network is gone: silence says it all."""
+        """Say and listen until closed. The store may block or fail if its host is gone; others then hear silence."""
         while not self._over.wait(self._every_s):
             try:
                 self.exchange()
@@ -171,7 +172,7 @@ class RankWatch(Watch):
                 return
 
     def find(self) -> str | None:
-        """A sentence, once this rank has waited for others for too long."""
+        """Return a sentence on the ranks that hang once this rank has waited for too long, else None."""
         waited = self._waited_s()
         if waited is None or waited < self._timeout_s:
             return None
@@ -193,9 +194,6 @@ class RankWatch(Watch):
         return f"{begins} for {named}. {_REMEDY}"
 
 
-_REMEDY = "The run goes on from its newest checkpoint when it is started again with resume=auto."
-
-
 def _describe(rank: int, heard: Heard, now: float) -> str:
     said = heard.said
     return (
@@ -209,6 +207,6 @@ def _key(rank: int) -> str:
 
 
 def _end_process(found: str) -> None:
-    """Nothing but the end of the process interrupts a collective operation."""
+    """Print what was found and end the process: nothing else interrupts a collective operation."""
     print(f"error: {found}", file=sys.stderr, flush=True)
     os._exit(EXIT_HANGS)

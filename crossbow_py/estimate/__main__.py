@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossbow_py.cli.command_line import run, say
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.estimate.config import EstimateConfig
 from crossbow_py.estimate.estimation import estimate
 from crossbow_py.estimate.report import as_text, write

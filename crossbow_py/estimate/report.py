@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.text_table import columns
-from crossbow_py.core.versions import versions
+from crossbow_py.core.host import versions
+from crossbow_py.core.printing import columns
 from crossbow_py.engine.sizing.memory import breakdown
 from crossbow_py.engine.sizing.units import in_words
 from crossbow_py.estimate.estimation import Estimate

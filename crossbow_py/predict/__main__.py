@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from crossbow_py.cli.command_line import run, say
 from crossbow_py.cli.output_folder import make_folder, new_folder
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.prediction import predict
 from crossbow_py.predict.report import as_text, write

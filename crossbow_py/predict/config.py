@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from crossbow_py.cli.configuration import Registry
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import check, setting
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.engine.modules.precision import PrecisionName

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.resident.inputs import rounded_integer
+from crossbow_py.core.measured import fastest
+from crossbow_py.data.datasets import rounded_integer
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.executors import EXECUTORS, check_executor
 from crossbow_py.engine.executors.on_device import CaptureError
-from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
-from crossbow_py.predict.predictors import PREDICTORS, FusedPredictor, Predictor, PredictorName, candidates
-from crossbow_py.predict.programs import fastest
+from crossbow_py.predict.predictors import PREDICTORS, Predictor, PredictorName, candidates
 from crossbow_py.train.evaluation.packed_evaluation import load_state
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))  # weights, children and hooks: none of a module's own settings
@@ -138,7 +139,7 @@ class Ensemble:
 
     def _predictor(self, name: str) -> Predictor:
         if name not in self._predictors:
-            self._predictors[name] = PREDICTORS[name](self._banks, self._writes_inputs)
+            self._predictors[name] = PREDICTORS[name](name, self._banks, self._writes_inputs)
         return self._predictors[name]
 
     @torch.no_grad()
@@ -171,14 +172,14 @@ class Ensemble:
     def _settle(self, inputs: Tensor) -> str:
         """Return the executor for batches like these."""
         if self._executor != "auto":
-            refusal = self._not_fused(self._executor, inputs) if PREDICTORS[self._executor].FUSES else None
+            refusal = self._not_fused(self._executor, inputs) if EXECUTORS[self._executor].FUSES else None
             if refusal is not None:
                 raise UserError(f"executor={self._executor} cannot run these models: {refusal}; set executor=auto.")
             return self._executor
         names = candidates(self.device)
-        refusal = self._not_fused(FusedPredictor.NAME, inputs)
+        refusal = self._not_fused("fused", inputs)
         if refusal is not None:
-            left_out = [name for name in names if PREDICTORS[name].FUSES]
+            left_out = [name for name in names if EXECUTORS[name].FUSES]
             names = [name for name in names if name not in left_out]
             note = f"The models run without executor={' and '.join(left_out)}: {refusal}."
             self.notes += [note] if note not in self.notes else []
@@ -230,9 +231,8 @@ def _check(models: Sequence[object], executor: str, device: torch.device) -> Non
             raise UserError(f"models of an ensemble must be nn.Modules, got {type(named).__name__}; give {how}.")
     if executor != "auto" and executor not in PREDICTORS:
         raise UserError(f"executor must be auto, {', '.join(PREDICTORS)}, got {executor!r}; set executor=auto.")
-    where = None if executor == "auto" else PREDICTORS[executor].DEVICE
-    if where is not None and device.type != where:
-        raise UserError(f"executor={executor} runs on {where} only, and device is {device.type}; set executor=auto.")
+    if executor != "auto":
+        check_executor(executor, device)
 
 
 def same_architecture(models: Sequence[nn.Module]) -> list[list[int]]:

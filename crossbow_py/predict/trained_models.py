@@ -13,8 +13,7 @@ from torch import nn
 
 from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
-from crossbow_py.core.own_files import check_own
+from crossbow_py.core.files import check_own, given_path
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, SUMMARY_FILE, read_json, read_summary

@@ -17,16 +17,16 @@ from torch import nn
 
 from crossbow_py.cli.config_files import write_yaml
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.host import versions
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.core.targets import import_target
-from crossbow_py.core.versions import versions
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.datasets import Classes
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.labels import Classes
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.dropout import counter_seed
-from crossbow_py.engine.modules.label_smoothing import IGNORED
+from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.search.config import SearchConfig, trial_config

@@ -13,8 +13,7 @@ from crossbow_py.cli.config_files import read_yaml, write_yaml
 from crossbow_py.cli.output_folder import RUNS, make_folder, new_folder
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.file_locks import locked
-from crossbow_py.core.given_path import given_path
-from crossbow_py.core.own_files import check_own
+from crossbow_py.core.files import check_own, given_path
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SEARCH_FILE
 from crossbow_py.search.identity import changes, identity

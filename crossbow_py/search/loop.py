@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from crossbow_py.core.errors import CrossbowError, DataError, UserError, one_line
-from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import (
     forget_frames,
     free_memory,
@@ -23,7 +23,7 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.hyperband import (
     Bracket,
     Results,

@@ -15,9 +15,9 @@ from torch import nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
-from crossbow_py.core.own_files import read_text
+from crossbow_py.core.files import read_text
 from crossbow_py.engine.device.memory import raising_if_lost
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.events import BestTrial, TrialRecord
 from crossbow_py.search.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
 from crossbow_py.search.loop import SearchRules

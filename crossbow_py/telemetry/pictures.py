@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

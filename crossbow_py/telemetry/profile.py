@@ -17,7 +17,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from crossbow_py.core.errors import one_line
-from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.files import replacing
 from crossbow_py.telemetry.events import Listener, Progress, RunInfo, Summary
 from crossbow_py.telemetry.records import write_atomically
 

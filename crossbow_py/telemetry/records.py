@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.file_writing import replacing
-from crossbow_py.core.own_files import check_own, own_file, read_text
+from crossbow_py.core.files import check_own, own_file, read_text, replacing
 from crossbow_py.telemetry.events import EpochRecord, LearnerCount, Listener, RunInfo, Summary
 from crossbow_py.telemetry.system import SystemMonitor
 

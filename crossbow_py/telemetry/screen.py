@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.own_files import own_file
+from crossbow_py.core.files import own_file
 
 
 def _opened(path: Path) -> TextIO:

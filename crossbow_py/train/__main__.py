@@ -15,7 +15,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.signals import StopSignal
 from crossbow_py.data.sources import DataSource
 from crossbow_py.distributed.process_group import joined
-from crossbow_py.distributed.rank_agreement import check_alike
+from crossbow_py.distributed.rank_agreement import check_ranks_agree
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.models import CustomModel
 from crossbow_py.telemetry.console import CONSOLE_LOG, ConsoleListener
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(config: TrainConfig) -> int:
     """One run in its own folder, over all ranks that were launched; returns its exit code."""
     with joined(config.distributed, config.device) as ranks:
-        check_alike(config_to_mapping(config), ranks)
+        check_ranks_agree(config_to_mapping(config), ranks)
         with open_run(config, ranks) as folder, ExitStack() as stack:
             listeners: list[Listener] = []
             if ranks.is_first:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from crossbow_py.averaging import RULES
 from crossbow_py.cli.configuration import Registry, from_plain, group
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting, to_mapping
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings

@@ -7,17 +7,17 @@ is in flight, evaluate and record; write checkpoints when due; stop when told to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Literal
 
 from crossbow_py.core.errors import CrossbowError, DataError, NonFiniteError, RankError, UserError, is_of_data
 from crossbow_py.core.signals import StopSignal
-from crossbow_py.distributed.synchronisation import Meetings, Report, agree, signal_number
+from crossbow_py.distributed.synchronisation import Report, SynchronisationSchedule, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
-from crossbow_py.telemetry.events import Listener
+from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.epochs import EpochCloser
@@ -32,11 +32,17 @@ from crossbow_py.train.tuning.worker_autotuner import WorkerAutotuner
 class TrainingLoop:
     """One call of `fit`. A context manager: leaving it stops the executor and closes the listeners.
 
-    On several ranks each has its own, and all take the same course: what comes up on one is acted upon when they have
-    met (`distributed.meeting`).
+    On several ranks each has its own, and all take the same course: what comes up on one rank is acted upon after the
+    next synchronisation (`distributed.synchronisation`).
     """
 
-    def __init__(self, run: Run, stops: StopConditions, listeners: Sequence[Listener]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        stops: StopConditions,
+        listeners: Sequence[Listener],
+        after_round: Callable[[RoundEnd], int | None] | None = None,
+    ) -> None:
         self._run, self.settings, self.state, self.stops = run, run.settings, run.state, stops
         self.ranks = run.ranks
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
@@ -54,9 +60,10 @@ class TrainingLoop:
         self._epochs = EpochCloser(run, self.reporter, self.meter, stops)
         self.learning_rate = 0.0
         self._agreed = agree([Report(self.state.elapsed_s)])
-        self._meetings = Meetings(self.state.round_index)
-        self._images = 0  # of all ranks, since they met
+        self._synchronisation = SynchronisationSchedule(self.state.round_index)
+        self._images = 0  # of all ranks, since the last synchronisation
         self._failure: DataError | None = None
+        self._after_round = after_round
 
     def __enter__(self) -> TrainingLoop:
         return self
@@ -100,7 +107,7 @@ class TrainingLoop:
             plan = None if self._end_reached() else self._plan()
             if plan:
                 self._await_batches(plan, signals)
-            self._meet(signals)
+            self._synchronise(signals)
             if state.round_index > first_round and self._checkpoint_is_due():
                 self._write_checkpoint()
             if self._agreed.signal:
@@ -118,9 +125,7 @@ class TrainingLoop:
 
     def _end_reached(self) -> str | None:
         state = self.state
-        return self.stops.after_round(
-            state.samples_seen, self.num_samples, self._agreed.elapsed_s, state.round_index
-        )
+        return self.stops.after_round(state.samples_seen, self.num_samples, self._agreed.elapsed_s, state.round_index)
 
     def _check_trained(self, reason: str, first_round: int) -> None:
         """Say that a resumed run had nothing left to do. Raises UserError where nothing was ever trained."""
@@ -184,16 +189,16 @@ class TrainingLoop:
         except DataError as error:
             self._failure = error
 
-    def _meet(self, signals: StopSignal) -> None:
+    def _synchronise(self, signals: StopSignal) -> None:
         """Tell the other ranks what has come up, and do what follows for all; not before every short round."""
-        if not self._meetings.is_due(self.state.round_index):
+        if not self._synchronisation.is_due(self.state.round_index):
             return
         report = Report(
             elapsed_s=self.meter.elapsed_s,
             signal=signal_number(signals.status),
             fails=self._failure is not None,
             out_of_memory=self.rounds.out_of_memory,
-            num_sick=len(self.state.non_finite_learners),
+            num_non_finite=len(self.state.non_finite_learners),
             checkpoint=self.checkpoints.status,
             on_trial=self._run.busy_cores is not None and self._run.busy_cores.on_trial,
         )
@@ -201,19 +206,21 @@ class TrainingLoop:
         self._agreed, before_s = agree(reports), self._agreed.elapsed_s
         every_round = self.ranks.num_ranks == 1 or self._run.train_feed.STREAMS
         period = self._run.rule.averaging_period
-        self._meetings.met(self.state.round_index, self._agreed.elapsed_s - before_s, period, every_round)
+        self._synchronisation.synchronised(
+            self.state.round_index, self._agreed.elapsed_s - before_s, period, every_round
+        )
         self.checkpoints.follow(self._agreed.checkpoints)
-        if self._look_after(self._agreed.num_sick, self._agreed.out_of_memory):
+        if self._look_after(self._agreed.num_non_finite, self._agreed.out_of_memory):
             self._tune()
 
-    def _look_after(self, num_sick: int, out_of_memory: bool) -> bool:
+    def _look_after(self, num_non_finite: int, out_of_memory: bool) -> bool:
         """Stop for learners that are lost, or take away those that memory did not hold, if any. Whether it held all.
 
         Raises NonFiniteError, or RankError on other ranks.
         """
         # With every learner gone there is nothing healthy to clone, so reseeding would loop for ever.
-        everyone = num_sick == self._run.bank.total_learners
-        if num_sick and (self.settings.on_nonfinite == "stop" or everyone):
+        everyone = num_non_finite == self._run.bank.total_learners
+        if num_non_finite and (self.settings.on_nonfinite == "stop" or everyone):
             self._stop_for_non_finite(everyone)
         if out_of_memory:
             self.rounds.shrink()
@@ -228,7 +235,7 @@ class TrainingLoop:
         self.ranks.raise_any(failure)
 
     def _tune(self) -> None:
-        """Let the auto-tuner look at the rounds since the last meeting."""
+        """Let the auto-tuner look at the rounds since the last synchronisation."""
         images, self._images = self._images, 0
         if not self._run.tuning or not images:
             return
@@ -262,7 +269,7 @@ class TrainingLoop:
         state.note_round(self._run.samples_per_round, factor, averages=plan.together is not None)
         images = self.settings.batch_size * bank.total_learners
         self._images += images
-        if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_sick:
+        if len(state.non_finite_learners) if self.ranks.num_ranks == 1 else self._agreed.num_non_finite:
             self._reseed()
         self._attend_to_z(start)
         self.learning_rate = plan.learning_rates[0]
@@ -274,6 +281,18 @@ class TrainingLoop:
             self._tune_workers(self._run.worker_autotuner)
         if self._run.busy_cores:
             self._share_cores(self._run.busy_cores, images)
+        if self._after_round is not None:
+            self._pace(self._after_round, images)
+
+    def _pace(self, after_round: Callable[[RoundEnd], int | None], images: int) -> None:
+        """Tell the caller of `fit` that a round is over, and go on with as many learners as it says."""
+        tuning, now = self._run.tuning, self._run.bank.num_learners
+        settled = tuning is None or tuning.state.phase == "settled"
+        wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
+        if wanted is None:
+            return
+        self._images = 0  # the auto-tuner has not seen this round
+        self._follow(Decision("grow" if wanted > now else "shrink", wanted))
 
     def _attend_to_z(self, before: int) -> None:
         """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""
@@ -306,9 +325,9 @@ class TrainingLoop:
         self.rounds.drain()
         with self.ranks.together():
             self._run.bank.check_bindings(self._run.rule.has_central_model and not self._run.bank.is_single)
-        num_sick, without = self.ranks.sum([len(self.state.non_finite_learners), self.rounds.out_of_memory])
-        self._agreed = dataclasses.replace(self._agreed, num_sick=int(num_sick))
-        return self._look_after(int(num_sick), bool(without))
+        num_non_finite, without = self.ranks.sum([len(self.state.non_finite_learners), self.rounds.out_of_memory])
+        self._agreed = dataclasses.replace(self._agreed, num_non_finite=int(num_non_finite))
+        return self._look_after(int(num_non_finite), bool(without))
 
     def _reseed(self) -> None:
         """Clone learners that were gated from z, after the round behind theirs.
@@ -318,7 +337,7 @@ class TrainingLoop:
         """
         self._drain()
         self.rounds.reseed()
-        self._agreed = dataclasses.replace(self._agreed, num_sick=0)
+        self._agreed = dataclasses.replace(self._agreed, num_non_finite=0)
 
     def _write_checkpoint(self) -> None:
         """Wait for what is in flight, copy it, and go on. A disk that refuses is reported, and training goes on."""

@@ -12,7 +12,7 @@ import torch
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
 from crossbow_py.core.settings import check, setting, suggestion
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.modules.precision import Precision, PrecisionName, choose_device, choose_precision
@@ -109,12 +109,17 @@ class RunSettings(JobSettings):
 class Choices:
     """What `auto` became: kept in checkpoints, so that a resume takes the same.
 
-    `executor` is `auto` until the candidates have been measured.
+    Attributes:
+        device: where learners run.
+        precision: their formats.
+        executor: how they run; `auto` until the candidates have been measured.
+        executor_choice_s: seconds that measuring the candidates took; 0 where none was measured. Not in checkpoints.
     """
 
     device: torch.device
     precision: Precision
     executor: str
+    executor_choice_s: float = 0.0
 
     def to_plain(self) -> dict[str, str]:
         """Plain values for a checkpoint."""

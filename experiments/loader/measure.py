@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
-from crossbow_py.core.host import usable_core_ids
+from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.image_folder import ImageFolder
 from experiments.loader.sides import (

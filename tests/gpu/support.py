@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.streams import CudaStreams

@@ -11,7 +11,7 @@ from torch import nn
 
 from crossbow_py import SGD, Augmentation, CheckpointSettings
 from crossbow_py.averaging import SMA
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.build import make_feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS

@@ -10,7 +10,7 @@ from torch import nn
 
 from crossbow_py import Ensemble
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.build import make_feed
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.predict.predictors import MOST_PROGRAMS

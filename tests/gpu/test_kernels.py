@@ -12,7 +12,7 @@ from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
+from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.fusion.units import unit_step
 from crossbow_py.engine.fusion.units.branches import graph_milliseconds
 from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices
@@ -153,7 +153,7 @@ def test_replayed_round_of_resnet32_is_at_most_200_launches(num_learners, monkey
 
 
 def test_ways_of_a_convolution_are_timed_in_graphs(tmp_path):
-    from crossbow_py.core.user_cache import Remembered  # noqa: PLC0415
+    from crossbow_py.core.measured import Remembered  # noqa: PLC0415
 
     device = torch.device("cuda", torch.cuda.current_device())
     small, large = (torch.randn(size, size, device=device) for size in (64, 4096))

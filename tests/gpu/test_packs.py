@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py import SGD, Augmentation
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.device.memory import free_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS

@@ -49,7 +49,7 @@ DIGITS = """
 import json, sys
 from crossbow_py import Listener, SGD, Trainer
 from crossbow_py.data.sources import SOURCES
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from torch import nn
 
 class Reporter(Listener):

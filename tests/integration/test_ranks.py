@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from crossbow_py import PAPA, SGD, SMA, DiLoCo, Elastic, GroupedSMA, LocalSGD, SlowMo, SynchronousSGD
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.build import make_feed
 from tests import rank_jobs
 from tests.rank_jobs import Ended, Values
 from tests.rank_results import assert_alike, distance, results

@@ -80,10 +80,10 @@ def test_statistics_are_measured_beside_what_is_made_for_training():
     feed, starts = parts.train_feed, [0, 4]
     feed.announce(starts)
     feed.wait(starts)
-    producer, there = feed._producer, feed._shelf.starts()
+    producer, there = feed._producer, feed._buffer.starts()
     state = parts.final_states(40)[0]
     assert (state["1.running_mean"] != parts.bank.central_state()["1.running_mean"]).any()
-    assert feed._producer is producer and feed._shelf.starts() >= there
+    assert feed._producer is producer and feed._buffer.starts() >= there
     parts.close_feeds()
 
 

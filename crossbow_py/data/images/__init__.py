@@ -1,1 +1,1 @@
-"""Images in folders: which there are, how they are decoded, cropped and resized, and the cache of resized ones."""
+"""Images in folders: scanning, decoding, cropping and resizing them, and a cache of resized ones."""

@@ -1,4 +1,4 @@
-"""Where an image is cropped: at random for training, in the centre for evaluation. Numbers only, no pixels."""
+"""Crop boxes of images: random ones for training, the centre for evaluation. Numbers only, no pixels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ATTEMPTS = 10
 
 
 class Box(NamedTuple):
-    """A part of an image, in pixels of that image."""
+    """A rectangle in an image, in pixels."""
 
     left: int
     top: int
@@ -22,11 +22,12 @@ class Box(NamedTuple):
 
 
 def random_resized_box(seed: int, epoch: int, sample: int, width: int, height: int, min_area: float) -> Box:
-    """The part of an image of `width` x `height` that a sample shows in an epoch; it follows from these values alone.
+    """Return the random crop of a sample's image of `width` x `height` in an epoch, which depends on these values only.
 
-    The rule of "Going deeper with convolutions" (Szegedy et al., 2015) as torchvision's RandomResizedCrop has it: a
-    share of the area from [min_area, 1], a ratio of width to height from [3/4, 4/3] with its logarithm uniform, and any
-    place; drawn up to ten times until it fits, else the largest part in the centre whose ratio is allowed.
+    The rule of "Going deeper with convolutions" (Szegedy et al., 2015) as in torchvision's RandomResizedCrop: a share
+    of the area from [min_area, 1], a ratio of width to height from [3/4, 4/3], uniform in its logarithm, and any
+    position. It is drawn up to ten times until it fits; else it is the largest rectangle in the centre with an allowed
+    ratio.
     """
     for attempt in range(_ATTEMPTS):
         words = sample_block(seed, "resized crop", epoch, sample, attempt)
@@ -39,19 +40,19 @@ def random_resized_box(seed: int, epoch: int, sample: int, width: int, height: i
 
 
 def resized_extent(width: int, height: int, short_side: int) -> tuple[int, int]:
-    """(width, height) after the short side became `short_side`; the long one is rounded down, as torchvision does."""
+    """Return (width, height) with a short side of `short_side`; the long one is rounded down, as in torchvision."""
     if width <= height:
         return short_side, max(short_side, short_side * height // width)
     return max(short_side, short_side * width // height), short_side
 
 
 def centre_box(width: int, height: int, size: int) -> Box:
-    """The square of `size` in the centre of an image that is at least as large; halves go to the even pixel."""
+    """Return the square of `size` in the centre of an image at least as large; halves round to the even pixel."""
     return Box(round((width - size) / 2), round((height - size) / 2), size, size)
 
 
 def _fitted(pixels: float, ratio: float, top: float, left: float, width: int, height: int) -> Box | None:
-    """The box of so many pixels and that ratio, at a place in [0, 1) of what there is; None when it does not fit."""
+    """Return the box of that area and ratio, `top` and `left` in [0, 1) of the free space; None if it does not fit."""
     box_width, box_height = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
     if not (0 < box_width <= width and 0 < box_height <= height):
         return None

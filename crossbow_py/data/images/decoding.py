@@ -1,7 +1,7 @@
-"""From an image file to pixels of the wanted size: decoded by Pillow, resized by torch's antialiased bilinear filter.
+"""Decoding image files with Pillow, and resizing with torch's antialiased bilinear filter.
 
-Pixels are uint8 [H, W, 3], red first. Torch's filter gives what Pillow's bilinear filter gives, to a rounding, reads a
-part of an image where it lies, and writes straight into its place in a batch.
+Pixels are uint8 [H, W, 3], red first. Torch's filter equals Pillow's bilinear filter up to rounding. It reads a part of
+an image without copying it first, and writes directly into a batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from crossbow_py.data.images.crops import Box, centre_box, resized_extent
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 _PAPER = (255, 255, 255)
-_LONGEST = 100  # sides to one another: where the short one is enlarged to hundreds of pixels, so is the long one
+_LONGEST = 100  # the largest ratio of the sides: enlarging the short side enlarges the long one too
 _WIDE_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
-# Files that may well be read another time.
+# Failures of the machine, after which the file may be readable another time.
 _OF_THE_MACHINE = frozenset({errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
 
 
-class UnreadableImage(Exception):  # noqa: N818 - a state of the file; what it means is decided by who asked
+class UnreadableImage(Exception):  # noqa: N818 - a state of the file; the caller decides whether it is an error
     """An image that cannot be decoded: its path, and the reason in words."""
 
     def __init__(self, path: str, reason: str) -> None:
@@ -40,19 +40,19 @@ class UnreadableImage(Exception):  # noqa: N818 - a state of the file; what it m
 
 
 def decode(path: str | Path) -> Tensor:
-    """The pixels of a JPEG, PNG or WebP file, turned as its EXIF or XMP orientation says; the first frame of several.
+    """Return the pixels of a JPEG, PNG or WebP file (its first frame), turned by its EXIF or XMP orientation.
 
-    Grey values become three equal channels (of 16 bits, scaled to 8), palettes and CMYK are converted, and what is
-    transparent is laid over white, as pictures with transparent parts are made for light pages.
+    Grey becomes three equal channels (16 bits are scaled to 8), palettes and CMYK are converted, and transparent pixels
+    are laid over white, as such pictures are made for light pages.
 
     Raises:
         OSError, MemoryError: the machine or its file system fails, not the image.
-        UnreadableImage: missing, truncated, damaged, in another format, whatever its name says, or a hundred times as
-            long as wide.
+        UnreadableImage: the file is missing, truncated, damaged, in another format than these, or more than 100 times
+            as long as wide.
     """
     try:
-        # Pillow's warnings would be a line for every such image and epoch, and what cannot be decoded raises. Filters
-        # are the whole process's; worker processes have one thread.
+        # Pillow would print a warning for every such image in every epoch; undecodable images raise anyway. Warning
+        # filters hold for the whole process, but a worker process has one thread.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=FORMATS) as image:
@@ -73,7 +73,7 @@ def decode(path: str | Path) -> Tensor:
 
 
 def encoded_size(path: str | Path) -> tuple[int, int] | None:
-    """(width, height) by the file's header, not turned; None when it cannot be read."""
+    """Return (width, height) from the file's header, before any turning; None if it cannot be read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -84,7 +84,7 @@ def encoded_size(path: str | Path) -> tuple[int, int] | None:
 
 
 def crop_resized(pixels: Tensor, box: Box, out: Tensor) -> None:
-    """Write the part `box`, resized, into `out`: uint8 [1, 3, H, W], channels last, such as a slot of a batch."""
+    """Resize the part `box` into `out`: uint8 [1, 3, H, W], channels last, such as a slot of a batch."""
     row = pixels.stride(0)
     part = pixels.as_strided(
         (1, 3, box.height, box.width),
@@ -102,7 +102,7 @@ def centre_cropped(pixels: Tensor, short_side: int, out: Tensor) -> None:
 
 
 def shrunk(pixels: Tensor, short_side: int) -> Tensor:
-    """With a short side of at most `short_side`: smaller images stay as they are, as enlarging them adds nothing."""
+    """Return the image with a short side of at most `short_side`. Smaller images stay, as enlarging adds nothing."""
     return pixels if min(pixels.shape[:2]) <= short_side else _resized(pixels, short_side)
 
 
@@ -123,7 +123,7 @@ def _check_sides(path: str | Path, image: Image.Image) -> None:
 
 
 def _turn_upright(image: Image.Image) -> None:
-    # Damaged EXIF is no damage to the image, and can make its reader raise nearly anything.
+    # Damaged EXIF can make its reader raise nearly anything, and does no harm to the image.
     with suppress(Exception):
         ImageOps.exif_transpose(image, in_place=True)
 

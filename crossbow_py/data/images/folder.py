@@ -1,4 +1,4 @@
-"""Which images there are: `<part>/<class>/<image>`, sorted, so that a sample is the same file on every machine."""
+"""Scanning a folder of images `<part>/<class>/<image>`, sorted, so that a sample is the same file on every machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _SHOWN_CLASSES = 5
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """The images of one part. A few flat arrays: worker processes share them, and millions of files fit.
+    """The image files of one part, in a few flat arrays that worker processes share and that hold millions of names.
 
     Attributes:
-        folder: of the part.
-        classes: names, sorted; a label is a place in them.
+        folder: the part's folder.
+        classes: class names, sorted; a label is an index into them.
         labels: int64 [N].
-        names: the file names, one after the other, and where each ends, int64 [N].
+        names: the bytes of all file names.
+        ends: int64 [N], the end of each file name in `names`.
     """
 
     folder: str
@@ -38,21 +39,21 @@ class ImageFiles:
         return len(self.labels)
 
     def relative(self, index: int) -> str:
-        """`class/name` of one file."""
+        """Return `class/name` of one file."""
         begin = int(self.ends[index - 1]) if index else 0
         return f"{self.classes[self.labels[index]]}/{os.fsdecode(self.names[begin : int(self.ends[index])])}"
 
     def path(self, index: int) -> str:
-        """Of one file."""
+        """Return the path of one file."""
         return f"{self.folder}/{self.relative(index)}"
 
 
 def scan(root: Path, train: str, val: str) -> tuple[ImageFiles, ImageFiles]:
-    """The images in `root/train/<class>/` and `root/val/<class>/`. Hidden files and folders are passed over.
+    """Return the images in `root/train/<class>/` and `root/val/<class>/`. Hidden files and folders are skipped.
 
     Raises:
         UserError: with the path, for a folder that is missing, cannot be read or holds no class, a class without
-            images, anything that is neither a class nor an image, and classes that are not in both parts.
+            images, an entry that is neither a class nor an image, or a class that is not in both parts.
     """
     parts = scan_part(root / train), scan_part(root / val)
     names = [set(part.classes) for part in parts]
@@ -70,7 +71,7 @@ def scan(root: Path, train: str, val: str) -> tuple[ImageFiles, ImageFiles]:
 
 
 def scan_part(folder: Path) -> ImageFiles:
-    """The images of one part. Raises UserError as `scan` does."""
+    """Return the images of one part. Raises UserError as `scan` does."""
     entries = _entries(folder)
     stray = next((entry for entry in entries if not entry.is_dir()), None)
     if stray is not None:
@@ -89,9 +90,9 @@ def scan_part(folder: Path) -> ImageFiles:
 
 
 def count(folder: Path, most: int) -> tuple[int, int | None]:
-    """The classes of one part and its images, not looked at; None for more than `most` images, which takes long.
+    """Return the number of classes and of files of one part; None for more than `most` files, which would take long.
 
-    Raises UserError when it cannot be read or has no class.
+    Raises UserError if the folder cannot be read or has no class.
     """
     classes, images = [entry.path for entry in _entries(folder) if entry.is_dir()], 0
     if not classes:
@@ -104,7 +105,7 @@ def count(folder: Path, most: int) -> tuple[int, int | None]:
 
 
 def _images_of(folder: Path) -> list[str]:
-    """The sorted names of a class's images. Raises UserError."""
+    """Return the sorted names of a class's images. Raises UserError."""
     entries = _entries(folder)
     for entry in entries:
         if entry.is_dir():
@@ -119,7 +120,7 @@ def _images_of(folder: Path) -> list[str]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder and not hidden, sorted by name. Raises UserError when it cannot be read."""
+    """Return the entries of a folder that are not hidden, sorted by name. Raises UserError if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)

@@ -1,4 +1,4 @@
-"""Images in folders as a data set: batches of crops, made by worker processes when they are needed."""
+"""Images in folders as a data set: batches of crops, which worker processes make when they are needed."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, St
 
 
 class ImageFolderData(StreamedData):
-    """Training crops are random and resized, evaluation shows the centre; uint8 [3, size, size].
+    """Crops uint8 [3, size, size] of images: random and resized ones for training, the centre for evaluation.
 
-    Also a map-style data set of (centre crop, class), as evaluation sees them.
+    It is also a map-style data set of (centre crop, class), as used for evaluation.
 
     Args:
-        files: what there is.
+        files: the image files.
         size: height and width of the crops.
         resize: short side of the image whose centre is taken for evaluation, and of images in a cache.
-        min_area: smallest share of an image that a training crop shows.
-        max_bad: see `StreamedData`; of N images at most N - 1 can be put up with.
+        min_area: smallest share of an image's area that a training crop shows.
+        max_bad: see `StreamedData`; at most N - 1 of N images.
         timeout_s: see `StreamedData`.
-        shrinks: crop from images that were first made smaller, to a short side of at most `resize`. They come from
-            `cache` where it has them, and are made when needed where it has not: the pixels are the same.
-        cache: of those smaller images, None when there is none.
+        shrinks: first shrink images to a short side of at most `resize`, then crop. They come from `cache`, and are
+            shrunk when needed if it does not have them; the pixels are the same.
+        cache: the cache of shrunk images, None for no cache.
         notes: sentences for the user on how this was loaded.
     """
 
@@ -71,7 +71,7 @@ class ImageFolderData(StreamedData):
 
     @property
     def has_cache(self) -> bool:
-        """Whether there is a cache to read from."""
+        """Return whether there is a cache to read from."""
         return self._cache is not None
 
     @property
@@ -83,10 +83,10 @@ class ImageFolderData(StreamedData):
         return len(self.files) if self._ids is None else len(self._ids)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """(uint8 [3, size, size], class) of a sample, or of the next one that can be read, as far as that is allowed.
+        """Return (uint8 [3, size, size], class) of a sample, or of the next readable one if `max_bad` allows that.
 
         Raises:
-            UserError: too many cannot be read.
+            UserError: more images in a row than allowed cannot be read.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -114,8 +114,8 @@ class ImageFolderData(StreamedData):
     ) -> Fetched:
         """See `StreamedData.fetch`.
 
-        While training the next image in the order of files that can be read takes a bad one's place, cropped by the bad
-        one's numbers. Where more than `max_bad` follow each other, training must end, and the place stays black.
+        In training the next readable image in the order of files replaces a bad one, with the bad one's random crop. If
+        more than `max_bad` bad ones follow each other, training must end, and the image stays black.
         """
         inputs, targets = _slots(len(keys), self.size) if out is None else out, list[int]()
         bad: dict[int, BadSample] = {}
@@ -135,7 +135,7 @@ class ImageFolderData(StreamedData):
         return Fetched(inputs[: len(targets)], torch.tensor(targets, dtype=torch.int64), tuple(bad.values()))
 
     def name_of(self, sample: int) -> str:
-        """The path."""
+        """Return the path."""
         return self.files.path(self._file(sample))
 
     def subset(self, ids: npt.NDArray[np.int64]) -> ImageFolderData:
@@ -153,7 +153,7 @@ class ImageFolderData(StreamedData):
     def _readable(
         self, sample: int, attempts: int, bad: dict[int, BadSample], on_sample: Callable[[int], None]
     ) -> tuple[int, Tensor] | None:
-        """The first of `attempts` samples from this one on that can be read, with its pixels; others go to `bad`."""
+        """Return the first readable of `attempts` samples from this one on, with its pixels. Others go to `bad`."""
         for step in range(attempts):
             candidate = (sample + step) % len(self)
             on_sample(candidate)
@@ -164,7 +164,7 @@ class ImageFolderData(StreamedData):
         return None
 
     def _pixels(self, file: int) -> Tensor:
-        """What is cropped."""
+        """Return the pixels to crop from, uint8 [H, W, 3]."""
         if not self._shrinks:
             return decode(self.files.path(file))
         cached = None if self._cache is None else self._cache.pixels(file)
@@ -177,9 +177,9 @@ class ImageFolderData(StreamedData):
 
 
 def _tell_nobody(sample: int) -> None:
-    """Nothing dies with the process that asks for single items."""
+    """Do nothing: without a worker process there is no death to trace to a sample."""
 
 
 def _slots(count: int, size: int) -> Tensor:
-    """uint8 [count, 3, size, size], channels last."""
+    """Return uninitialised uint8 [count, 3, size, size], channels last."""
     return torch.empty((count, 3, size, size), dtype=torch.uint8, memory_format=torch.channels_last)

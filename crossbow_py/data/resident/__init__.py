@@ -1,1 +1,1 @@
-"""Data sets that live on the device: made into batches there, in the thread that asks."""
+"""Data sets that live on the device: batches are made there, in the thread that asks for them."""

@@ -1,12 +1,12 @@
-"""Batches of images in one launch: gather, crop, flip, normalise, cast and erase, and the gather of their targets.
+"""A Triton kernel that makes batches of images in one launch: gather, crop, flip, normalise, cast, erase, and targets.
 
-A pixel has 256 values a channel, so normalising and casting is a look-up among 256 results. Who normalises without the
-kernel makes that table, so the results are the same to the bit, whatever the dtype and however the other way rounds.
-Of a sample the kernel reads C·H·W bytes and writes C·H·W values; tables and picks stay in the cache.
+A channel of a pixel has 256 values, so normalising and casting is a look-up among 256 results. The table is computed by
+the code that normalises without the kernel, so the results are the same to the bit in every dtype. For a sample the
+kernel reads C·H·W bytes and writes C·H·W values; tables and picks stay in the cache.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# What a kernel is given becomes pointers and tiles when Triton compiles it: Python has no types for them.
+# Triton turns a kernel's arguments into pointers and tiles, for which Python has no types.
 from __future__ import annotations
 
 import itertools
@@ -25,7 +25,7 @@ _PICKS, _PICKS_TO_ERASE = 3, 7
 
 
 class PixelTable(NamedTuple):
-    """Images and what their pixels turn into, on one device.
+    """Images and the normalised values of their pixels, on one device.
 
     Attributes:
         pixels: uint8 [M, C], contiguous: the pixels of all images row by row, padded for cropping or not.
@@ -39,16 +39,16 @@ class PixelTable(NamedTuple):
 
 
 def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
-    """Fill the batches of K learners; one launch on the current stream, the host does not wait.
+    """Fill the batches of K learners by one launch on the current stream; the host does not block.
 
     Args:
         table: the images.
-        picks: int64 [3, K·B]: sample id, first pixel of the crop in the table, 1 for mirrored or 0; learner by learner.
-            They are trusted: wrong ones read memory that is not theirs. Or [7, K·B] with (top, bottom, left, right) of
-            what becomes 0, of the image as it is written.
+        picks: int64 [3, K·B], learner by learner: sample id, first pixel of the crop in the table, 1 for mirrored or 0.
+            They are not checked: wrong ones read foreign memory. Or [7, K·B], with (top, bottom, left, right) of the
+            rectangle that becomes 0 in the written image.
         inputs: [K, B, C, H, W] in the dtype of `table.values`, written. Its memory is `[K, B, H, W, C]`, or
-            `[B, H, W, K, C]` for grouped operators, which see it as `[B, K·C, H, W]`, channels-last.
-        all_targets: [N, ...], contiguous, real or bool; by sample id.
+            `[B, H, W, K, C]` for grouped operators, which see it as `[B, K·C, H, W]`, channels last.
+        all_targets: [N, ...] by sample id, contiguous, real or bool.
         targets: [K, B, ...], contiguous, written.
 
     Raises:
@@ -69,9 +69,9 @@ def gather_images(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets:
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise KernelError unless the kernel gives what indexing does, in both memory orders, erased or not.
+    """Raise KernelError unless the kernel agrees with indexing, in both memory orders, with and without erasing.
 
-    The host waits.
+    The host blocks.
     """
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4 * 9 * 8, 3), dtype=torch.uint8, generator=generator).to(device)
@@ -123,11 +123,27 @@ def _check_tensors(table: PixelTable, picks: Tensor, inputs: Tensor, all_targets
 
 
 # Program (r, i): values i·BLOCK... of row r of the output. A row is an image, or for LEARNERS > 1 the r-th images of
-# all of them, interleaved. Column l·rows + r of the picks says what to gather for learner l.
+# all learners, interleaved. Column l·rows + r of the picks is for learner l.
 @triton.jit
-def _gather(pixels, row_pixels, values, all_targets, picks, stride, inputs, targets, rows, CHANNELS: tl.constexpr,
-            HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LEARNERS: tl.constexpr, TARGET: tl.constexpr,
-            ERASES: tl.constexpr, BLOCK: tl.constexpr, TARGET_BLOCK: tl.constexpr):
+def _gather(
+    pixels,
+    row_pixels,
+    values,
+    all_targets,
+    picks,
+    stride,
+    inputs,
+    targets,
+    rows,
+    CHANNELS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LEARNERS: tl.constexpr,
+    TARGET: tl.constexpr,
+    ERASES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TARGET_BLOCK: tl.constexpr,
+):
     row, block = tl.program_id(0), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < HEIGHT * WIDTH * LEARNERS * CHANNELS
@@ -144,7 +160,7 @@ def _gather(pixels, row_pixels, values, all_targets, picks, stride, inputs, targ
         top, bottom = tl.load(edges), tl.load(edges + stride)
         left, right = tl.load(edges + 2 * stride), tl.load(edges + 3 * stride)
         shown = inside & ((y < top) | (y >= bottom) | (x < left) | (x >= right))
-    # The beginning of a crop needs 64 bits, places within it do not.
+    # The offset of a crop needs 64 bits; offsets within it do not.
     places = (y * row_pixels + across) * CHANNELS + channel
     found = tl.load(pixels + first * CHANNELS + places, mask=shown, other=0).to(tl.int32)
     value = tl.load(values + found * CHANNELS + channel, mask=shown, other=0.0)

@@ -1,10 +1,10 @@
 """Inputs that live on the device, addressed by *picks*: int64 [R, B] on the device, whose first row is sample ids.
 
-What an epoch does to every sample is worked out once, as the picks of the whole epoch; a batch is a slice of them. So
-the cost per batch is a few gathers, and nothing has to travel from the host.
+The picks of a whole epoch are computed once, and a batch is a slice of them. So a batch costs a few gathers, and
+nothing is copied from the host.
 
-Batches of all learners go to one tensor `[K, B, *shape]`. Images may lie in it as `[B, H, W, K, C]`, the memory order
-in which grouped operators take `[B, K·C, H, W]`: no copy is needed on the way to them.
+Batches of all learners go to one tensor `[K, B, *shape]`. Images may be stored in it as `[B, H, W, K, C]`, the memory
+order in which grouped operators take `[B, K·C, H, W]`, so that they need no copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,86 +20,37 @@ from torch import Tensor
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, PaddedImages, flipped
 from crossbow_py.data.erasing import NUM_EDGES
+from crossbow_py.data.feed import MemoryOrder
 from crossbow_py.data.normalisation import Normalisation, PixelNormaliser
 
-# Each learner's batch in one piece, or the channels of all learners side by side.
-MemoryOrder = Literal["stacked", "channels"]
 Fill = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
-_VALUES_AT_ONCE = 2**22  # that are looked at, so that copies of them are small
 _NUM_PLACES, _MIRRORED = 3, 2  # rows of the picks of images that say where pixels come from, and the last of them
 
 
-def is_image_batch(inputs: Tensor) -> bool:
-    """uint8 [N, C, H, W] counts as images."""
-    return inputs.dtype == torch.uint8 and inputs.ndim == 4
-
-
 def num_picks(augmentation: Augmentation) -> int:
-    """R of images that are stored for that; see `ImageInputs`."""
+    """Return R, the rows of the picks of images that are stored for `augmentation`; see `ImageInputs`."""
     return _NUM_PLACES + (NUM_EDGES if augmentation.random_erasing else 0)
 
 
-def is_clip_batch(inputs: Tensor) -> bool:
-    """uint8 [N, C, T, H, W] counts as clips."""
-    return inputs.dtype == torch.uint8 and inputs.ndim == 5
-
-
-class Rounded(NamedTuple):
-    """An integer among floating inputs, and what the dtype of batches makes of it."""
-
-    value: float
-    becomes: float
-
-    def sentence(self, dtype: torch.dtype) -> str:
-        """Tell the user."""
-        return f"{self.remark(dtype).capitalize()}."
-
-    def remark(self, dtype: torch.dtype) -> str:
-        """The same as a part of a sentence."""
-        kind = str(dtype).removeprefix("torch.")
-        remedy = "set precision=fp32, or " if dtype == torch.bfloat16 else ""
-        return (
-            f"the inputs have whole numbers that {kind} rounds: {self.value:.0f} becomes {self.becomes:.0f}; if they "
-            f"are ids, years or counts, {remedy}give them as a tensor of integers"
-        )
-
-
-def rounded_integer(inputs: Tensor, dtype: torch.dtype) -> Rounded | None:
-    """The first integer in floating inputs [N, ...] that is another number in `dtype`; None where there is none.
-
-    It may be an id, which must not become its neighbour's; of other numbers the last digits are noise.
-    """
-    if not inputs.is_floating_point() or torch.finfo(inputs.dtype).eps >= torch.finfo(dtype).eps:
-        return None
-    exact = 2 / torch.finfo(dtype).eps  # every integer up to there is a number of that format
-    for part in torch.split(inputs, max(1, _VALUES_AT_ONCE * len(inputs) // max(1, inputs.numel()))):
-        if part.numel() and bool((part.abs() > exact).any()):
-            rounded = part.to(dtype).to(part.dtype)
-            found = (rounded != part) & (part == part.round()) & part.isfinite()
-            if found.any():
-                return Rounded(float(part[found][0]), float(rounded[found][0]))
-    return None
-
-
 class ResidentInputs(ABC):
-    """Read-only after construction; any thread may call it.
+    """Base of inputs on the device. Read-only after construction; any thread may call it.
 
     Attributes:
-        shape: of one sample as batches have it.
-        dtype: of batches.
-        num_rows: R, rows of the picks.
+        shape: shape of one sample in a batch.
+        dtype: dtype of batches.
+        num_rows: R, the rows of the picks.
     """
 
     num_rows: int = 1
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, channels_last: bool) -> None:
-        """`channels_last` is the memory format of 4-D batches."""
+        """Store the shape; 4-D batches are channels last in memory if `channels_last`."""
         self.shape, self.dtype, self._device = shape, dtype, device
         self._channels_last = channels_last and len(shape) == 3
 
     def new(self, num_batches: int, batch_size: int, order: MemoryOrder) -> Tensor:
-        """Zeros [K, B, *shape] for `fill`, in the memory format of batches; only images have channels to interleave."""
+        """Return zeros [K, B, *shape] for `fill`, in the memory format of batches. Only images take "channels"."""
         if order == "channels":
             channels, height, width = self.shape
             rows = self._zeros(batch_size, height, width, num_batches, channels)
@@ -114,31 +64,35 @@ class ResidentInputs(ABC):
         return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     def check_augmentation(self, augmentation: Augmentation) -> None:
-        """Raise UserError when `epoch_picks` cannot augment like that."""
+        """Raise UserError if `epoch_picks` cannot augment like that."""
         if augmentation.active:
             raise UserError(f"{augmentation} need uint8 images; set {Augmentation()}.")
 
     @abstractmethod
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
-        """Picks [R, N] of epoch `epoch` in stream order, on the host. `order` [N] are the sample ids in that order.
+        """Return the picks, int64 [R, N], of epoch `epoch` in stream order, on the host.
 
-        `augmentation` is another one than the inputs were made with.
+        Args:
+            seed: seed of the augmentation.
+            epoch: the epoch.
+            order: sample ids [N] in stream order.
+            augmentation: replaces the one that the inputs were made with.
         """
 
     @abstractmethod
     def plain_picks(self, ids: Ids) -> Ids:
-        """Picks [R, B] that give samples `ids` as they are, on the host."""
+        """Return the picks, int64 [R, B], of samples `ids` without augmentation, on the host."""
 
     @abstractmethod
     def take(self, picks: Tensor) -> Tensor:
-        """The inputs [B, ...]; enqueued on the current stream, the host does not wait."""
+        """Return the inputs [B, ...], enqueued on the current stream; the host does not block."""
 
     def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
-        """The targets [B, ...] out of [N, ...] by sample id, moved as the inputs are; likewise."""
+        """Return the targets [B, ...] out of [N, ...] by sample id, flipped as the inputs are; enqueued likewise."""
         return all_targets.index_select(0, picks[0])
 
     def fill(self, picks: Tensor, inputs: Tensor, all_targets: Tensor, targets: Tensor) -> None:
-        """What `take` and `take_targets` give, in memory that stays; a CUDA graph may hold it.
+        """Write the results of `take` and `take_targets` into given memory, so that a CUDA graph may capture it.
 
         Args:
             picks: [R, K·B], batch by batch.
@@ -154,7 +108,7 @@ class ResidentInputs(ABC):
 
 
 class RowInputs(ResidentInputs):
-    """Whole rows, nothing random: floating inputs (cast and normalised once, here), integers and tokens as they are."""
+    """Inputs without augmentation: floating ones, cast and normalised once at construction, and integers."""
 
     def __init__(
         self,
@@ -172,15 +126,15 @@ class RowInputs(ResidentInputs):
         self._rows = (rows.permute(0, 2, 3, 1) if self._channels_last else rows).contiguous()
 
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
-        """Just the order."""
+        """Return the order itself."""
         return order[np.newaxis]
 
     def plain_picks(self, ids: Ids) -> Ids:
-        """Just the ids."""
+        """Return the ids themselves."""
         return ids[np.newaxis]
 
     def take(self, picks: Tensor) -> Tensor:
-        """One gather."""
+        """Return the inputs [B, ...], by one gather."""
         rows = self._rows.index_select(0, picks[0])
         return rows.permute(0, 3, 1, 2) if self._channels_last else rows
 
@@ -193,17 +147,17 @@ class RowInputs(ResidentInputs):
 
 
 class ClipInputs(RowInputs):
-    """uint8 clips, nothing random: stored as they are, a quarter of float32, and normalised when they are taken."""
+    """uint8 clips without augmentation, stored as uint8, a quarter of float32's memory, and normalised when taken."""
 
     def __init__(self, clips: Tensor, normalisation: Normalisation, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(clips, None, device, channels_last=False, dtype=dtype)
         normalisation.check_channels(clips.shape[1])
         self.dtype = dtype
-        # Made once: a copy from the host has no place in a CUDA graph.
+        # Made once, as a CUDA graph cannot capture a copy from the host.
         self._mean, self._std = normalisation.constants(self._rows, dtype)
 
     def take(self, picks: Tensor) -> Tensor:
-        """One gather and `Normalisation.apply`."""
+        """Return the clips [B, C, T, H, W], by one gather and a normalisation."""
         return super().take(picks).to(self._mean.dtype).sub_(self._mean).div_(self._std).to(self.dtype)
 
     def _fill_inputs(self, picks: Tensor, inputs: Tensor) -> None:
@@ -213,8 +167,8 @@ class ClipInputs(RowInputs):
 class ImageInputs(ResidentInputs):
     """uint8 images: cropped, flipped, normalised, erased. Picks are (sample id, first pixel of the crop, mirrored).
 
-    Where images are stored to be erased, the picks of all have four rows more: (top, bottom, left, right) of what is.
-    With `kernels`, `fill` is one launch of a Triton kernel and gives the same bits; channels-last only.
+    With random erasing, picks have four more rows: (top, bottom, left, right) of the erased rectangle. With `kernels`,
+    for channels-last images, `fill` is one launch of a Triton kernel and gives the same bits.
     """
 
     def __init__(
@@ -247,7 +201,7 @@ class ImageInputs(ResidentInputs):
             )
 
     def epoch_picks(self, seed: int, epoch: int, order: Ids, augmentation: Augmentation | None = None) -> Ids:
-        """Drawn by sample id, then brought into stream order."""
+        """See `ResidentInputs.epoch_picks`. Drawn by sample id, then brought into stream order."""
         own = augmentation or self._augmentation
         top, left, mirrored = own.draw(seed, epoch, len(order))
         inset = self._augmentation.crop_padding - own.crop_padding
@@ -259,20 +213,20 @@ class ImageInputs(ResidentInputs):
         return np.concatenate([places, erased[:, order]])
 
     def plain_picks(self, ids: Ids) -> Ids:
-        """The crop in the middle, which is the image."""
+        """See `ResidentInputs.plain_picks`. The crop in the middle is the image."""
         top, left, mirrored = self._augmentation.centre(len(ids))
         picks = np.zeros((self.num_rows, len(ids)), dtype=np.int64)
         picks[:_NUM_PLACES] = ids, self._images.first_pixel(ids, top, left), mirrored
         return picks
 
     def take(self, picks: Tensor) -> Tensor:
-        """Two gathers (the second one of pixels, or of whole images when nothing is cropped or flipped)."""
+        """Return the images [B, C, H, W], gathered by pixels, or whole if they are neither cropped nor flipped."""
         moves = self._augmentation.moves_pixels
         pixels = self._images.crops(picks[1], picks[2]) if moves else self._images.whole(picks[0])
         return self._normalise(pixels, picks[_NUM_PLACES:] if self._augmentation.random_erasing else None)
 
     def take_targets(self, picks: Tensor, all_targets: Tensor) -> Tensor:
-        """Masks [N, ..., H, W] are flipped with their images."""
+        """See `ResidentInputs.take_targets`. Masks [N, ..., H, W] are flipped with their images."""
         taken = super().take_targets(picks, all_targets)
         return flipped(taken, picks[_MIRRORED].bool()) if self._moves(all_targets) else taken
 
@@ -286,12 +240,12 @@ class ImageInputs(ResidentInputs):
             targets.copy_(self.take_targets(picks, all_targets).view(targets.shape))
 
     def _moves(self, all_targets: Tensor) -> bool:
-        """Whether the targets are masks of images that are flipped."""
+        """Return whether the targets are masks of images that are flipped."""
         return bool(self._augmentation.flip) and all_targets.ndim > 2
 
 
 def _image_kernel(images: PaddedImages, normalise: PixelNormaliser) -> Fill:
-    # Triton is there where kernels were asked for; on other machines this module must still be importable.
+    # Imported here, as this module must be importable without Triton.
     from crossbow_py.data.resident.image_kernels import PixelTable, gather_images  # noqa: PLC0415
 
     return partial(gather_images, PixelTable(images.pixels, images.row, normalise.table()))

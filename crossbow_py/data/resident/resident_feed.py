@@ -1,4 +1,4 @@
-"""The feed of data that lives on the device: batches are made there, in the thread that asks."""
+"""The feed of data that lives on the device: batches are made there, in the thread that asks for them."""
 
 from __future__ import annotations
 
@@ -12,41 +12,39 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation, Ids, check_shapes
-from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, Feed, PickedFeed
-from crossbow_py.data.labels import Classes, counted
-from crossbow_py.data.resident.inputs import MemoryOrder, ResidentInputs
+from crossbow_py.data.datasets import Classes, counted
+from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
+from crossbow_py.data.resident.inputs import ResidentInputs
 from crossbow_py.data.sampler import epoch_order, segments
 
-STREAM = 2**48  # positions a stream has: more samples than any run takes
+STREAM = 2**48  # positions of one stream, more than the samples of any run
 
 
 class Variant(NamedTuple):
-    """How one of several streams augments its images: the seed, and what is done."""
+    """The augmentation of one of several streams, and its seed."""
 
     seed: int
     augmentation: Augmentation
 
 
 class _Epoch(NamedTuple):
-    """An epoch of the streams that augment alike."""
+    """An epoch of the streams with the same variant."""
 
     variant: Variant | None
     epoch: int
 
 
 class ResidentFeed(PickedFeed):
-    """Both tensors live on the device; only gathers and arithmetic are done per batch.
+    """The feed of a data set whose tensors live on the device. A batch takes only gathers and arithmetic.
 
-    There may be several streams over the one data set: the samples in the same order, augmented in a way of each one's
-    own. They lie one behind the other: stream s has the positions from s·STREAM on. `set_variant` adds streams; without
-    it there is one.
+    There may be several streams over one data set: the samples in the same order, each stream with its own
+    augmentation. Stream s has the positions from s·STREAM on. `set_variant` adds streams; without it there is one.
 
     Args:
-        inputs, targets: of all samples, on the device.
+        inputs, targets: all samples, on the device.
         batch_size: samples a batch.
-        seed: of the augmentation, and of the sample order unless `order_seed` is given.
-        order_seed: of the sample order.
+        seed: seed of the augmentation, and of the sample order unless `order_seed` is given.
+        order_seed: seed of the sample order.
     """
 
     def __init__(
@@ -56,20 +54,20 @@ class ResidentFeed(PickedFeed):
         self._inputs, self._targets, self._seed = inputs, targets, seed
         self._order_seed = seed if order_seed is None else order_seed
         self._variants: dict[int, Variant] = {}
-        self._plain: Variant | None = None  # of streams without one
+        self._plain: Variant | None = None  # that of streams without their own
         self._has_target: dict[int, bool] = {}
-        # The picks [R, N] of a stream's epoch in stream order, on the device.
+        # Picks int64 [R, N] of a stream's epoch in stream order, on the device.
         self._tables: EpochCache[_Epoch, Tensor] = EpochCache(self._epoch_picks)
 
     def with_batch_size(self, batch_size: int) -> ResidentFeed:
-        """Batches of another size of the same streams; what is worked out for either is there for both."""
+        """Return a feed of the same streams with another batch size, which shares the tables of epochs."""
         other = copy.copy(self)
         other._variants = {}  # each copy has streams of its own
         Feed.__init__(other, self.num_samples, batch_size)
         return other
 
     def serve(self, num_learners: int) -> None:
-        """Have so many learners at places of their own in the streams."""
+        """Keep tables for `num_learners` learners at different positions of the streams."""
         self._tables.serve(id(self), num_learners)
 
     def close(self) -> None:
@@ -77,26 +75,26 @@ class ResidentFeed(PickedFeed):
         self._tables.serve(id(self), 0)
 
     def without_augmentation(self) -> ResidentFeed:
-        """The same streams, of which only those with a variant augment."""
+        """Return a feed of the same streams in which only streams with a variant are augmented."""
         other = copy.copy(self)
         other._plain = Variant(self._seed, Augmentation())
         return other
 
     def set_variant(self, stream: int, variant: Variant) -> None:
-        """What stream `stream` does to images from now on; between rounds.
+        """Set the augmentation of stream `stream` from now on. Called between rounds.
 
-        Raises UserError when its crops need more padding than the images were stored with.
+        Raises UserError if its crops need more padding than the images were stored with.
         """
         self._inputs.check_augmentation(variant.augmentation)
         check_shapes(variant.augmentation, self._inputs.shape, self._targets.shape[1:])
         self._variants[stream] = variant
 
     def batch(self, start: int) -> Batch:
-        """See `Feed.batch`. Nothing is copied from the host except once an epoch, in the first call that reaches it."""
+        """See `Feed.batch`. Copies from the host only once an epoch, in the first call that reaches it."""
         return self._take(self._picks([start]))
 
     def batches(self, starts: Sequence[int]) -> Batch:
-        """See `Feed.batches`; one gather for all learners. 4-D inputs keep their memory format within each batch."""
+        """See `Feed.batches`. One gather for all learners. 4-D inputs keep their memory format within each batch."""
         together = self._take(self._picks(starts))
         return Batch(*(tensor.view(len(starts), -1, *tensor.shape[1:]) for tensor in together))
 
@@ -116,7 +114,7 @@ class ResidentFeed(PickedFeed):
         torch.cat(self._slices(starts), dim=1, out=out)
 
     def take(self, picks: Tensor, out: Batch) -> None:
-        """See `PickedFeed.take`; one launch for images where there are kernels."""
+        """See `PickedFeed.take`. One launch for images if there are kernels."""
         inputs, targets = out if out.targets.ndim > self._targets.ndim else (each.unsqueeze(0) for each in out)
         self._inputs.fill(picks, inputs, self._targets, targets)
 
@@ -125,12 +123,12 @@ class ResidentFeed(PickedFeed):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _slices(self, starts: Sequence[int]) -> list[Tensor]:
-        """The picks of the batches, as slices [R, n] of the tables of epochs: few, as learners' batches adjoin."""
-        stretches = _adjoined(starts, self.batch_size)
-        runs = [run for start, count in stretches for run in self._runs(start, count)]
+        """Return the picks of the batches as slices [R, n] of epochs' tables, few as learners' batches are adjacent."""
+        joined = _joined_runs(starts, self.batch_size)
+        runs = [run for start, count in joined for run in self._runs(start, count)]
         tables = {key: self._tables(key) for key, _, _ in runs}
         if self._targets.device.type == "cuda":
-            for table in tables.values():  # the cache may drop it while this stream still reads it
+            for table in tables.values():  # the cache may drop a table while this stream still reads it
                 table.record_stream(torch.cuda.current_stream())
         return [tables[key][:, first:last] for key, first, last in runs]
 
@@ -168,17 +166,17 @@ class ResidentFeed(PickedFeed):
         return self._upload(self._inputs.epoch_picks(seed, key.epoch, order, augmentation))
 
     def _upload(self, picks: Ids) -> Tensor:
-        # A host-device synchronisation, on purpose: from pageable memory the copy is done when this returns, so the
+        # A host–device synchronisation on purpose: from pageable memory the copy is done when this returns, so the
         # streams of all threads may read the table without waiting for the stream of the thread that built it.
         return torch.from_numpy(picks).to(self._targets.device)
 
 
-def _adjoined(starts: Sequence[int], batch_size: int) -> list[tuple[int, int]]:
-    """Batches in order as stretches (start, count) of the stream; one that begins where another ends prolongs it."""
-    stretches: list[tuple[int, int]] = []
+def _joined_runs(starts: Sequence[int], batch_size: int) -> list[tuple[int, int]]:
+    """Return batches as runs (start, count) of the stream; a batch that begins where the last one ends prolongs it."""
+    joined: list[tuple[int, int]] = []
     for start in starts:
-        if stretches and sum(stretches[-1]) == start:
-            stretches[-1] = (stretches[-1][0], stretches[-1][1] + batch_size)
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + batch_size)
         else:
-            stretches.append((start, batch_size))
-    return stretches
+            joined.append((start, batch_size))
+    return joined

@@ -1,4 +1,4 @@
-"""What a data source gives (`DataSource`) and what the settings of all sources have in common."""
+"""A loaded data set (`DataSource`), and the settings that all sources share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from crossbow_py.core.settings import check, setting
 from crossbow_py.data.augmentation import ERASING_HELP, FLIP_HELP, Augmentation, Flip
 from crossbow_py.data.datasets import Data, input_shape, split_validation
 
-# The one-line meaning of a field whose default differs between sources.
+# The one-line meaning of a setting whose default differs between sources.
 CROP_HELP = "pixels of zero padding around a training image before a random crop of its size; 0 for no crop"
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data set, loaded: images are uint8 [N, C, H, W] and targets int64 [N], or what a custom source returns.
+    """A loaded data set: images uint8 [N, C, H, W] and targets int64 [N], or whatever a custom source returns.
 
-    `mean` and `std`, of pixels scaled to [0, 1], have one value a channel; None leaves inputs unnormalised.
-    `num_classes` is None when the targets are no classes. `augmentation` is for `train` alone. `class_names` are what
-    people call the classes, where that is known.
+    `mean` and `std` of pixels scaled to [0, 1] have one value per channel; None leaves inputs unnormalised.
+    `num_classes` is None if the targets are no classes. `augmentation` is for `train` only. `class_names` are the
+    names of the classes, if they are known.
     """
 
     name: str
@@ -39,13 +39,13 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Declared:
-    """What is known of a data set before any of it is read.
+    """What is known of a data set without reading it.
 
     Attributes:
-        input_shape: of a sample, which is stored as bytes.
-        num_classes: of the targets.
-        num_train, num_test: samples; None where only reading would tell.
-        resident: whether it lies on the device; else it is streamed.
+        input_shape: shape of a sample, which is stored as bytes.
+        num_classes: number of classes.
+        num_train, num_test: numbers of samples; None if only reading tells.
+        resident: whether it lives on the device; else it is streamed.
         note: a sentence for the user on what was assumed.
     """
 
@@ -59,7 +59,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class SourceSettings(ABC):
-    """Settings every source has. A source says in `read` where train and test come from."""
+    """Base of the settings of every source; `read` gets train and test."""
 
     GROUP: ClassVar[str] = "data"
     NAME: ClassVar[str]
@@ -74,7 +74,7 @@ class SourceSettings(ABC):
         check(self)
 
     def load(self, progress: bool) -> DataSource:
-        """Read (and, where needed, download) the data set. `progress` shows downloads on stderr.
+        """Read the data set, and download it if it is missing. `progress` shows downloads on stderr.
 
         Raises:
             UserError: files are missing, damaged or cannot be downloaded, or the settings do not fit the data.
@@ -105,33 +105,33 @@ class SourceSettings(ABC):
 
     @property
     def augmentation(self) -> Augmentation:
-        """What is done to training images."""
+        """Return the augmentation of training images."""
         return Augmentation(self.crop_padding, self.flip, self.random_erasing)
 
     @abstractmethod
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """(train, test), before anything is held out."""
+        """Return (train, test), before anything is held out."""
 
     @abstractmethod
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """(mean, std) to normalise with."""
+        """Return (mean, std) to normalise with."""
 
     @abstractmethod
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """Number of classes."""
+        """Return the number of classes, None if the targets are no classes."""
 
     def declared(self) -> Declared | None:
-        """What is known without reading anything; None for data that must be read."""
+        """Return what is known without reading anything; None for data that must be read."""
         return None
 
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
-        """Sentences for the user on how what `read` gave was loaded."""
+        """Return sentences for the user on how the data was loaded."""
         return ()
 
 
 @dataclass(frozen=True)
 class PublishedSettings(SourceSettings):
-    """A published data set whose shape, number of classes and moments are known."""
+    """Settings of a published data set, whose shape, number of classes and moments are known."""
 
     CLASSES: ClassVar[int] = 10
     MEAN: ClassVar[tuple[float, ...]]
@@ -141,21 +141,21 @@ class PublishedSettings(SourceSettings):
     NUM_TEST: ClassVar[int]
 
     def declared(self) -> Declared | None:
-        """As published."""
+        """Return the published figures."""
         return Declared(self.SHAPE, self.CLASSES, self.NUM_TRAIN, self.NUM_TEST, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """Of the published training set."""
+        """Return the moments of the published training set."""
         return self.MEAN, self.STD
 
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """As published, also when a small part of the data set lacks some."""
+        """Return the published number of classes, even if a small part of the data set lacks some."""
         return self.CLASSES
 
 
 @dataclass(frozen=True)
 class DownloadedSettings(PublishedSettings):
-    """A published data set that is found in a folder or downloaded into it."""
+    """Settings of a published data set that is found in a folder or downloaded into it."""
 
     root: str | None = setting(None, "folder of data sets; null is $CROSSBOW_DATA_DIR, else ~/.cache/crossbow_py")
     download: bool = setting(True, "download what is not found there")

@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100 (A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009).
 
-Read from the folder of pickles or straight from the published archive, which is not unpacked.
+They are read from the folder of pickles, or from the published archive without unpacking it to disk.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PublishedBatch:
 
 @dataclass(frozen=True)
 class CifarSettings(DownloadedSettings):
-    """What the two data sets share; each says its files."""
+    """Settings that the two data sets share; each lists its files."""
 
     SHAPE: ClassVar[tuple[int, ...]] = _SHAPE
     NUM_TRAIN: ClassVar[int] = 50_000
@@ -62,12 +62,12 @@ class CifarSettings(DownloadedSettings):
     flip: Flip = setting(True, FLIP_HELP)
 
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """(train, test) from the folder or the archive, whichever is found first, else from a download."""
+        """Return (train, test) from the folder or the archive, whichever is found first, else from a download."""
         folders = data_folders(self.root)
-        place = find((self.FOLDER, self.ARCHIVE.path), folders)
-        if place is None:
-            place = download(self.ARCHIVE, folders, self.download, progress)
-        files = _Folder(place) if place.is_dir() else _Archive(place, self.FOLDER)
+        path = find((self.FOLDER, self.ARCHIVE.path), folders)
+        if path is None:
+            path = download(self.ARCHIVE, folders, self.download, progress)
+        files = _Folder(path) if path.is_dir() else _Archive(path, self.FOLDER)
         return self._images(files, self.TRAIN), self._images(files, self.TEST)
 
     def _images(self, files: _Folder | _Archive, batches: tuple[PublishedBatch, ...]) -> Pair:
@@ -77,7 +77,7 @@ class CifarSettings(DownloadedSettings):
     def _batch(
         self, files: _Folder | _Archive, batch: PublishedBatch
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-        """uint8 [n, 3072] and int64 [n], checked."""
+        """Return images uint8 [n, 3072] and labels int64 [n]. The hash is checked first, then the content."""
         path, content = files.read(batch.name)
         check_published(content, batch.length, batch.md5, path)
         images, labels = _entries(read_pickle(content, path), self.LABELS)
@@ -136,9 +136,7 @@ class Cifar100(CifarSettings):
     TRAIN: ClassVar[tuple[PublishedBatch, ...]] = (
         PublishedBatch("train", 155249918, "16019d7e3df5f24257cddd939b257f8d"),
     )
-    TEST: ClassVar[tuple[PublishedBatch, ...]] = (
-        PublishedBatch("test", 31049918, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
-    )
+    TEST: ClassVar[tuple[PublishedBatch, ...]] = (PublishedBatch("test", 31049918, "f0ef6b0ae62326f3e7ffdfab6717acfc"),)
 
 
 class _Folder:
@@ -148,7 +146,7 @@ class _Folder:
         self._path = path
 
     def read(self, name: str) -> tuple[str, bytes]:
-        """(path for messages, content)."""
+        """Return (path for messages, content)."""
         path = self._path / name
         if not path.exists():
             raise UserError(f"data file {path} is missing; {REPLACE}.")
@@ -156,7 +154,7 @@ class _Folder:
 
 
 class _Archive:
-    """The pickles in the published archive, in memory. It is read to its end, so gzip's own checksum counts."""
+    """The pickles in the published archive, in memory. It is read to its end, so that gzip checks its checksum."""
 
     def __init__(self, path: Path, folder: str) -> None:
         self._path, self._folder = path, folder
@@ -164,14 +162,14 @@ class _Archive:
         try:
             self._tar = tarfile.open(fileobj=content, mode="r:")  # noqa: SIM115
             self._members = {member.name.removeprefix("./"): member for member in self._tar.getmembers()}
-        except Exception as error:  # damaged headers make it raise nearly anything
+        except Exception as error:  # damaged headers can raise nearly anything
             raise UserError(f"data file {path} is truncated or damaged ({type(error).__name__}); {REPLACE}.") from error
 
     def read(self, name: str) -> tuple[str, bytes]:
-        """(path for messages, content)."""
+        """Return (path for messages, content)."""
         inside = f"{self._folder}/{name}"
         member = self._members.get(inside)
-        # A link may lead to itself, and a sparse file may claim any size.
+        # A link may point to itself, and a sparse file may claim any size.
         ordinary = member is not None and member.isreg() and not member.issparse()
         file = self._tar.extractfile(member) if member is not None and ordinary else None
         if file is None:
@@ -180,7 +178,7 @@ class _Archive:
 
 
 def _entries(batch: object, labels: str) -> tuple[object, object]:
-    """The images and labels of a batch, its keys being bytes (Python 2) or text; None for what is not there."""
+    """Return the images and labels of a batch, whose keys are bytes (Python 2) or text; None for what is missing."""
     if not isinstance(batch, dict):
         return None, None
     named = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in batch.items()}

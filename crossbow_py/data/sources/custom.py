@@ -14,12 +14,12 @@ from crossbow_py.core.targets import call_target
 from crossbow_py.data.datasets import Data, as_pair, check_data, has_integers
 from crossbow_py.data.sources.base import SourceSettings
 
-_MOST_CLASSES = 2**24  # whoever has more has given numbers that are no classes
+_MOST_CLASSES = 2**24  # larger targets are numbers, not classes
 
 
 @dataclass(frozen=True)
 class Custom(SourceSettings):
-    """`target(**args)` returns (train, test), each a pair of tensors or a map-style data set."""
+    """Data from `target(**args)`, which returns (train, test), each a pair of tensors or a map-style data set."""
 
     NAME: ClassVar[str] = "custom"
 
@@ -42,13 +42,13 @@ class Custom(SourceSettings):
         return train, test
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """None: inputs are used as they come (uint8 images scaled to [0, 1])."""
+        """Return None: inputs are not normalised (uint8 images are scaled to [0, 1])."""
         return None, None
 
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """As set; else `len(dataset.classes)`; else one more than the largest integer target; else None.
+        """Return the number that was set, else `len(dataset.classes)`, else the largest integer target + 1, else None.
 
-        Raises UserError for targets that no model has as many outputs for.
+        Raises UserError for targets too large for the outputs of any model.
         """
         if self.num_classes is not None:
             return self.num_classes

@@ -1,7 +1,7 @@
-"""The UCI handwritten digits, shipped with the package: real data that needs no download.
+"""The UCI handwritten digits, which come with the package: real data that needs no download.
 
 E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998,
-doi 10.24432/C50P49, CC BY 4.0. assets/digits.txt says what was taken.
+doi 10.24432/C50P49, CC BY 4.0. assets/digits.txt says which files were taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from crossbow_py.data.datasets import Data, Pair
 from crossbow_py.data.sources.base import PublishedSettings
 
-# Of every class each sixth sample, in the file's order, is for testing: 1,501 + 296 samples.
+# Every sixth sample of a class, in the file's order, is for testing: 1,501 + 296 samples.
 _TEST_EVERY = 6
 
 
@@ -26,7 +26,7 @@ class Digits(PublishedSettings):
     """1,797 handwritten digits, 8 x 8, values 0 to 16."""
 
     NAME: ClassVar[str] = "digits"
-    # Of values divided by 255, as for every image; the values themselves end at 16.
+    # Moments of the values divided by 255, as for every image; the values themselves end at 16.
     MEAN: ClassVar[tuple[float, ...]] = (0.01915,)
     STD: ClassVar[tuple[float, ...]] = (0.02360,)
     SHAPE: ClassVar[tuple[int, ...]] = (1, 8, 8)
@@ -34,7 +34,7 @@ class Digits(PublishedSettings):
     NUM_TEST: ClassVar[int] = 296
 
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """(train, test), split by class and place in the file: the same on every machine."""
+        """Return (train, test), split by class and position in the file: the same on every machine."""
         with (files("crossbow_py.data.sources") / "assets" / "digits.npz").open("rb") as file, np.load(file) as arrays:
             images, labels = arrays["images"], arrays["labels"].astype(np.int64)
         testing = _rank_in_class(labels) % _TEST_EVERY == _TEST_EVERY - 1
@@ -42,7 +42,7 @@ class Digits(PublishedSettings):
 
 
 def _rank_in_class(labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many samples of the same class stand before each sample."""
+    """Return, for each sample, how many samples of the same class come before it."""
     before = np.cumsum(labels[:, None] == np.arange(labels.max() + 1), axis=0) - 1
     return np.take_along_axis(before, labels[:, None], axis=1)[:, 0]
 

@@ -1,4 +1,4 @@
-"""Published files: looked for in the data folders, else downloaded with a hash check, retries and a progress bar."""
+"""Published files: found in the data folders, or downloaded with a hash check, retries and a progress bar."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from crossbow_py.core.errors import UserError, one_line
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 
-# The remedy for every file that is there but cannot be used.
+# The remedy for every file that exists but cannot be used.
 REPLACE = "restore the published file, or remove what is there and let data.download=true fetch it anew"
 
-_MOST_UNPACKED = 2**31  # bytes; of the published files none comes to a tenth of it
+_MOST_UNPACKED = 2**31  # bytes; ten times the largest published file
 _RETRIES = 2
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 10, 60
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """One file as published: its place below a data folder, md5 (hexadecimal) and addresses, the best first."""
+    """A published file: its path in a data folder, md5 (hexadecimal) and addresses, the best first."""
 
     path: str
     md5: str
@@ -38,9 +38,9 @@ class PublishedFile:
 
 
 def data_folders(root: str | None) -> tuple[Path, ...]:
-    """Where to look, in order: the data root (`root`, else $CROSSBOW_DATA_DIR), then the cache in the user's home.
+    """Return the folders to search, in order: the data root (`root`, else $CROSSBOW_DATA_DIR), then the user's cache.
 
-    Raises UserError when the data root is a file, or no path.
+    Raises UserError if the data root is a file, or no path.
     """
     cache = Path.home() / ".cache" / "crossbow_py"
     chosen = root or os.environ.get("CROSSBOW_DATA_DIR")
@@ -55,7 +55,7 @@ def data_folders(root: str | None) -> tuple[Path, ...]:
 
 
 def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
-    """The first of `names` (files or folders) that exists, the folders taken in order."""
+    """Return the first of `names` (files or folders) that exists in the first folder that has one, else None."""
     candidates = (folder / name for folder in folders for name in names)
     # Path.exists would raise where a folder must not be entered.
     return next((path for path in candidates if os.path.exists(path)), None)  # noqa: PTH110
@@ -67,7 +67,7 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
     Every address is tried three times; only a file with the published hash is kept.
 
     Raises:
-        UserError: not allowed, or every address failed; says where it was looked for and what to do offline.
+        UserError: downloads are not allowed, or every address failed; says where to put the file instead.
     """
     looked = " or ".join(map(_described, folders))
     remedy = f"put {wanted.path} into {folders[0]} yourself, or set data.root to the folder that holds it"
@@ -91,13 +91,13 @@ def download(wanted: PublishedFile, folders: Sequence[Path], allowed: bool, prog
 
 
 def _described(folder: Path) -> str:
-    """A folder's name; one that is not there is often misspelt."""
+    """Return a folder's name, and whether it is missing, as it may be misspelt."""
     there = os.path.exists(folder)  # noqa: PTH110 - as in `find`
     return f"{folder}{'' if there else ' (which does not exist)'}"
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a data file. Raises UserError when it cannot be read."""
+    """Return the bytes of a data file. Raises UserError if it cannot be read."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):  # reading it might never end
             raise UserError(f"data file {path} must be a file, got a device or a pipe; {REPLACE}.")
@@ -108,7 +108,7 @@ def read_file(path: Path) -> bytes:
 
 
 def unpacked(content: bytes, path: Path) -> bytes:
-    """What gzip packed. Raises UserError when it is damaged, or so much that it cannot be a data set."""
+    """Return gzipped content unpacked. Raises UserError if it is damaged, or too large for a data set."""
     try:
         with gzip.open(io.BytesIO(content)) as file:
             values = file.read(_MOST_UNPACKED + 1)
@@ -120,9 +120,9 @@ def unpacked(content: bytes, path: Path) -> bytes:
 
 
 def check_published(content: bytes, length: int, md5: str, path: Path | str) -> None:
-    """Refuse a file that is as long as the published one but not the same: no other check sees a flipped pixel.
+    """Refuse a file of the published length with another hash, as no other check finds a flipped pixel.
 
-    A file of another length is somebody's own variant; its structure decides whether it can be used.
+    A file of another length is the user's own variant, and is only checked for its structure.
     """
     if len(content) != length:
         return
@@ -132,7 +132,7 @@ def check_published(content: bytes, length: int, md5: str, path: Path | str) -> 
 
 
 class _ProgressBar(Protocol):
-    """What pooch drives."""
+    """The interface of a progress bar for pooch."""
 
     total: int
 
@@ -149,15 +149,15 @@ class _Bar:
         self.total = 0
 
     def update(self, amount: int) -> None:
-        """`amount` more bytes."""
+        """Advance by `amount` bytes."""
         self._progress.update(self._task, advance=amount, total=self.total or None)
 
     def reset(self) -> None:
-        """Back to zero bytes."""
+        """Start again at zero bytes."""
         self._progress.reset(self._task, total=self.total or None)
 
     def close(self) -> None:
-        """The bar ends with its `Progress`."""
+        """Do nothing: the bar ends with its `Progress`."""
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def _download_from(url: str, wanted: PublishedFile, target: Path, progress: bool
 
 
 def _drop_empty(folders: Iterable[Path], before: Collection[Path]) -> None:
-    """Leave no folder behind that a failed download made."""
+    """Remove the folders that a failed download made."""
     for folder in folders:
         if folder in before:
             return
@@ -196,7 +196,7 @@ def _drop_empty(folders: Iterable[Path], before: Collection[Path]) -> None:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether `folder` can be written to, or be created: its nearest existing ancestor is a writable folder."""
+    """Return whether `folder` is writable or can be created: its nearest existing ancestor is a writable folder."""
     above = (folder, *folder.absolute().parents)
     existing = next((path for path in above if os.path.exists(path)), Path("/"))  # noqa: PTH110 - as in `find`
     return existing.is_dir() and os.access(existing, os.W_OK)

@@ -1,4 +1,4 @@
-"""Images in folders: `train/<class>/*` and `val/<class>/*`, as ImageNet is laid out."""
+"""The data source of images in folders `train/<class>/*` and `val/<class>/*`, the layout of ImageNet."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import ClassVar
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting
 from crossbow_py.data.augmentation import FLIP_HELP, Flip
 from crossbow_py.data.datasets import Data
-from crossbow_py.data.images.cache_writing import Opened, open_or_fill
+from crossbow_py.data.images.cache import Opened, open_or_fill
 from crossbow_py.data.images.folder import ImageFiles, count, scan
 from crossbow_py.data.images.image_data import ImageFolderData
 from crossbow_py.data.sources.base import Declared, SourceSettings
 from crossbow_py.data.sources.downloads import data_folders, find
 
-# Of ImageNet's training images, as everyone uses them.
+# The usual moments of ImageNet's training images.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _ASSUMED_CLASSES = 1000
 _LARGEST = 2**14  # pixels of a side
-_MOST_COUNTED = 100_000  # files that are counted only to know how many there are
+_MOST_COUNTED = 100_000  # files are counted up to here for `declared`
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class ImageFolder(SourceSettings):
                 raise UserError(f"data.{name} must be three numbers, got {values}; write one a colour.")
 
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """(train, val); fills the cache where that is wanted and not done yet."""
+        """Return (train, val), and fill the cache if it is wanted and not filled yet."""
         train, val = scan(self._folder(), self.train, self.val)
         return self._data(train, progress), self._data(val, progress)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """As set; ImageNet's by default."""
+        """Return the moments that were set, by default ImageNet's."""
         return self.mean, self.std
 
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """The class folders."""
+        """Return the number of class folders."""
         assert isinstance(train, ImageFolderData), "given what `read` returns"
         return len(train.classes)
 
     def declared(self) -> Declared | None:
-        """Crops of `size`; what is in the folder is counted; where it is not there, ImageNet's classes are assumed."""
+        """Return the shape of crops and the counted classes and files; without a folder, ImageNet's classes."""
         shape = (3, self.size, self.size)
         found = find((str(given_path("data.folder", self.folder)),), data_folders(self.root)) if self.folder else None
         if found is None:
@@ -87,7 +87,7 @@ class ImageFolder(SourceSettings):
         return Declared(shape, num_classes, num_train, None, resident=False)
 
     def notes(self, train: Data, test: Data) -> tuple[str, ...]:
-        """On the cache; what is true of both parts is said once."""
+        """Return sentences on the cache, each once for both parts."""
         assert isinstance(train, ImageFolderData), "given what `read` returns"
         assert isinstance(test, ImageFolderData), "given what `read` returns"
         return tuple(dict.fromkeys([*train.notes, *test.notes]))

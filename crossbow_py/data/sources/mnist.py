@@ -25,7 +25,7 @@ _UNSIGNED_BYTE = 0x08
 
 @dataclass(frozen=True)
 class IdxSettings(DownloadedSettings):
-    """What the two data sets share: the same four files, in a folder named like the data set."""
+    """Settings that the two data sets share: the same four files, in a folder named like the data set."""
 
     SHAPE: ClassVar[tuple[int, ...]] = (1, 28, 28)
     NUM_TRAIN: ClassVar[int] = 60_000
@@ -34,7 +34,7 @@ class IdxSettings(DownloadedSettings):
     MD5: ClassVar[dict[str, str]]
 
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """(train, test); every file is looked for, and where needed downloaded, by itself."""
+        """Return (train, test). Each file is searched for, and downloaded if it is missing, by itself."""
         return self._part("train", progress), self._part("t10k", progress)
 
     def _part(self, part: str, progress: bool) -> Pair:
@@ -100,12 +100,12 @@ class FashionMnist(IdxSettings):
 
 
 def read_idx(path: Path, ndim: int) -> npt.NDArray[np.uint8]:
-    """An IDX file of unsigned bytes, gzipped when it is named so. The array owns its memory.
+    """Read an IDX file of unsigned bytes, gzipped if its name ends in .gz. The array owns its memory.
 
     Layout: two zero bytes, the type, the number of axes, their lengths (big-endian 32 bits), the values.
 
     Raises:
-        UserError: not such a file, or not as long as its header says.
+        UserError: it is no such file, or not as long as its header says.
     """
     content = read_file(path)
     content = unpacked(content, path) if path.suffix == ".gz" else content

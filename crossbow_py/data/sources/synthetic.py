@@ -1,4 +1,4 @@
-"""Random images or clips of classes that can be learned, for benchmarks and tests: means of class pattern and noise."""
+"""Random images or clips that can be learned, for benchmarks and tests: the mean of a class's pattern and noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEAN, _STD = 0.5, 0.2041
 
 @dataclass(frozen=True)
 class Synthetic(SourceSettings):
-    """Made-up images or clips: a pattern for each class, and noise; alike for any seed of the run."""
+    """Generated images or clips: a pattern for each class, and noise; the same for every seed of the run."""
 
     NAME: ClassVar[str] = "synthetic"
 
@@ -42,7 +42,7 @@ class Synthetic(SourceSettings):
             )
 
     def read(self, progress: bool) -> tuple[Data, Data]:
-        """(train, test), from the same patterns with different noise. Raises UserError for more than memory holds."""
+        """Return (train, test), the same patterns with different noise. Raises UserError if memory is too small."""
         self._check_room()
         patterns = self._bytes("patterns", self.num_classes)
         return self._samples(patterns, "train", self.num_train), self._samples(patterns, "test", self.num_test)
@@ -58,25 +58,25 @@ class Synthetic(SourceSettings):
             )
 
     def declared(self) -> Declared | None:
-        """As set."""
+        """Return the settings."""
         return Declared(self.shape, self.num_classes, self.num_train, self.num_test, resident=True)
 
     def moments(self) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """By construction, not estimated."""
+        """Return the moments, which follow from the construction."""
         return (_MEAN,) * self.shape[0], (_STD,) * self.shape[0]
 
     def count_classes(self, train: Data, test: Data) -> int | None:
-        """As set."""
+        """Return the number of classes that was set."""
         return self.num_classes
 
     def _samples(self, patterns: npt.NDArray[np.uint8], purpose: str, count: int) -> Pair:
         labels = np.arange(count, dtype=np.int64) % self.num_classes
-        # Halves are added, so that no byte overflows and no wider copy of the data is made.
+        # Adding halves keeps bytes from overflowing without a wider copy of the data.
         samples = (self._bytes(purpose, count) >> 1) + (patterns >> 1)[labels]
         return torch.from_numpy(samples), torch.from_numpy(labels)
 
     def _bytes(self, purpose: str, count: int) -> npt.NDArray[np.uint8]:
-        """Uniform random bytes [count, *shape]."""
+        """Return uniform random bytes, uint8 [count, *shape]."""
         size = count * math.prod(self.shape)
         words = raw_words(self.seed, f"synthetic {purpose}", 0, -(-size // 8))
         return words.astype("<u8", copy=False).view(np.uint8)[:size].reshape(count, *self.shape)

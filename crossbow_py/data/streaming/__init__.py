@@ -1,1 +1,1 @@
-"""Data sets too large for the device: samples made by worker processes, ahead of the learners that take them."""
+"""Data sets too large for the device: worker processes load samples ahead of the learners that take them."""

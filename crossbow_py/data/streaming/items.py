@@ -1,7 +1,7 @@
-"""A map-style data set as streamed data: its items are fetched one by one, by worker processes.
+"""A map-style data set as streamed data: worker processes fetch its items one by one.
 
-What a data set draws at random comes from the generators of Python, NumPy and torch, which are seeded before every
-item by the run's seed, the epoch and the sample. So its own augmentation repeats bit for bit, whoever fetches.
+The generators of Python, NumPy and torch, from which a data set may draw, are seeded before every item by the run's
+seed, the epoch and the sample. So its own augmentation repeats bit for bit, whichever process fetches an item.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from crossbow_py.core.errors import UserError, one_line, raised_at
-from crossbow_py.data.datasets import MapStyleDataset
+from crossbow_py.data.datasets import MapStyleDataset, is_image_batch
 from crossbow_py.data.randomness import sample_words
-from crossbow_py.data.resident.inputs import is_image_batch
 from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
 from crossbow_py.data.streaming.worker_processes import says_no_shared_memory
 
 
 class ItemData(StreamedData):
-    """Items (input, target) of `dataset`. An item that raises is a bad sample, and none is allowed."""
+    """Items (input, target) of `dataset`. An item that raises is a bad sample, of which none is allowed."""
 
     def __init__(self, dataset: MapStyleDataset) -> None:
         self.dataset = dataset
@@ -60,7 +59,7 @@ class ItemData(StreamedData):
         return Fetched(inputs, targets, tuple(bad))
 
     def name_of(self, sample: int) -> str:
-        """Its number."""
+        """Return the item's number in words."""
         return f"item {sample} of the data set"
 
     def subset(self, ids: npt.NDArray[np.int64]) -> ItemData:
@@ -78,14 +77,14 @@ def seed_generators(seed: int, key: Key) -> None:
 
 
 def _collate(items: list[Any], samples: list[int]) -> tuple[Tensor, Tensor]:
-    """Stack items into (inputs, targets). Raises UserError when they cannot be stacked into two tensors."""
+    """Stack items into (inputs, targets). Raises UserError if they cannot be stacked into two tensors."""
     try:
         batch = default_collate(items)
     except (TypeError, RuntimeError, ValueError) as error:
-        if says_no_shared_memory(error):  # a worker process collates into it
+        if says_no_shared_memory(error):  # a worker process collates into shared memory
             raise
         reason, remedy = str(error).splitlines()[0], "return tensors of equal shape"
-        if isinstance(error, TypeError):  # of what is no array at all
+        if isinstance(error, TypeError):  # an entry is no array
             remedy = "return tensors and numbers: of an image, torch.from_numpy(numpy.array(image))"
         shapes = [[getattr(entry, "shape", ()) for entry in item] for item in items if isinstance(item, tuple | list)]
         odd = next((place for place, own in enumerate(shapes) if own != shapes[0]), 0)

@@ -1,7 +1,7 @@
-"""Batches made by worker processes, in order, and what is to be said when a worker dies or hangs.
+"""Loading batches in order by worker processes, and the errors for a worker that dies or hangs.
 
-The processes and the way batches travel are torch's DataLoader. Beside it there is a table in shared memory in which
-every worker notes what it is working on, so that its death can be laid to a sample.
+Torch's DataLoader starts the processes and moves the batches. Beside it, every worker notes in a table in shared memory
+which sample it is loading, so that its death can be traced to a sample.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from crossbow_py.core.errors import BadDataError, DataError, UserError, one_line
 from crossbow_py.core.host_randomness import kept_generators
-from crossbow_py.data.labels import Classes
-from crossbow_py.data.resident.inputs import Rounded, rounded_integer
+from crossbow_py.data.datasets import Classes, Rounded, rounded_integer
 from crossbow_py.data.streaming.streamed_data import Fetched, Key, StreamedData
 from crossbow_py.data.streaming.worker_processes import (
     leave_signals_to_the_run,
@@ -37,9 +36,9 @@ from crossbow_py.data.streaming.worker_processes import (
     start_method,
 )
 
-# Batches a worker may have finished or in hand; a worker's share of host memory is that many.
+# Batches a worker may have finished or be loading, each of which takes host memory.
 BATCHES_A_WORKER = 2
-_POLL_S = 0.5  # how often a `next` that waits looks whether workers are well
+_POLL_S = 0.5  # seconds between checks of the workers by a waiting `next`
 _PID, _SAMPLE, _SINCE_NS, _COLUMNS = 0, 1, 2, 3
 _REMEDY = "lower num_workers or batch_size if memory ran out, otherwise look at what the data set returns"
 _SHARED_REMEDY = (
@@ -49,16 +48,17 @@ _SHARED_REMEDY = (
 
 
 class Loaded(NamedTuple):
-    """A batch, and how long one process worked on it in seconds; or why it cannot be made.
+    """A batch as a worker hands it over, or why it cannot be made.
 
     Attributes:
-        fetched: the batch, but for inputs that were left in a slot.
-        seconds: of one process.
-        refusal: why there is none, in words for the user.
-        failure: the traceback of what should not have happened.
+        fetched: the batch, without inputs if they were left in a slot.
+        seconds: the time that one process spent on it.
+        refusal: the user's mistake, for which there is no batch.
+        failure: the traceback of an unexpected error.
         remedy: what the user may do about the failure, as the end of a sentence.
-        slot: where the inputs are, `num_inputs` of them.
-        rounded: an integer among the inputs that is another number once they are cast.
+        slot: the slot that holds the inputs.
+        num_inputs: how many inputs are in the slot.
+        rounded: an integer among the inputs that casting rounds.
     """
 
     fetched: Fetched | None
@@ -72,7 +72,7 @@ class Loaded(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What targets must be, and what floating inputs are cast to later; None where nothing is known."""
+    """The classes that targets must be of, and the dtype that floating inputs are cast to; None for no check."""
 
     classes: Classes | None = None
     dtype: torch.dtype | None = None
@@ -81,15 +81,15 @@ class Needs(NamedTuple):
 _ANYTHING = Needs()
 
 
-class _Order(NamedTuple):
-    """A batch to be made, and the slot for its inputs."""
+class _Request(NamedTuple):
+    """A batch to be loaded, and the slot for its inputs."""
 
     keys: list[Key]
     slot: int
 
 
-class _Workshop:
-    """What a worker process is given. Items are orders: one for every batch."""
+class _BatchDataset:
+    """The data set that a worker process is given, for a DataLoader: an index is a request, an item a whole batch."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Workshop:
         self._data, self._seed, self._training = data, seed, training
         self._notes, self._slots, self._needs = notes, slots, needs
 
-    def __getitems__(self, order: _Order) -> Loaded:
+    def __getitems__(self, request: _Request) -> Loaded:
         worker = get_worker_info()
         own = self._notes[0 if worker is None else worker.id].numpy()
 
@@ -113,11 +113,11 @@ class _Workshop:
         begun = time.perf_counter()
         own[_PID], own[_SINCE_NS] = os.getpid(), time.monotonic_ns()
         try:
-            out = None if self._slots is None else self._slots[order.slot]
+            out = None if self._slots is None else self._slots[request.slot]
             fetched = self._data.fetch(
-                order.keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out
+                request.keys, seed=self._seed, training=self._training, on_sample=on_sample, out=out
             )
-            self._check_labels(order.keys, fetched.targets)
+            self._check_labels(request.keys, fetched.targets)
             rounded = None if self._needs.dtype is None else rounded_integer(fetched.inputs, self._needs.dtype)
             num_inputs = len(fetched.inputs)
             if out is not None:
@@ -126,7 +126,7 @@ class _Workshop:
                 _share(fetched)
         except UserError as error:
             return Loaded(None, 0.0, str(error))
-        except Exception as error:  # all of it by value: what a DataLoader raises is then about its processes alone
+        except Exception as error:  # returned as a value, so that what a DataLoader raises is about its processes only
             remedy = _SHARED_REMEDY if says_no_shared_memory(error) else _REMEDY
             return Loaded(None, 0.0, failure=traceback.format_exc(), remedy=remedy)
         finally:
@@ -134,38 +134,38 @@ class _Workshop:
         seconds = time.perf_counter() - begun
         if out is None:
             return Loaded(fetched, seconds, rounded=rounded)
-        return Loaded(fetched, seconds, slot=order.slot, num_inputs=num_inputs)
+        return Loaded(fetched, seconds, slot=request.slot, num_inputs=num_inputs)
 
     def _check_labels(self, keys: list[Key], targets: Tensor) -> None:
-        """Raises UserError. Where bad samples were left out, nobody knows which sample has which target."""
+        """Raise UserError for a target that is no class. If bad samples were left out, its sample is unknown."""
         classes = self._needs.classes
         if classes is not None and (found := classes.first_outside(targets)):
-            place, label = found
-            named = self._data.name_of(keys[place].sample) if len(targets) == len(keys) else "the data set"
+            index, label = found
+            named = self._data.name_of(keys[index].sample) if len(targets) == len(keys) else "the data set"
             raise UserError(classes.refusal(named, label))
 
 
 def _share(fetched: Fetched) -> None:
-    """Move a batch into shared memory here, where it can be told that there is no room.
+    """Move a batch into shared memory here, where a lack of room can be reported.
 
-    The thread of a queue that would do so later prints a traceback and drops the batch, which then never comes.
+    The queue's thread, which would do so later, prints a traceback and drops the batch, which then never arrives.
     """
     for tensor in (fetched.inputs, fetched.targets):
         tensor.share_memory_()  # type: ignore[no-untyped-call]
 
 
 class Loader:
-    """Makes batches of `data` ahead of whoever asks. One thread calls `next`; `check` may be called by others.
+    """An iterator over batches of `data`, loaded ahead. One thread calls `next`; others may call `check`.
 
     Args:
-        data: what is loaded.
-        batches: the keys of one batch after another; may have no end.
-        batch_size: no batch is larger.
-        seed: of everything random.
+        data: the data set.
+        batches: the keys of each batch; may have no end.
+        batch_size: the largest size of a batch.
+        seed: seed of everything random.
         training: see `StreamedData.fetch`.
         num_workers: processes; 0 loads in the caller, when asked.
         pins: put batches into pinned memory, from which copies to a CUDA device do not block.
-        needs: what batches are looked at for.
+        needs: what batches are checked for.
     """
 
     def __init__(
@@ -182,25 +182,25 @@ class Loader:
     ) -> None:
         self._data, self.num_workers, self._pins = data, num_workers, pins
         self._stopped = threading.Event()
-        # What the workers have in hand, and the batch that was given last.
+        # For the batches of the workers, and the one that was returned last.
         num_slots = BATCHES_A_WORKER * num_workers + 2
-        orders = map(_Order, batches, itertools.cycle(range(num_slots)))
+        requests = map(_Request, batches, itertools.cycle(range(num_slots)))
         shape = data.image_shape if num_workers else None
         before = set(multiprocessing.active_children())
         with _killed_unless_started(before), quiet_start():
             self._slots = None if shape is None else shared_images(num_slots, batch_size, shape)
             self._notes = shared_notes(num_workers, _COLUMNS)
             loader: DataLoader[Any] = DataLoader(
-                _Workshop(data, seed, training, self._notes, self._slots, needs),  # type: ignore[arg-type]  # no single items
-                batch_sampler=orders,  # type: ignore[arg-type]  # what it gives is the workshop's affair
+                _BatchDataset(data, seed, training, self._notes, self._slots, needs),  # type: ignore[arg-type]  # no single items
+                batch_sampler=requests,  # type: ignore[arg-type]  # requests, not lists of indices
                 num_workers=num_workers,
-                collate_fn=_as_it_is,  # type: ignore[arg-type]  # a batch is whole when it comes
+                collate_fn=_as_it_is,  # type: ignore[arg-type]  # an item is a whole batch
                 pin_memory=pins,
                 timeout=_POLL_S if num_workers else 0,
                 prefetch_factor=BATCHES_A_WORKER if num_workers else None,
                 multiprocessing_context=start_method() if num_workers else None,
                 worker_init_fn=leave_signals_to_the_run,
-                generator=torch.Generator(),  # or it would draw from torch's own
+                generator=torch.Generator(),  # else it would draw from torch's own
             )
             self._batches: Iterator[Loaded] = iter(loader)
         self._processes = [child for child in multiprocessing.active_children() if child not in before]
@@ -209,10 +209,10 @@ class Loader:
         return self
 
     def __next__(self) -> Loaded:
-        """The next batch; blocks until it is there.
+        """Return the next batch; blocks until it is there.
 
         Raises:
-            StopIteration: after the last.
+            StopIteration: after the last batch.
             DataError: a worker died or hangs, or a batch was lost.
         """
         if not self.num_workers:
@@ -225,7 +225,7 @@ class Loader:
                 return self._taken(next(self._batches))
             except (RuntimeError, OSError) as error:
                 self.check()
-                if time.monotonic() - begun_s < _POLL_S:  # else nothing came in that time, and one goes on waiting
+                if time.monotonic() - begun_s < _POLL_S:  # else it only timed out
                     raise DataError(f"data workers fail ({one_line(error)}); lower num_workers.") from error
             idle_s = 0.0 if self._notes[:, _SINCE_NS].any() else idle_s + _POLL_S
             if idle_s > self._data.timeout_s:
@@ -236,24 +236,24 @@ class Loader:
         raise StopIteration
 
     def _taken(self, loaded: Loaded) -> Loaded:
-        """With the inputs copied out of their slot, which another worker gets next time."""
+        """Copy the inputs out of their slot, which a worker overwrites later."""
         if loaded.slot is None or loaded.fetched is None:
             return loaded
-        assert self._slots is not None, "a slot is of some"
+        assert self._slots is not None, "there are slots if a batch is in one"
         inputs = self._slots[loaded.slot, : loaded.num_inputs]
         return loaded._replace(
             fetched=loaded.fetched._replace(inputs=inputs.pin_memory() if self._pins else inputs.clone())
         )
 
     def check(self) -> None:
-        """Raises DataError when a worker is dead or has been longer over one sample than `data.timeout_s`."""
+        """Raise DataError if a worker is dead, or has been loading one sample for longer than `data.timeout_s`."""
         now_ns = time.monotonic_ns()
         notes = {pid: (self._data.name_of(sample), since_ns) for pid, sample, since_ns in self._notes.tolist() if pid}
         for process in self._processes:
             name, since_ns = notes.get(process.pid or 0, ("no sample yet", 0))
             if not process.is_alive():
                 remedy = "look at that sample, or lower num_workers if memory ran out"
-                if process.exitcode == -signal.SIGBUS:  # as pages of a shared file for which there is no room
+                if process.exitcode == -signal.SIGBUS:  # a page of a shared file for which /dev/shm has no room
                     remedy = _SHARED_REMEDY
                 raise DataError(
                     f"data worker {process.pid} died ({_end_of(process.exitcode)}) and was last on {name}; {remedy}."
@@ -265,18 +265,18 @@ class Loader:
                 )
 
     def stop(self) -> None:
-        """Let `next` end, also one that waits; from any thread."""
+        """Let `next` end, even while it waits; from any thread."""
         self._stopped.set()
 
     def kill(self) -> None:
-        """End the processes at once, whatever they are at, so that a blocked `next` fails. Does not raise."""
+        """Kill the processes, so that a blocked `next` fails. Does not raise."""
         for process in self._processes:
             with contextlib.suppress(OSError):
                 process.kill()
                 process.join(_POLL_S)
 
     def close(self) -> None:
-        """End the processes; called where `next` is. Does not raise."""
+        """End the processes; called by the thread that calls `next`. Does not raise."""
         self._batches = iter(())
 
 
@@ -286,7 +286,7 @@ def _as_it_is(loaded: Loaded) -> Loaded:
 
 @contextlib.contextmanager
 def _killed_unless_started(before: set[BaseProcess]) -> Iterator[None]:
-    """Around the start of worker processes. Raises DataError where the system refuses one; none is left then."""
+    """Start worker processes in this block. Raises DataError if the system refuses one, and kills the others."""
     try:
         yield
     except OSError as error:
@@ -301,7 +301,7 @@ def _killed_unless_started(before: set[BaseProcess]) -> Iterator[None]:
 
 
 def _drop_half_made(error: OSError) -> None:
-    """Let go of a DataLoader's iterator that was being made: what its `__del__` is missing would be printed."""
+    """Free a DataLoader's half-made iterator, whose `__del__` would print an error for its missing attributes."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         traceback.clear_frames(error.__traceback__)
@@ -316,7 +316,7 @@ def _end_of(exit_code: int | None) -> str:
 
 
 def fetched_or_raise(loaded: Loaded) -> Fetched:
-    """The batch. Raises BadDataError where the data set makes none, and DataError for what should not have happened."""
+    """Return the batch. Raises BadDataError if the data set makes none, DataError for an unexpected failure."""
     if loaded.failure:
         last = loaded.failure.strip().splitlines()[-1]
         raise DataError(f"a batch could not be made ({last.rstrip('.')}); {loaded.remedy}.") from RuntimeError(

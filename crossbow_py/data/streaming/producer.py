@@ -1,4 +1,4 @@
-"""A thread that makes batches ahead, and the shelf it puts them on."""
+"""A thread that makes batches ahead, and the prefetch buffer it puts them into."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
+from crossbow_py.data.sampler import Positions, joins
 from crossbow_py.data.streaming.loader import Loaded, Loader
-from crossbow_py.data.streaming.positions import Positions, joins
 
 T = TypeVar("T")
 
 _CHECK_EVERY_S = 0.25
-_PATIENCE_S = 2.0  # with workers that are at a batch when they are stopped
+_PATIENCE_S = 2.0  # for workers to finish a batch when they are stopped
 
 
-class Shelf(Generic[T]):
-    """Batches by their position in the stream. Thread-safe; one producer puts, others wait."""
+class PrefetchBuffer(Generic[T]):
+    """Batches by their position in the stream. Thread-safe: one producer puts batches, other threads wait for them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -26,17 +26,20 @@ class Shelf(Generic[T]):
         self._failure: BaseException | None = None
 
     def starts(self) -> set[int]:
-        """Which batches are there."""
+        """Return the positions of the batches that are there."""
         with self._changed:
             return set(self._batches)
 
     def get(self, start: int) -> T | None:
-        """A batch, if it is there; it stays."""
+        """Return a batch, which stays in the buffer; None if it is not there."""
         with self._changed:
             return self._batches.get(start)
 
     def wait_for(self, start: int, timeout_s: float) -> bool:
-        """Whether the batch is there, after at most that long. Raises what the producer failed with before it."""
+        """Block for at most `timeout_s` and return whether the batch is there.
+
+        Raises the producer's error if it failed before that batch.
+        """
         with self._changed:
             if start not in self._batches and self._failure is None:
                 self._changed.wait(timeout_s)
@@ -45,88 +48,88 @@ class Shelf(Generic[T]):
             return start in self._batches
 
     def keep(self, starts: Collection[int]) -> None:
-        """Forget all batches but these."""
+        """Drop all batches but these."""
         with self._changed:
             self._batches = {start: batch for start, batch in self._batches.items() if start in starts}
 
     def allow(self, horizon: int) -> None:
-        """Let batches up to the position `horizon` be put."""
+        """Allow batches up to the position `horizon`."""
         with self._changed:
             self._horizon = horizon
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """Forget the failure of an earlier producer."""
+        """Clear the failure of an earlier producer."""
         with self._changed:
             self._failure = None
 
     def has_room(self, start: int, stopped: threading.Event) -> bool:
-        """Block while the batch lies beyond the horizon. False once `stopped` is set."""
+        """Block while the batch lies beyond the horizon. Return False once `stopped` is set."""
         with self._changed:
             self._changed.wait_for(lambda: stopped.is_set() or start <= self._horizon)
             return not stopped.is_set()
 
     def put(self, start: int, batch: T) -> None:
-        """Put a batch there."""
+        """Put a batch into the buffer."""
         with self._changed:
             self._batches[start] = batch
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
-        """Pass on why there are no more batches."""
+        """Keep the error after which there are no more batches, for those who wait."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let a blocked `put` look whether it is stopped."""
+        """Let a blocked `has_room` check whether it is stopped."""
         with self._changed:
             self._changed.notify_all()
 
 
 class Producer(Generic[T]):
-    """Fills a shelf, batch after batch, until it is stopped or fails.
+    """A thread that fills a prefetch buffer, batch after batch, until it is stopped or fails.
 
     Args:
-        shelf: where batches go, and the failure.
-        loader: of the batches, used and closed by the thread.
-        stage: what lies on the shelf of the loaded batch of a position; called in the thread, may raise.
-        positions: where the batches stand in the stream; at least as many as the loader has.
-        index: number of the loader's first among them.
+        buffer: receives the batches, and the failure.
+        loader: loads the batches; used and closed by the thread.
+        stage: makes the buffer's entry of a position and its loaded batch; called in the thread, may raise.
+        positions: the batches' positions in the stream, at least as many as the loader has batches.
+        index: the number of the loader's first batch among the positions.
     """
 
     def __init__(
         self,
-        shelf: Shelf[T],
+        buffer: PrefetchBuffer[T],
         loader: Loader,
         stage: Callable[[int, Loaded], T],
         positions: Positions,
         index: int = 0,
     ) -> None:
-        self._shelf, self._loader, self._stage = shelf, loader, stage
-        self._positions, self._index = positions, index  # the index is the thread's; others only read it
+        self._buffer, self._loader, self._stage = buffer, loader, stage
+        self._positions, self._index = positions, index  # only the thread writes the index
         self._stopped = threading.Event()
-        shelf.begin()
+        buffer.begin()
         self._thread = threading.Thread(target=self._run, name="crossbow data", daemon=True)
         self._thread.start()
 
     def reaches(self, positions: Positions, index: int, soon: int) -> bool:
-        """Whether it puts the batches from `positions[index]` on, or fails before; no more than `soon` come first."""
+        """Return whether it makes the batches from `positions[index]` on, after at most `soon` others."""
         return joins(self._positions, self._index, positions, index, soon)
 
     def wait_for(self, start: int, until: Callable[[], bool] = lambda: False) -> None:
-        """Block until a batch is there, or `until` says so.
+        """Block until a batch is there, or until `until` returns True.
 
-        Raises DataError when a worker process is dead or hangs, or what the thread failed with.
+        Raises DataError if a worker process is dead or hangs, or the thread's own error.
         """
-        while not self._shelf.wait_for(start, _CHECK_EVERY_S) and not until():
+        while not self._buffer.wait_for(start, _CHECK_EVERY_S) and not until():
             self._loader.check()
 
     def stop(self) -> None:
-        """End the thread and the processes; processes that do not answer are killed. Does not raise."""
+        """End the thread and the processes. Processes that do not answer are killed. Does not raise."""
         self._stopped.set()
         self._loader.stop()
-        self._shelf.wake()
+        self._buffer.wake()
         self._thread.join(_PATIENCE_S)
         if self._thread.is_alive():  # a worker that hangs keeps a DataLoader from closing
             self._loader.kill()
@@ -136,32 +139,32 @@ class Producer(Generic[T]):
         try:
             for loaded in self._loader:
                 start = self._positions[self._index]
-                if not self._shelf.has_room(start, self._stopped):
+                if not self._buffer.has_room(start, self._stopped):
                     return
-                self._shelf.put(start, self._stage(start, loaded))
+                self._buffer.put(start, self._stage(start, loaded))
                 self._index += 1
         except BaseException as error:
-            self._shelf.fail(error)
-            self._loader.kill()  # what keeps the error keeps the loader too, and with it its processes
+            self._buffer.fail(error)
+            self._loader.kill()  # the error's traceback keeps the loader alive, and with it its processes
         finally:
             self._loader.close()
 
 
-class Ahead(Generic[T]):
-    """What a loader gives, one after the other, made a few ahead of the caller."""
+class Prefetcher(Generic[T]):
+    """An iterator over a loader's staged batches, made a few ahead of the caller."""
 
     def __init__(self, loader: Loader, stage: Callable[[int, Loaded], T]) -> None:
-        self._shelf: Shelf[T] = Shelf()
+        self._buffer: PrefetchBuffer[T] = PrefetchBuffer()
         self._few, self._next = 2 * max(1, loader.num_workers), 0
-        self._producer = Producer(self._shelf, loader, stage, range(sys.maxsize))
+        self._producer = Producer(self._buffer, loader, stage, range(sys.maxsize))
 
     def __next__(self) -> T:
-        """The next one, of which there must be one. Raises as `Producer.wait_for`."""
-        self._shelf.keep(range(self._next, self._next + self._few + 1))
-        self._shelf.allow(self._next + self._few)
+        """Return the next batch, which there must be. Raises as `Producer.wait_for`."""
+        self._buffer.keep(range(self._next, self._next + self._few + 1))
+        self._buffer.allow(self._next + self._few)
         self._producer.wait_for(self._next)
-        found = self._shelf.get(self._next)
-        assert found is not None, "what was waited for is there"
+        found = self._buffer.get(self._next)
+        assert found is not None, "the batch is there after waiting for it"
         self._next += 1
         return found
 

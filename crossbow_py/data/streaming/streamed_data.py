@@ -1,7 +1,7 @@
-"""Data sets that are too large to live on the device: their samples are made when they are needed, by worker processes.
+"""The interface of data sets too large for the device: worker processes load samples when they are needed.
 
-A *key* says which sample in which epoch. What a sample looks like follows from (seed, key) alone, so neither the number
-of workers nor the order in which they work changes anything, and a run may stop and go on between any two batches.
+A *key* is a sample in an epoch. What is loaded depends on (seed, key) only, so neither the number of workers nor the
+order in which they work changes a batch, and a run may stop and resume between any two batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Key(NamedTuple):
 
 
 class BadSample(NamedTuple):
-    """A sample that could not be made: which one, what the user calls it (a path), and why, in words.
+    """A sample that could not be loaded: its number, its name for the user (such as a path), and the reason.
 
     `trace` is the traceback of an exception in the user's own code.
     """
@@ -35,12 +35,12 @@ class BadSample(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A batch as a worker hands it over, on the host.
+    """A batch as the data set makes it, on the host.
 
     Attributes:
         inputs: [B, ...]. Images are uint8 [B, C, H, W], channels last in memory.
         targets: [B, ...].
-        bad: samples that were left out or replaced.
+        bad: the samples that were left out or replaced.
     """
 
     inputs: Tensor
@@ -49,12 +49,12 @@ class Fetched(NamedTuple):
 
 
 class StreamedData(ABC):
-    """What a streaming feed draws from. It is sent to worker processes: no locks, threads or open files in it.
+    """Base of the data sets of a streaming feed. It is sent to worker processes: no locks, threads or open files in it.
 
     Attributes:
-        max_bad: how many different samples may turn out bad before training stops.
-        timeout_s: a worker that is longer over one sample hangs.
-        patience_remedy: how the user sets `timeout_s`, as the end of a sentence; empty where he cannot.
+        max_bad: how many different samples may be bad before training stops.
+        timeout_s: a worker that takes longer for one sample counts as hanging.
+        patience_remedy: how the user sets `timeout_s`, as the end of a sentence; empty if that is impossible.
         remedy: what the user may do about a bad sample, as the end of a sentence.
         image_shape: (C, H, W) of inputs that are uint8 images, all of one size; None for other inputs.
     """
@@ -67,7 +67,7 @@ class StreamedData(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """N, the number of samples."""
+        """Return N, the number of samples."""
 
     @abstractmethod
     def fetch(
@@ -79,24 +79,24 @@ class StreamedData(ABC):
         on_sample: Callable[[int], None],
         out: Tensor | None = None,
     ) -> Fetched:
-        """The batch of these samples; called in worker processes, or in the caller's when there are none.
+        """Load a batch. Called in worker processes, or in the caller's process if there are none.
+
+        A sample that cannot be loaded does not raise: it is listed in `bad`.
 
         Args:
-            keys: B of them. For evaluation the epoch is 0.
-            seed: of everything random.
-            training: augment, and put another sample in a bad one's place, so that there are B of them; otherwise
+            keys: B samples. For evaluation the epoch is 0.
+            seed: seed of everything random.
+            training: augment, and replace a bad sample by another one, so that the batch has B samples; otherwise
                 nothing is random and bad samples are left out.
-            out: uint8 [at least B, *image_shape], channels last, to write the inputs into, from the first place on.
-                Never given without an `image_shape`.
-            on_sample: told the sample before it is worked on, so that a worker's death can be laid to something.
-
-        A sample that cannot be made is no exception: it is listed in `bad`.
+            on_sample: called with each sample before it is loaded, so that a worker's death can be traced to it.
+            out: uint8 [at least B, *image_shape], channels last, into whose first B images the inputs are written.
+                Only given with an `image_shape`.
         """
 
     @abstractmethod
     def name_of(self, sample: int) -> str:
-        """What the user calls the sample, such as its path."""
+        """Return the sample's name for the user, such as its path."""
 
     @abstractmethod
     def subset(self, ids: npt.NDArray[np.int64]) -> StreamedData:
-        """The samples `ids`, in that order, as a data set of their own."""
+        """Return a data set of the samples `ids`, in that order."""

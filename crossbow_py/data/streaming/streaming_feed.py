@@ -1,10 +1,10 @@
-"""The feed of data that is made by worker processes while learners train: decoded ahead, copied ahead, used once.
+"""The feed of data that worker processes load while learners train: decoded ahead, copied ahead, used once.
 
-    worker processes ──Fetched──► producer thread ──copy stream──► shelf ──► flip, normalise, erase ──► learners
+    workers ──Loaded──► producer thread ──copy stream──► prefetch buffer ──► flip, normalise, erase ──Batch──► learners
 
-The producer thread keeps the shelf filled: a round's batches and the next round's (double buffers), uint8 on the
-device. One feed serves all learners of a rank, also when they share every batch, and makes no other rank's batches.
-What a batch holds follows from its position in the stream alone, so that the number of workers may change at any time.
+The producer thread keeps the prefetch buffer filled: a round's batches and the next round's (double buffers), uint8 on
+the device. One feed serves all learners of a rank, even if they share every batch, and makes no other rank's batches.
+A batch depends only on its position in the stream, so the number of workers may change at any time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from torch import Tensor
 
 from crossbow_py.core.errors import BadDataError, BadSampleError, DataError
 from crossbow_py.data.augmentation import Augmentation, Ids, flipped
-from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.data.labels import Classes
-from crossbow_py.data.resident.inputs import is_image_batch
-from crossbow_py.data.sampler import cut_up, epoch_order, segments
+from crossbow_py.data.datasets import Classes, is_clip_batch, is_image_batch
+from crossbow_py.data.feed import Batch, EpochCache, Feed
+from crossbow_py.data.normalisation import IDENTITY, Normalisation, PixelNormaliser
+from crossbow_py.data.sampler import Positions, RankPositions, cut_up, epoch_order, segments
 from crossbow_py.data.streaming.loader import Loaded, Loader, Needs, fetched_or_raise
-from crossbow_py.data.streaming.positions import Positions, RankPositions
-from crossbow_py.data.streaming.preparation import Preparation
-from crossbow_py.data.streaming.producer import Ahead, Producer, Shelf
+from crossbow_py.data.streaming.producer import PrefetchBuffer, Prefetcher, Producer
 from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
 
-_EVALUATION_CHUNK = 16  # samples a worker makes at a time, so that a small test set keeps all of them busy
+_EVALUATION_CHUNK = 16  # samples a worker loads at a time, so that a small test set keeps all workers busy
 
 
 class _Staged(NamedTuple):
-    """A batch on the shelf: as workers made it, on the device; `copied` is a CUDA event once it is there.
+    """A batch in the prefetch buffer: as workers made it, but on the device.
 
-    What is still to be done to images: bool [B], and int32 [4, B] as of `draw_rectangles`.
+    Attributes:
+        inputs, targets: [B, ...].
+        mirrored: bool [B], the images that are still to be flipped; None for none.
+        erased: int32 [4, B] as from `draw_rectangles`, still to be erased; None for none.
+        copied: on CUDA, the event that the copy to the device records.
     """
 
     inputs: Tensor
@@ -48,7 +49,7 @@ class _Staged(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """A table of what is erased in an epoch, of images of height and width."""
+    """The key of a table of erased rectangles: an epoch, and the size of the images."""
 
     epoch: int
     height: int
@@ -56,30 +57,30 @@ class _Drawn(NamedTuple):
 
 
 class LoadingTimes(NamedTuple):
-    """How many training batches were loaded so far, and the seconds processes spent on them in all."""
+    """The number of training batches loaded so far, and the seconds that processes spent on them in all."""
 
     num_batches: int
     seconds: float
 
 
 class StreamingFeed(Feed):
-    """See the module's first lines.
+    """A feed of samples that worker processes load ahead of the learners.
 
-    `announce` and `wait` are called by the training loop; `batch` by any thread, without waiting for what they settled.
+    The training loop calls `announce` and `wait`; any thread may call `batch`, which then does not block.
 
     Args:
-        data: where samples come from.
+        data: the data set.
         batch_size: samples a batch.
-        seed: of the sample order and the augmentation.
-        device: where batches are needed.
+        seed: seed of the sample order and the augmentation.
+        device: device of the batches.
         augmentation: flips and erasing are done here.
         preparation: what else is done on the device.
         num_workers: worker processes; 0 loads in the thread that waits.
-        num_ranks: ranks that take batches of the stream in turn, each as many as this one; what is made ahead follows.
-        order_seed: of the sample order alone; None is `seed`.
+        num_ranks: ranks that take batches of the stream in turn, each as many as this one.
+        order_seed: seed of the sample order; None for `seed`.
 
     Attributes:
-        sample_bytes: of the inputs of one sample as workers hand it over; 0 before any `first_samples`.
+        sample_bytes: bytes of the inputs of one sample as loaded; 0 before the first `first_samples`.
         through_shared: whether worker processes hand inputs over through /dev/shm.
     """
 
@@ -109,30 +110,30 @@ class StreamingFeed(Feed):
 
         def erased(key: _Drawn) -> Tensor:
             drawn = augmentation.draw_erased(seed, key.epoch, self.num_samples, (key.height, key.width))
-            return torch.from_numpy(drawn).to(torch.int32)  # for millions of samples half as large
+            return torch.from_numpy(drawn).to(torch.int32)  # half the memory, for millions of samples
 
         self._mirrored = EpochCache(mirrored) if augmentation.flip else None
         self._erased = EpochCache(erased) if augmentation.random_erasing else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._shelf: Shelf[_Staged] = Shelf()
+        self._buffer: PrefetchBuffer[_Staged] = PrefetchBuffer()
         self._unannounced = threading.Lock()
         self._producer: Producer[_Staged] | None = None
         self._last_round: frozenset[int] = frozenset()
         self._round: frozenset[int] = frozenset()
         self._bad: dict[int, BadSample] = {}
         self._num_loaded, self._loading_s = 0, 0.0
-        self._evaluating: Ahead[Fetched] | None = None
+        self._evaluating: Prefetcher[Fetched] | None = None
         self._classes: Classes | None = None
         self._measuring: Feed | None = None
         self.sample_bytes, self._has_floats = 0, False
 
     @property
     def loading_times(self) -> LoadingTimes:
-        """Of training batches, over the life of the feed."""
+        """Return the loading times of training batches over the life of the feed."""
         return LoadingTimes(self._num_loaded, self._loading_s)
 
     def use_workers(self, num_workers: int) -> None:
-        """Go on with another number of worker processes; no batch changes by it. Called between rounds."""
+        """Change the number of worker processes, which changes no batch. Called between rounds."""
         if num_workers != self.num_workers:
             self._stop()
             self.num_workers = num_workers
@@ -145,19 +146,19 @@ class StreamingFeed(Feed):
         positions = RankPositions(tuple(sorted(wanted)), self.batch_size, self._num_ranks)
         num_ahead = max(2, len(wanted)) if self.num_workers else 0
         held = [positions[index] for index in range(len(wanted) + num_ahead)]
-        self._shelf.keep(self._last_round.union(held))
-        there = self._shelf.starts()
+        self._buffer.keep(self._last_round.union(held))
+        there = self._buffer.starts()
         if self.num_workers:
             missing = (index for index, start in enumerate(held) if start not in there)
             self._produce(positions, next(missing, len(held)))
-            self._shelf.allow(held[-1])
+            self._buffer.allow(held[-1])
         return wanted <= there
 
     def wait(self, starts: Sequence[int], until: Callable[[], bool] = lambda: False) -> None:
         """See `Feed.wait`."""
         for start in sorted(set(starts)):
             if self._producer is None:
-                if self._shelf.get(start) is None:
+                if self._buffer.get(start) is None:
                     self._load_here(start)
                 continue
             self._producer.wait_for(start, until)
@@ -168,7 +169,7 @@ class StreamingFeed(Feed):
         return Batch(self._prepare(staged.inputs, staged.mirrored, staged.erased), staged.targets)
 
     def batches(self, starts: Sequence[int]) -> Batch:
-        """See `Feed.batches`; all are prepared at once."""
+        """See `Feed.batches`. All are prepared at once."""
         staged = self._take(starts)
         mirrored = [one.mirrored for one in staged if one.mirrored is not None]
         erased = [one.erased for one in staged if one.erased is not None]
@@ -180,33 +181,33 @@ class StreamingFeed(Feed):
         return Batch(inputs.view(len(starts), -1, *inputs.shape[1:]), torch.stack([one.targets for one in staged]))
 
     def aside(self, starts: Sequence[int]) -> Generator[Batch, None, None]:
-        """See `Feed.aside`. Processes of their own, as long as it takes; bad samples are replaced and not counted."""
+        """See `Feed.aside`. Uses processes of its own for its duration; bad samples are replaced and not counted."""
         loader = self._new_loader(map(self._keys, starts), self.num_workers, training=True)
 
         def stage(index: int, loaded: Loaded) -> _Staged:
             return self._on_device(starts[index], fetched_or_raise(loaded))
 
-        with contextlib.closing(Ahead(loader, stage)) as staged:
+        with contextlib.closing(Prefetcher(loader, stage)) as staged:
             for _ in starts:
                 one = self._arrived(next(staged))
                 yield Batch(self._prepare(one.inputs, one.mirrored, one.erased), one.targets)
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
-        """See `Feed.evaluation_batches`. Bad samples are left out. Processes of their own, as long as it takes."""
+        """See `Feed.evaluation_batches`. Bad samples are left out. Uses processes of its own for its duration."""
         samples = [Key(0, sample) for sample in range(self.num_samples)]
         begins = range(first * batch_size, self.num_samples, step * batch_size)
         batches = [samples[begin : begin + batch_size] for begin in begins]
-        if not batches:  # no processes for nothing
+        if not batches:  # start no processes
             return
         chunks = [cut_up(batch, _EVALUATION_CHUNK if self.num_workers else batch_size) for batch in batches]
         loader = self._new_loader(itertools.chain.from_iterable(chunks), self.num_workers, training=False)
-        with contextlib.closing(Ahead(loader, lambda _, loaded: self._accept(loaded))) as fetched:
-            self._evaluating = fetched  # a generator that an error's traceback keeps would not close it
+        with contextlib.closing(Prefetcher(loader, lambda _, loaded: self._accept(loaded))) as fetched:
+            self._evaluating = fetched  # for `close`: an error's traceback may keep this generator from closing it
             for parts in chunks:
                 yield from self._evaluation_batch([next(fetched) for _ in parts])
 
     def first_samples(self, count: int) -> Batch:
-        """See `Feed.first_samples`; loaded in the caller, bad ones left out. Raises DataError when all are bad."""
+        """See `Feed.first_samples`. Loaded in the caller, without bad samples. Raises DataError if all are bad."""
         loader = self._new_loader(([Key(0, sample)] for sample in range(self.num_samples)), 0, training=False)
         good: list[Fetched] = []
         while len(good) < min(count, self.num_samples) and (loaded := next(loader, None)) is not None:
@@ -218,18 +219,18 @@ class StreamingFeed(Feed):
         raise DataError(f"none of the {self.num_samples} samples can be read; look at the first ones.")
 
     def look_through(self, count: int) -> None:
-        """See `Feed.look_through`; loaded in the caller."""
+        """See `Feed.look_through`. Loaded in the caller."""
         every = -(-self.num_samples // count)
         keys = ([Key(0, sample)] for sample in range(0, self.num_samples, every))
         for loaded in self._new_loader(keys if self._has_floats else (), 0, training=False):
             self._accept(loaded)
 
     def check_labels(self, classes: Classes, what: str) -> None:
-        """See `Feed.check_labels`: those to come, by whoever loads them."""
+        """See `Feed.check_labels`. Targets are checked as they are loaded."""
         self._classes = classes
 
     def for_measuring(self) -> Feed:
-        """See `Feed.for_measuring`: the first sample over and over."""
+        """See `Feed.for_measuring`. Its batches repeat the first sample."""
         if self._measuring is None:
             batch = Batch(*(each.repeat_interleave(self.batch_size, 0) for each in self.first_samples(1)))
             self._measuring = _SameBatchFeed(self.num_samples, batch)
@@ -241,20 +242,20 @@ class StreamingFeed(Feed):
         if self._evaluating is not None:
             self._evaluating.close()
             self._evaluating = None
-        self._shelf = Shelf()
+        self._buffer = PrefetchBuffer()
         self._last_round = self._round = frozenset()
 
     def _produce(self, positions: Positions, index: int) -> None:
-        """Let the producer be on its way to `positions[index]`, the first batch that is missing, and on from there."""
+        """See that the producer makes batches from `positions[index]` on, the first that is missing."""
         producer, soon = self._producer, 4 * len(self._round)
         while producer is None or not producer.reaches(positions, index, soon):
-            if self._shelf.get(positions[index]) is None:
+            if self._buffer.get(positions[index]) is None:
                 self._stop()
                 batches = (self._keys(positions[number]) for number in itertools.count(index))
                 loader = self._new_loader(batches, self.num_workers, training=True)
-                self._producer = Producer(self._shelf, loader, self._stage, positions, index)
+                self._producer = Producer(self._buffer, loader, self._stage, positions, index)
                 return
-            index += 1  # it was put since one looked
+            index += 1  # it has been put meanwhile
 
     def _stop(self) -> None:
         if self._producer is not None:
@@ -263,7 +264,7 @@ class StreamingFeed(Feed):
 
     def _load_here(self, start: int) -> None:
         loader = self._new_loader([self._keys(start)], 0, training=True)
-        self._shelf.put(start, self._stage(start, next(loader)))
+        self._buffer.put(start, self._stage(start, next(loader)))
 
     def _new_loader(self, batches: Iterable[list[Key]], num_workers: int, training: bool) -> Loader:
         pins, largest = self._copies is not None, self.batch_size if training else _EVALUATION_CHUNK
@@ -277,13 +278,13 @@ class StreamingFeed(Feed):
         return [Key(epoch, int(sample)) for epoch, first, last in runs for sample in self._orders(epoch)[first:last]]
 
     def _stage(self, start: int, loaded: Loaded) -> _Staged:
-        """Accepted and counted, onto the device."""
+        """Check and count a loaded batch, and copy it to the device."""
         staged = self._on_device(start, self._accept(loaded))
         self._num_loaded, self._loading_s = self._num_loaded + 1, self._loading_s + loaded.seconds
         return staged
 
     def _on_device(self, start: int, fetched: Fetched) -> _Staged:
-        """On CUDA on the copy stream, from pinned memory, so that the host does not wait."""
+        """Copy a batch to the device: on CUDA on the copy stream, from pinned memory, without blocking the host."""
         mirrored, erased = self._flips(start), self._rectangles(start, fetched.inputs)
         if self._copies is None:
             return _Staged(fetched.inputs, _moved(fetched.targets, mirrored), mirrored, erased, None)
@@ -299,13 +300,13 @@ class StreamingFeed(Feed):
         return _Staged(inputs, targets, mirrored, erased, copied)
 
     def _flips(self, start: int) -> Tensor | None:
-        """Which images of a batch are flipped, bool [B] on the host, drawn by sample."""
+        """Return which images of a batch are flipped, bool [B] on the host, drawn by sample."""
         if self._mirrored is None:
             return None
         return torch.cat([self._mirrored(epoch).index_select(0, ids) for epoch, ids in self._ids(start)])
 
     def _rectangles(self, start: int, inputs: Tensor) -> Tensor | None:
-        """What of a batch's images is erased, int32 [4, B] on the host, drawn by sample."""
+        """Return the erased rectangles of a batch's images, int32 [4, B] on the host, drawn by sample."""
         if self._erased is None or not is_image_batch(inputs):
             return None
         height, width = inputs.shape[2:]
@@ -313,36 +314,39 @@ class StreamingFeed(Feed):
         return torch.cat([table.index_select(1, ids) for table, ids in drawn], dim=1)
 
     def _ids(self, start: int) -> list[tuple[int, Tensor]]:
-        """The samples of a batch on the host, epoch by epoch."""
+        """Return (epoch, sample ids on the host) of a batch, epoch by epoch."""
         runs = segments(start, self.batch_size, self.num_samples)
         return [(epoch, torch.from_numpy(self._orders(epoch)[first:last])) for epoch, first, last in runs]
 
     def _take(self, starts: Sequence[int]) -> list[_Staged]:
-        """From the shelf, made first where they were not announced. On CUDA the current stream waits for the copies."""
-        found = self._on_shelf(starts)
+        """Take batches from the prefetch buffer; those that were not announced are made first.
+
+        On CUDA the current stream waits for the copies.
+        """
+        found = self._buffered(starts)
         if len(found) < len(starts):
-            with self._unannounced:  # only one at a time may send the producer elsewhere
+            with self._unannounced:  # only one thread at a time may redirect the producer
                 self.announce(starts)
                 self.wait(starts)
-                found = self._on_shelf(starts)
-        assert len(found) == len(starts), "what was waited for is there"
+                found = self._buffered(starts)
+        assert len(found) == len(starts), "the batches are there after waiting for them"
         return [self._arrived(one) for one in found]
 
     def _arrived(self, one: _Staged) -> _Staged:
-        """On CUDA the current stream waits for the copy."""
+        """On CUDA, let the current stream wait for the copy."""
         if one.copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(one.copied)
             for tensor in (one.inputs, one.targets, one.mirrored, one.erased):
                 if tensor is not None:
-                    tensor.record_stream(stream)  # the shelf may drop it while this stream still reads it
+                    tensor.record_stream(stream)  # the buffer may drop it while this stream still reads it
         return one
 
-    def _on_shelf(self, starts: Sequence[int]) -> list[_Staged]:
-        return [staged for start in starts if (staged := self._shelf.get(start)) is not None]
+    def _buffered(self, starts: Sequence[int]) -> list[_Staged]:
+        return [staged for start in starts if (staged := self._buffer.get(start)) is not None]
 
     def _accept(self, loaded: Loaded) -> Fetched:
-        """The batch, its bad samples counted. Raises BadSampleError when they are too many."""
+        """Return the batch, and count its bad samples. Raises BadSampleError if there are too many."""
         fetched = fetched_or_raise(loaded)
         if self._prepare.casts_to is not None:
             self.note_rounding(loaded.rounded, self._prepare.casts_to)
@@ -358,7 +362,7 @@ class StreamingFeed(Feed):
         return fetched
 
     def _evaluation_batch(self, held: Sequence[Fetched]) -> Iterator[Batch]:
-        """One batch of several, unless nothing of them is left."""
+        """Yield the batch of several chunks, unless all its samples are bad."""
         parts = [one for one in held if len(one.targets)]
         if not parts:
             return
@@ -375,12 +379,12 @@ class StreamingFeed(Feed):
 
 
 def _moved(targets: Tensor, mirrored: Tensor | None) -> Tensor:
-    """Masks [B, ..., H, W] as their images; a class or a vector of values is neither flipped nor copied."""
+    """Flip masks [B, ..., H, W] with their images; a class or a vector of values is neither flipped nor copied."""
     return targets if mirrored is None or targets.ndim < 3 else flipped(targets, mirrored)
 
 
 class _SameBatchFeed(Feed):
-    """One batch wherever it is asked for."""
+    """A feed that returns one batch at every position."""
 
     def __init__(self, num_samples: int, batch: Batch) -> None:
         super().__init__(num_samples, len(batch.targets))
@@ -390,5 +394,64 @@ class _SameBatchFeed(Feed):
         return self._batch
 
     def evaluation_batches(self, batch_size: int, first: int = 0, step: int = 1) -> Iterator[Batch]:
-        if first == 0:  # there is but one
+        if first == 0:  # there is only one batch
             yield Batch(*(each[:batch_size] for each in self._batch))
+
+
+class Preparation:
+    """Prepares streamed inputs on the device. Any thread may call it.
+
+    uint8 images [B, C, H, W] and clips [B, C, T, H, W] are scaled to [0, 1] and normalised. Floating inputs are cast,
+    and normalised if there is a normalisation. Other inputs stay as they are.
+    """
+
+    def __init__(
+        self, normalisation: Normalisation | None, device: torch.device, channels_last: bool, dtype: torch.dtype
+    ) -> None:
+        self._normalisation, self._device = normalisation, device
+        self._channels_last, self._dtype = channels_last, dtype
+        self._constants: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._pixels: dict[tuple[int, int, int], PixelNormaliser] = {}
+
+    def __call__(self, inputs: Tensor, mirrored: Tensor | None = None, erased: Tensor | None = None) -> Tensor:
+        """Return the prepared inputs [B, ...], enqueued on the current stream; the host does not block.
+
+        Args:
+            inputs: [B, ...] on the device.
+            mirrored: bool [B] on the device, the images to flip left to right; None for none.
+            erased: int32 [4, B] on the device, (top, bottom, left, right) of rectangles to erase; None for none.
+        """
+        if is_image_batch(inputs):
+            return self._images(inputs, mirrored, erased)
+        if is_clip_batch(inputs):
+            return self._normalised(inputs, self._normalisation or IDENTITY)
+        if inputs.is_floating_point():
+            normalisation = self._normalisation
+            inputs = inputs.to(self._dtype) if normalisation is None else self._normalised(inputs, normalisation)
+        last = self._channels_last and inputs.ndim == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
+
+    @property
+    def casts_to(self) -> torch.dtype | None:
+        """Return the dtype that floating inputs are cast to without a normalisation; None if they are normalised."""
+        return None if self._normalisation else self._dtype
+
+    def _normalised(self, inputs: Tensor, normalisation: Normalisation) -> Tensor:
+        """Normalise as `Normalisation.apply`, with constants that are copied to the device once."""
+        kind = inputs.ndim, inputs.dtype
+        if kind not in self._constants:
+            normalisation.check_channels(inputs.shape[1])
+            self._constants[kind] = normalisation.constants(inputs, self._dtype)
+        mean, std = self._constants[kind]
+        return inputs.to(mean.dtype).sub(mean).div_(std).to(self._dtype)
+
+    def _images(self, images: Tensor, mirrored: Tensor | None, erased: Tensor | None) -> Tensor:
+        if mirrored is not None:
+            images = flipped(images, mirrored)
+        channels, height, width = shape = images.shape[1], images.shape[2], images.shape[3]
+        if shape not in self._pixels:
+            normalisation = self._normalisation or IDENTITY
+            self._pixels[shape] = PixelNormaliser(
+                (channels, height, width), normalisation, self._dtype, self._device, self._channels_last
+            )
+        return self._pixels[shape](images.permute(0, 2, 3, 1).reshape(len(images), -1), erased)

@@ -1,4 +1,4 @@
-"""How worker processes are started, and what signals they leave to the run."""
+"""Starting worker processes, and the memory they share with the run."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# How torch's errors about its files in /dev/shm begin: a plain RuntimeError, which differs from others in its words.
+# The beginnings of torch's errors about files in /dev/shm: plain RuntimeErrors, which only their text tells apart.
 _NO_SHARED_MEMORY = ("unable to open shared memory", "unable to allocate shared memory", "unable to resize file")
 
 
 def start_method() -> str | None:
-    """Forked where that is usual: workers then start at once, and data sets need not be pickled."""
+    """Return "fork" where it is usual: workers then start at once, and data sets need not be pickled. Else None."""
     return "fork" if "fork" in multiprocessing.get_all_start_methods() and os.name == "posix" else None
 
 
 def leave_signals_to_the_run(_: int) -> None:
-    """For `worker_init_fn`: Ctrl-C goes to every process of a terminal, and the run ends its workers itself."""
+    """Ignore Ctrl-C in a worker, as a `worker_init_fn`: every process gets it, and the run ends its workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def shared_images(count: int, batch_size: int, shape: tuple[int, int, int]) -> Tensor | None:
-    """uint8 [count, batch_size, C, H, W], images channels last, which forked processes share; None where none fork.
+    """Return uint8 [count, batch_size, C, H, W], channels last, shared with forked processes; None where none fork.
 
-    It is anonymous memory: /dev/shm, of which containers have little, has no part in it. Pages are faulted in once,
-    where every batch of its own would have new ones (measured: 8 to 13 ms for 4.8 MB, against 0.2 ms in one process).
+    It is anonymous memory and takes no room in /dev/shm, which is small in containers. Its pages are faulted in once;
+    new memory for every batch would fault each time (measured: 8 to 13 ms for 4.8 MB, 0.2 ms within one process).
     """
     if start_method() is None:
         return None
@@ -44,7 +44,7 @@ def shared_images(count: int, batch_size: int, shape: tuple[int, int, int]) -> T
 
 
 def shared_notes(num_workers: int, columns: int) -> Tensor:
-    """int64 [max(1, num_workers), columns] of zeros, which worker processes share; not in /dev/shm where they fork."""
+    """Return zeros int64 [max(1, num_workers), columns] shared with workers; not in /dev/shm where they are forked."""
     shape = (max(1, num_workers), columns)
     if start_method() is None:
         return torch.zeros(shape, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call,no-any-return]
@@ -52,15 +52,15 @@ def shared_notes(num_workers: int, columns: int) -> Tensor:
 
 
 def says_no_shared_memory(error: BaseException) -> bool:
-    """Whether torch found no room in /dev/shm, or may not write there."""
+    """Return whether torch found no room in /dev/shm, or may not write there."""
     return isinstance(error, RuntimeError) and str(error).startswith(_NO_SHARED_MEMORY)
 
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Around the making of a DataLoader: no warnings, and no worker's death raised out of what the main thread does."""
+    """Make a DataLoader in this block: its warnings are hidden, and its SIGCHLD handler, which raises, is removed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns, twice, of more workers than cores, which was asked for
+        warnings.simplefilter("ignore")  # it warns twice of more workers than cores, which the user asked for
         if threading.current_thread() is not threading.main_thread():
             yield
             return

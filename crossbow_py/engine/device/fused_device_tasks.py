@@ -9,8 +9,7 @@ from torch import Tensor
 
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
-from crossbow_py.data.feed import Batch, PickedFeed
-from crossbow_py.data.resident.inputs import MemoryOrder
+from crossbow_py.data.feed import Batch, MemoryOrder, PickedFeed
 from crossbow_py.engine.device.device_tasks import LOSS, NUM_CORRECT, RoundValues, average_gated
 from crossbow_py.engine.fusion.fused_agreement import trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass

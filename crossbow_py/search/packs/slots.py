@@ -19,7 +19,7 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.packs.pack import Member, Pack, PackJob
 from crossbow_py.search.packs.trial import Checkpoint

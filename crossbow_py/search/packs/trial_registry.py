@@ -13,7 +13,7 @@ from torch import nn
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.packs.policies import Waiting
 from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
 from crossbow_py.search.packs.width import BUDGET_S, CompatibleTrials, Width, measured_width

@@ -21,7 +21,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from torch.utils.tensorboard import SummaryWriter
 
 from crossbow_py.core.errors import unwritable
-from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.files import replacing
 from crossbow_py.core.settings import flat
 from crossbow_py.search.events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.search.hyperband import TrialState, bracket_of

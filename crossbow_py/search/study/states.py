@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.file_writing import replacing, sync
-from crossbow_py.core.own_files import own_file
+from crossbow_py.core.files import own_file, replacing, sync
 from crossbow_py.search.hyperband import Segment
 from crossbow_py.search.packs.trial import Checkpoint
 

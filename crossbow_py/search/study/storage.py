@@ -21,7 +21,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from crossbow_py.core.errors import CrossbowError, SearchError, UserError, one_line
 from crossbow_py.core.file_locks import locked
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

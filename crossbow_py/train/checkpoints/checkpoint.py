@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from crossbow_py.core.errors import CheckpointError, one_line
-from crossbow_py.core.own_files import own_file
+from crossbow_py.core.files import own_file
 from crossbow_py.core.settings import check, setting
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import differences
 from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.train.checkpoints.checkpoint import (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import CheckpointError
-from crossbow_py.core.file_writing import replacing
+from crossbow_py.core.files import replacing
 from crossbow_py.telemetry.records import DIGESTS, read_summary
 
 MODEL_FILE = "model.safetensors"  # of the one model of a run, in its folder

@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 import torch
 
 from crossbow_py.core.errors import one_line
-from crossbow_py.core.file_writing import sync
+from crossbow_py.core.files import sync
 from crossbow_py.train.checkpoints.checkpoint import FOLDER, FORMAT_VERSION, MANIFEST, checkpoints, part_name
 
 Status = Literal["idle", "writing", "written", "failed"]

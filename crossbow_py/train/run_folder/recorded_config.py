@@ -15,7 +15,7 @@ from crossbow_py.cli.config_files import read_yaml
 from crossbow_py.cli.configuration import C, compose, group_options
 from crossbow_py.cli.overrides import read_text
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.given_path import given_path
+from crossbow_py.core.files import given_path
 from crossbow_py.core.plain_values import filled
 from crossbow_py.telemetry.records import CONFIG_FILE
 from crossbow_py.train.checkpoints.checkpoint import formerly

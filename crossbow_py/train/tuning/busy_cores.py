@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
-from crossbow_py.core.host import usable_core_ids
-from crossbow_py.engine.device.intra_op import SleepingThreads, threads_spin
+from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
+from crossbow_py.engine.device.host import SleepingThreads, threads_spin
 from crossbow_py.engine.device.wait_rule import WaitState, Window, observe
 from crossbow_py.engine.executors import EXECUTORS
 

@@ -7,25 +7,20 @@ Choices are remembered by what they depend on, model, batch size, precision and 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from crossbow_py.averaging.rule import AveragingRule, Stage
 from crossbow_py.core.errors import CrossbowError, UserError, text_of
-from crossbow_py.core.foreign_load import LoadSnapshot, foreign_share
+from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_host_state
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -117,6 +112,7 @@ class Calibration:
         late: those that there was no time to measure.
         is_short: whether more would have been measured if more were to be trained.
         others: share of the cores that other programs took, 0 to 1; 0 where it does not matter.
+        seconds: how long measuring took.
     """
 
     executor: str
@@ -125,6 +121,7 @@ class Calibration:
     late: tuple[Key, ...] = ()
     is_short: bool = False
     others: float = 0.0
+    seconds: float = 0.0
 
     def left_out(self, fewest: int = 1) -> dict[str, str]:
         """Executors that were not measured with at least so many learners, though they were to be, and why."""
@@ -234,7 +231,7 @@ def calibrate(
     is_counted = effort.is_alone and device.type == "cpu"
     others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0
     is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
-    return Calibration(best[0], rates, refused, tuple(late), is_short, others)
+    return Calibration(best[0], rates, refused, tuple(late), is_short, others, time.perf_counter() - begun)
 
 
 def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:
@@ -298,22 +295,6 @@ def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -
         return statistics.median(window(_WINDOW_S) for _ in range(_WINDOWS))
     finally:
         executor.close()
-
-
-def fingerprint(**facts: Any) -> str:
-    """A key for what a choice depends on; torch, the cores and the processor or GPU are added."""
-    device = torch.device(facts["device"])
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    facts = {**facts, "where": where, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        names = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
-        return f"{sorted(names)} x{len(os.sched_getaffinity(0))}"
-    return str(os.cpu_count())
 
 
 class RememberedChoices(Remembered):

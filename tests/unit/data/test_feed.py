@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.epoch_cache import EpochCache
-from crossbow_py.data.feed import Batch, Feed, PickedFeed
-from crossbow_py.data.feeds import make_feed
-from crossbow_py.data.resident.inputs import MemoryOrder
+from crossbow_py.data.build import make_feed
+from crossbow_py.data.feed import Batch, EpochCache, Feed, MemoryOrder, PickedFeed
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.streaming_feed import StreamingFeed

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.augmentation import Augmentation
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, PickedFeed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.resident.resident_feed import STREAM, ResidentFeed, Variant
 from tests.triton_version import has_interpreter
 

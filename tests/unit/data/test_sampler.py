@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossbow_py.data.sampler import epoch_order, segments
+from crossbow_py.data.sampler import RankPositions, epoch_order, joins, segments
+from tests.unit.data.streams import counted_out
+
+B = 4
+# Two ranks of two learners, rank 0: 0 4 16 20 32 36 48 52 ...
+PATH = RankPositions((0, 4), B, 2)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +56,66 @@ def test_epoch_order_of_another_epoch_or_seed_is_another() -> None:
     orders = [epoch_order(seed, epoch, 50).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     assert orders[0] != orders[1] and orders[0] != orders[2]
     assert epoch_order(0, 0, 50).tolist() == orders[0]
+
+
+@pytest.mark.parametrize("num_own", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_positions_from_any_round_on_are_the_ranks_own(num_ranks: int, num_own: int) -> None:
+    for rank in range(num_ranks):
+        rounds = counted_out(rank, num_ranks, num_own, B, cursor=7, rounds=6)
+        for done in range(3):
+            positions = RankPositions(tuple(rounds[done]), B, num_ranks)
+            expected = list(itertools.chain.from_iterable(rounds[done:]))
+            assert [positions[index] for index in range(len(expected))] == expected
+
+
+def test_positions_after_starts_that_do_not_adjoin_go_on_behind_the_last() -> None:
+    positions = RankPositions((3, 40, 93), B, 1)
+    assert [positions[index] for index in range(6)] == [3, 40, 93, 97, 101, 105]
+
+
+@pytest.mark.parametrize(
+    ("at", "other", "index", "expected"),
+    [
+        (0, RankPositions((0, 4), B, 2), 0, True),
+        (0, RankPositions((16, 20), B, 2), 0, True),
+        (1, RankPositions((16, 20), B, 2), 1, True),
+        (0, RankPositions((32, 36), B, 2), 0, True),  # four come before
+        (3, RankPositions((16, 20), B, 2), 0, False),  # behind it already
+        (0, RankPositions((16,), B, 2), 0, False),  # 16 24 32
+        (0, RankPositions((16, 20, 24), B, 2), 0, False),
+        (0, RankPositions((4, 8), B, 2), 0, False),  # at another learner: 4 8 20 24
+        (0, RankPositions((0, 4), B, 1), 0, False),  # 0 4 8 12
+        (0, RankPositions((2, 6), B, 2), 0, False),
+    ],
+)
+def test_path_joins_another_only_when_it_agrees_from_there_on(
+    at: int, other: RankPositions, index: int, expected: bool
+) -> None:
+    assert joins(PATH, at, other, index, soon=4) is expected
+
+
+def test_path_that_comes_there_too_late_does_not_join() -> None:
+    other = RankPositions((32, 36), B, 2)
+    assert joins(PATH, 2, other, 0, soon=2) and not joins(PATH, 1, other, 0, soon=2)
+
+
+def test_paths_of_one_rank_join_whatever_their_learners() -> None:
+    for before, now in itertools.product(range(1, 5), repeat=2):
+        path = RankPositions(tuple(range(0, before * B, B)), B, 1)
+        other = RankPositions(tuple(range(8 * B, (8 + now) * B, B)), B, 1)
+        assert joins(path, 6, other, 0, soon=4 * now)
+
+
+def test_paths_that_join_are_those_that_agree_for_long() -> None:
+    shapes = [(first, num_own) for first in range(4) for num_own in range(1, 5)]
+    agreeing = 0
+    for (begin, before), (second, now) in itertools.product(shapes, repeat=2):
+        path = RankPositions(tuple(B * (begin + j) for j in range(before)), B, 3)
+        other = RankPositions(tuple(B * (second + j) for j in range(now)), B, 3)
+        far = [path[number] for number in range(200)]
+        wanted = [other[number] for number in range(100)]
+        agree = any(far[first : first + 100] == wanted for first in range(now + 1))
+        agreeing += agree
+        assert joins(path, 0, other, 0, soon=now) is agree, (begin, before, second, now)
+    assert agreeing == len(shapes) + 1  # each joins itself, and one learner's from 0 on comes to 3

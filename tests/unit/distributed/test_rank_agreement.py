@@ -9,7 +9,7 @@ import pytest
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import RankError, UserError
 from crossbow_py.distributed import rank_agreement
-from crossbow_py.distributed.rank_agreement import check_alike
+from crossbow_py.distributed.rank_agreement import check_ranks_agree
 from crossbow_py.distributed.ranks import ALONE
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 from tests.thread_ranks import on_threads
@@ -29,7 +29,7 @@ def with_changes(changes):
 
 
 def check(ranks, configs):
-    check_alike(configs[ranks.rank], ranks)
+    check_ranks_agree(configs[ranks.rank], ranks)
     return "alike"
 
 
@@ -38,7 +38,7 @@ def found_with(*changes):
 
 
 def test_rank_alone_is_alike():
-    check_alike(CONFIG, ALONE)
+    check_ranks_agree(CONFIG, ALONE)
 
 
 def test_ranks_of_one_configuration_are_alike():
@@ -74,7 +74,7 @@ def test_other_code_on_one_rank_is_refused_with_what_differs(key, value, monkeyp
     own = rank_agreement._code()
 
     def check_other(ranks):
-        check_alike(CONFIG, ranks)
+        check_ranks_agree(CONFIG, ranks)
 
     calls = []
 
@@ -94,10 +94,10 @@ def test_other_code_on_one_rank_is_refused_with_what_differs(key, value, monkeyp
 def test_code_hash_changes_with_any_source_file(monkeypatch, tmp_path):
     package = tmp_path / "package"
     (package / "inner").mkdir(parents=True)
-    (package / "alike.py").write_text("a = 1\n")
+    (package / "a.py").write_text("a = 1\n")
     (package / "inner" / "b.py").write_text("b = 1\n")
     (package / "notes.txt").write_text("not code")
-    monkeypatch.setattr(rank_agreement, "__file__", str(package / "alike.py"))
+    monkeypatch.setattr(rank_agreement, "PACKAGE", package)
     hashes = [rank_agreement._code()["source"]]
     assert hashes[0] == rank_agreement._code()["source"]
     (package / "notes.txt").write_text("still not")

@@ -1,4 +1,4 @@
-"""What follows from ranks' reports, and when they meet: numbers worked by hand."""
+"""What follows from ranks' reports, and when they synchronise: numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 
 from crossbow_py.distributed.synchronisation import (
     Agreed,
-    Meetings,
     Report,
+    SynchronisationSchedule,
     agree,
-    differing,
+    differing_ranks,
     rounds_to_next,
     signal_number,
 )
 
 
 def test_report_survives_the_way_to_numbers_and_back():
-    report = Report(1.5, signal=2, fails=1, out_of_memory=0, num_sick=3, checkpoint=2, on_trial=1)
+    report = Report(1.5, signal=2, fails=1, out_of_memory=0, num_non_finite=3, checkpoint=2, on_trial=1)
     assert report.to_values() == [1.5, 2.0, 1.0, 0.0, 3.0, 2.0, 1.0]
     assert Report.from_values(report.to_values()) == report
 
@@ -29,16 +29,18 @@ def test_agree_takes_the_slowest_clock_and_what_came_up_on_any_rank():
     agreed = agree(
         [
             Report(2.0, checkpoint=2),
-            Report(3.5, num_sick=1, out_of_memory=1),
-            Report(3.0, signal=1, fails=1, num_sick=2, checkpoint=1),
+            Report(3.5, num_non_finite=1, out_of_memory=1),
+            Report(3.0, signal=1, fails=1, num_non_finite=2, checkpoint=1),
         ]
     )
-    assert agreed == Agreed(3.5, "terminated", fails=True, out_of_memory=True, num_sick=3, checkpoints=(2, 0, 1))
+    assert agreed == Agreed(3.5, "terminated", fails=True, out_of_memory=True, num_non_finite=3, checkpoints=(2, 0, 1))
 
 
 def test_agree_of_one_rank_with_nothing_to_say_is_quiet():
     assert agree([Report(1.0), Report(1.0, on_trial=1)]).on_trial
-    assert agree([Report(1.0)]) == Agreed(1.0, None, fails=False, out_of_memory=False, num_sick=0, checkpoints=(0,))
+    assert agree([Report(1.0)]) == Agreed(
+        1.0, None, fails=False, out_of_memory=False, num_non_finite=0, checkpoints=(0,)
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,42 +90,42 @@ def test_rounds_to_next_is_about_a_twentieth_of_a_second_in_whole_periods(round_
     ],
 )
 def test_differing_names_ranks_that_are_not_as_most_of_their_group(found, odd):
-    assert differing(found) == odd
+    assert differing_ranks(found) == odd
 
 
-def rounds_met(periods, period=1, first=10):
-    """Rounds before which ranks meet, when so many seconds go by from one meeting to the next."""
-    meetings, index, found = Meetings(first), first, []
+def rounds_synchronised(periods, period=1, first=10):
+    """Rounds before which ranks synchronise, when so many seconds go by in between."""
+    schedule, index, found = SynchronisationSchedule(first), first, []
     for seconds in [0.0, *periods]:
-        while not meetings.is_due(index):
+        while not schedule.is_due(index):
             index += 1
         found.append(index)
-        meetings.met(index, seconds, period, every_round=False)
+        schedule.synchronised(index, seconds, period, every_round=False)
     return found
 
 
-def test_meetings_begin_with_the_first_round_and_come_as_often_as_time_goes_by():
+def test_ranks_synchronise_before_the_first_round_and_then_by_time():
     # 10 ms a round would be five of them, but twice as many as before is the most; then 24 ms a round are 2.1 of them.
-    assert rounds_met([0.01, 0.02, 0.04, 0.12, 0.048]) == [10, 11, 13, 17, 22, 24]
+    assert rounds_synchronised([0.01, 0.02, 0.04, 0.12, 0.048]) == [10, 11, 13, 17, 22, 24]
 
 
-def test_meetings_do_not_trust_the_first_rounds_which_return_before_they_are_over():
-    assert rounds_met([1e-6, 2e-6, 1.0, 1.0]) == [10, 11, 13, 17, 18]
+def test_schedule_does_not_trust_the_first_rounds_which_return_before_they_end():
+    assert rounds_synchronised([1e-6, 2e-6, 1.0, 1.0]) == [10, 11, 13, 17, 18]
 
 
-def test_meeting_at_the_start_takes_no_time_and_says_nothing_of_rounds():
-    meetings = Meetings(0)
-    meetings.met(0, 1e-6, 1, every_round=False)
-    assert meetings.is_due(1)
+def test_synchronisation_at_the_start_says_nothing_of_a_rounds_time():
+    schedule = SynchronisationSchedule(0)
+    schedule.synchronised(0, 1e-6, 1, every_round=False)
+    assert schedule.is_due(1)
 
 
-def test_meetings_of_ranks_that_wait_for_data_are_before_every_round():
-    meetings = Meetings(0)
+def test_ranks_that_wait_for_data_synchronise_before_every_round():
+    schedule = SynchronisationSchedule(0)
     for index in range(5):
-        assert meetings.is_due(index)
-        meetings.met(index, 0.0001, 3, every_round=True)
+        assert schedule.is_due(index)
+        schedule.synchronised(index, 0.0001, 3, every_round=True)
 
 
-def test_meetings_of_ranks_with_an_averaging_period_are_whole_periods_apart():
+def test_ranks_synchronise_whole_averaging_periods_apart():
     # 10 ms a round are 1.67 periods of three; two, which are six rounds, are no more than twice as many.
-    assert rounds_met([0.03, 0.06, 0.6], period=3, first=0) == [0, 3, 9, 15]
+    assert rounds_synchronised([0.03, 0.06, 0.6], period=3, first=0) == [0, 3, 9, 15]

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.data.streaming.preparation import Preparation
 from crossbow_py.data.streaming.streamed_data import Fetched, StreamedData
-from crossbow_py.data.streaming.streaming_feed import StreamingFeed
-from experiments.common.rounds import Rounds, Setup
+from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
+from experiments.bench.rounds import Rounds, Setup
 from experiments.estimate.relay import run_in_step
-from experiments.estimate.searching import doubling_search, largest
-from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun, staged_batches
+from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun, doubling_search, largest, staged_batches
 from experiments.memory.measure import peak_on_host
 
 MLP = Subject("mlp", (1, 28, 28), 10)  # 784-256-256-10
@@ -164,6 +162,6 @@ def test_staged_batches_are_as_many_as_a_streaming_feed_may_hold(num_learners: i
         last = starts[-1]
         ahead = range(last + 1, last + 1 + max(2, num_learners))
         feed.wait(ahead)
-        assert len(feed._shelf.starts()) == staged_batches(num_learners)
+        assert len(feed._buffer.starts()) == staged_batches(num_learners)
     finally:
         feed.close()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from crossbow_py.core.foreign_load import LoadSnapshot, busy_ticks, foreign_share
-from experiments.throughput.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
+from crossbow_py.core.host import LoadSnapshot, busy_ticks, foreign_share
+from experiments.bench.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
 
 
 class Channel:

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from crossbow_py.core.host import Host
-from crossbow_py.data.images import cache_writing
-from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, cache_key
-from crossbow_py.data.images.cache_writing import Opened, open_or_fill
+from crossbow_py.data.images import cache as cache_module
+from crossbow_py.data.images.cache import IMAGES, INDEX, ImageCache, Opened, cache_key, open_or_fill
 from crossbow_py.data.images.decoding import decode, shrunk
 from crossbow_py.data.images.folder import ImageFiles, scan_part
 from crossbow_py.data.images.image_data import ImageFolderData
@@ -36,7 +35,7 @@ def files(tmp_path: Path) -> ImageFiles:
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(1, 0, None))
+    monkeypatch.setattr(cache_module, "read_host", lambda: Host(1, 0, None))
 
 
 def fill(files: ImageFiles, folder: Path, short_side: int = SHORT) -> Opened:
@@ -74,7 +73,7 @@ def test_cache_holds_every_image_made_smaller_and_says_what_it_took(files: Image
 
 def test_cache_that_is_there_is_only_opened(files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(files, tmp_path / "caches")
-    monkeypatch.setattr(cache_writing, "_decoded", None)
+    monkeypatch.setattr(cache_module, "_decoded", None)
     again = fill(files, tmp_path / "caches")
     assert again.cache is not None
     assert again.notes == ()
@@ -96,17 +95,17 @@ def test_batches_with_and_without_a_cache_are_the_same(files: ImageFiles, tmp_pa
 def test_cache_is_filled_alike_by_worker_processes(
     files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(2, 0, None))
-    monkeypatch.setattr(cache_writing, "_CHUNK", 2)
+    monkeypatch.setattr(cache_module, "read_host", lambda: Host(2, 0, None))
+    monkeypatch.setattr(cache_module, "_CHUNK", 2)
     assert same_pixels(filled(files, tmp_path / "caches"), files)
 
 
 def test_worker_that_dies_is_no_reason_to_stop(
     files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(2, 0, None))
-    monkeypatch.setattr(cache_writing, "_CHUNK", 2)
-    monkeypatch.setattr(cache_writing, "decode", lambda path: os._exit(1))
+    monkeypatch.setattr(cache_module, "read_host", lambda: Host(2, 0, None))
+    monkeypatch.setattr(cache_module, "_CHUNK", 2)
+    monkeypatch.setattr(cache_module, "decode", lambda path: os._exit(1))
     opened = fill(files, tmp_path / "caches")
     assert opened.cache is None
     assert "exited unexpectedly" in opened.notes[0]
@@ -200,7 +199,7 @@ def test_what_a_killed_process_left_is_removed(files: ImageFiles, tmp_path: Path
 def test_process_that_is_killed_while_writing_leaves_no_cache_and_no_lock(files: ImageFiles, tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        cache_writing.append = lambda out, pixels: os._exit(9)  # at the first image
+        cache_module.append = lambda out, pixels: os._exit(9)  # at the first image
         fill(files, tmp_path / "caches")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
@@ -215,7 +214,7 @@ def test_exception_while_writing_leaves_nothing(
     def interrupted(out: IO[bytes], pixels: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache_writing, "append", interrupted)
+    monkeypatch.setattr(cache_module, "append", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fill(files, tmp_path / "caches")
     assert left_in(tmp_path / "caches") == [".lock"]
@@ -224,14 +223,14 @@ def test_exception_while_writing_leaves_nothing(
 def test_disk_that_is_full_while_writing_is_no_reason_to_stop(
     files: ImageFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plainly, count = cache_writing.append, iter(range(100))
+    plainly, count = cache_module.append, iter(range(100))
 
     def append(out: IO[bytes], pixels: Any) -> None:
         if next(count) == 5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         plainly(out, pixels)
 
-    monkeypatch.setattr(cache_writing, "append", append)
+    monkeypatch.setattr(cache_module, "append", append)
     opened = fill(files, tmp_path / "caches")
     assert opened.cache is None
     assert "No space left on device" in opened.notes[0]
@@ -244,13 +243,13 @@ def test_disk_without_room_is_found_before_anything_is_written(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     needed = 3 * 3 * (40 * 32 + 36 * 36 + 36 * 43)
-    monkeypatch.setattr(cache_writing, "_decoded", None)
+    monkeypatch.setattr(cache_module, "_decoded", None)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**30, 2**30, needed - 1))
     opened = fill(files, tmp_path / "caches")
     assert opened.cache is None
     assert "it would take about 0.0 MiB, and 0.0 MiB are free. Images are decoded" in opened.notes[0]
     monkeypatch.undo()
-    monkeypatch.setattr(cache_writing, "read_host", lambda: Host(1, 0, None))
+    monkeypatch.setattr(cache_module, "read_host", lambda: Host(1, 0, None))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(2**30, 2**30, needed))
     assert fill(files, tmp_path / "caches").cache is not None
 
@@ -266,7 +265,7 @@ def test_user_without_a_home_is_no_reason_to_stop(files: ImageFiles, monkeypatch
     def homeless() -> Path:
         raise OSError("there is no home folder")
 
-    monkeypatch.setattr(cache_writing, "user_cache", homeless)
+    monkeypatch.setattr(cache_module, "user_cache", homeless)
     opened = open_or_fill(files, SHORT, None, timeout_s=60, progress=False)
     assert "There is no image cache in the home folder: OSError: there is no home folder." in opened.notes[0]
 
@@ -284,9 +283,9 @@ def test_second_process_waits_and_takes_what_the_first_made(
         said.append(text)
         waiting.set()
 
-    locked = cache_writing._locked
-    monkeypatch.setattr(cache_writing, "_locked", lambda path, _: locked(path, say))
-    monkeypatch.setattr(cache_writing, "_decoded", None)
+    locked = cache_module._locked
+    monkeypatch.setattr(cache_module, "_locked", lambda path, _: locked(path, say))
+    monkeypatch.setattr(cache_module, "_decoded", None)
     opened: list[Opened] = []
     with place.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

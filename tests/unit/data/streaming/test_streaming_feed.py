@@ -20,8 +20,8 @@ import torch
 
 from crossbow_py.core.errors import BadSampleError, DataError, UserError
 from crossbow_py.data.augmentation import Augmentation, Flip
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.data.feeds import make_feed
 from crossbow_py.data.sampler import epoch_order
 from crossbow_py.data.streaming.loader import Loaded, fetched_or_raise
 from crossbow_py.data.streaming.streamed_data import BadSample, Fetched, Key, StreamedData
@@ -220,9 +220,9 @@ def test_batches_aside_are_those_of_the_stream_and_what_was_announced_stays_ther
     feed = made(Images(), workers, flip=True)
     rounds(feed, [(60, 64)])
     loaded = feed.loading_times.num_batches
-    producer, shelf = feed._producer, feed._shelf.starts()
+    producer, buffered = feed._producer, feed._buffer.starts()
     assert same(list(feed.aside(starts)), expected)
-    assert feed.announce((60, 64)) and feed._producer is producer and feed._shelf.starts() >= shelf
+    assert feed.announce((60, 64)) and feed._producer is producer and feed._buffer.starts() >= buffered
     assert feed.loading_times.num_batches - loaded <= 2  # the next round's
 
 
@@ -267,10 +267,10 @@ def test_shelf_holds_two_rounds_and_what_is_made_ahead(made: Any) -> None:
     feed = made(Images(), 1)
     rounds(feed, [(p, p + 4) for p in range(0, 80, 8)])
     deadline = time.monotonic() + 10
-    while len(feed._shelf.starts()) < 6 and time.monotonic() < deadline:
+    while len(feed._buffer.starts()) < 6 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert sorted(feed._shelf.starts()) == [64, 68, 72, 76, 80, 84]
+    assert sorted(feed._buffer.starts()) == [64, 68, 72, 76, 80, 84]
     assert staged_batches(2) == 6  # what an estimate counts
 
 
@@ -313,7 +313,7 @@ def test_failure_ahead_of_a_slow_consumer_is_kept_for_its_round(made: Any) -> No
     feed = made(Images(bad=[order[9]]), 1)
     rounds(feed, [(0,)])
     deadline = time.monotonic() + 10
-    while feed._shelf._failure is None and time.monotonic() < deadline:
+    while feed._buffer._failure is None and time.monotonic() < deadline:
         time.sleep(0.01)
     rounds(feed, [(4,)])
     for _ in range(2):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, Constant
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.packs import trial_registry as module

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py import SGD, Constant
-from crossbow_py.data.feeds import make_feed
+from crossbow_py.data.build import make_feed
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.packs import width as module
 from crossbow_py.search.packs.trial import TrialSettings

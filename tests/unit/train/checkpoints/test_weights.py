@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.core import file_writing
+from crossbow_py.core import files
 from crossbow_py.core.errors import CheckpointError
 from crossbow_py.train.checkpoints.weights import load_weights, save_weights
 from tests.support import linear_model, norm_model
@@ -74,7 +74,7 @@ def test_weights_that_cannot_be_written_are_an_os_error(tmp_path):
 def test_weights_saved_by_two_at_the_same_moment_are_whole(tmp_path, monkeypatch):
     """The second writes all of them in between the first's writing and its renaming."""
     first, second, loaded, path = linear_model(), nn.Linear(4, 3), nn.Linear(4, 3), tmp_path / "model.safetensors"
-    sync, synced = file_writing.sync, []
+    sync, synced = files.sync, []
 
     def interleaved(written):
         sync(written)
@@ -84,7 +84,7 @@ def test_weights_saved_by_two_at_the_same_moment_are_whole(tmp_path, monkeypatch
             load_weights(loaded, path)
             assert torch.equal(loaded.weight, second.weight)
 
-    monkeypatch.setattr(file_writing, "sync", interleaved)
+    monkeypatch.setattr(files, "sync", interleaved)
     save_weights(first, path)
     load_weights(loaded, path)
     assert torch.equal(loaded.weight, first.weight) and not torch.equal(first.weight, second.weight)
@@ -98,7 +98,7 @@ def test_weights_that_the_disk_refuses_leave_the_old_ones_and_no_part(tmp_path, 
     def full(_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(file_writing, "sync", full)
+    monkeypatch.setattr(files, "sync", full)
     with pytest.raises(OSError, match="no space left"):
         save_weights(linear_model(), path)
     load_weights(loaded, path)

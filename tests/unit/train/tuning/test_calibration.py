@@ -12,9 +12,10 @@ from torch import nn
 
 from crossbow_py import Trainer
 from crossbow_py.core.errors import CrossbowError, DeviceLostError, UserError
+from crossbow_py.core.measured import fingerprint
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.train.tuning import calibration
-from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
+from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate
 from tests.caches import use_cache
 from tests.trainers import Recorder, image_model, images, make_trainer
 
@@ -269,8 +270,13 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     )
     assert first.run.choices.executor == second.run.choices.executor
     assert any("was the fastest here" in warning for warning in first.run.warnings)
+    assert first.choices.executor_choice_s > 0 == second.choices.executor_choice_s
     Trainer(**{**options, "batch_size": 8})
     assert len(calls) == 2
+    elsewhere = memory.with_name("mine.json")
+    Trainer(**options, executor_cache=elsewhere)
+    assert len(calls) == 3
+    assert elsewhere.is_file()
 
 
 def test_measuring_leaves_no_trace_in_the_run(memory, monkeypatch):

@@ -1,0 +1,123 @@
+"""The choice of a feed for a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossbow_py.core.errors import UserError
+from crossbow_py.data.augmentation import Augmentation, check_shapes
+from crossbow_py.data.datasets import (
+    Data,
+    MapStyleDataset,
+    Pair,
+    as_pair,
+    check_data,
+    is_clip_batch,
+    is_image_batch,
+    rounded_integer,
+)
+from crossbow_py.data.feed import Feed
+from crossbow_py.data.normalisation import IDENTITY, Normalisation
+from crossbow_py.data.resident.inputs import ClipInputs, ImageInputs, ResidentInputs, RowInputs
+from crossbow_py.data.resident.resident_feed import ResidentFeed
+from crossbow_py.data.streaming.items import ItemData
+from crossbow_py.data.streaming.streamed_data import StreamedData
+from crossbow_py.data.streaming.streaming_feed import Preparation, StreamingFeed
+
+
+def make_feed(
+    data: Data,
+    batch_size: int,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    augmentation: Augmentation | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    channels_last: bool = False,
+    dtype: torch.dtype = torch.float32,
+    kernels: bool = False,
+    num_workers: int = 0,
+    num_ranks: int = 1,
+    order_seed: int | None = None,
+) -> Feed:
+    """Build the feed for `data`: resident for a pair of tensors, streaming for every other data set.
+
+    uint8 inputs [N, C, H, W] are images: augmented, scaled to [0, 1] and normalised. uint8 [N, C, T, H, W] are clips:
+    scaled and normalised, not augmented. Floating inputs are cast to `dtype`, and normalised if `mean` and `std` are
+    given. Other inputs and all targets pass unchanged, except for masks [N, ..., H, W], which are flipped with images.
+
+    Args:
+        data: a pair of tensors or a map-style data set.
+        batch_size: samples a batch.
+        seed: seed of the sample order and the augmentation.
+        device: device of the batches.
+        augmentation: for uint8 images in tensors; None for none, as for test data.
+        mean: one value a channel, or one for all.
+        std: one value a channel, or one for all.
+        channels_last: whether 4-D inputs are channels last in memory.
+        dtype: dtype of floating inputs.
+        kernels: let Triton, which must run on the device, make batches of channels-last images in `Feed.take`.
+        num_workers: processes that load streamed data; 0 loads in the caller.
+        num_ranks: ranks that take batches of the stream in turn; 1 if learners share every batch.
+        order_seed: seed of the sample order; None for `seed`.
+
+    Raises:
+        UserError: the batch is larger than the data set, or the data set cannot be augmented or normalised like that.
+    """
+    check_data(data, "the data set")
+    device, augmentation = torch.device(device), augmentation or Augmentation()
+    normalisation = Normalisation.of(mean, std)
+    pair = as_pair(data)
+    if pair is None:
+        streamed = data if isinstance(data, StreamedData) else ItemData(data)
+        _check_streamed(data, augmentation)
+        preparation = Preparation(normalisation, device, channels_last, dtype)
+        return StreamingFeed(
+            streamed, batch_size, seed, device, augmentation, preparation, num_workers, num_ranks, order_seed
+        )
+    _check_resident(pair, augmentation)
+    inputs = _resident_inputs(pair[0], augmentation, normalisation, device, channels_last, dtype, kernels)
+    feed = ResidentFeed(inputs, pair[1].to(device), batch_size, seed, order_seed)
+    feed.note_rounding(None if normalisation else rounded_integer(pair[0], dtype), dtype)
+    return feed
+
+
+def _resident_inputs(
+    inputs: Tensor,
+    augmentation: Augmentation,
+    normalisation: Normalisation | None,
+    device: torch.device,
+    channels_last: bool,
+    dtype: torch.dtype,
+    kernels: bool,
+) -> ResidentInputs:
+    if is_image_batch(inputs):
+        return ImageInputs(inputs, augmentation, normalisation or IDENTITY, device, channels_last, dtype, kernels)
+    if is_clip_batch(inputs):
+        return ClipInputs(inputs, normalisation or IDENTITY, device, dtype)
+    return RowInputs(inputs, normalisation, device, channels_last, dtype)
+
+
+def _check_resident(pair: Pair, augmentation: Augmentation) -> None:
+    if augmentation.active and not is_image_batch(pair[0]):
+        raise UserError(_needs_images(augmentation, f"set {Augmentation()}"))
+    check_shapes(augmentation, pair[0].shape[1:], pair[1].shape[1:])
+
+
+def _check_streamed(data: MapStyleDataset, augmentation: Augmentation) -> None:
+    if augmentation.crop_padding:
+        raise UserError(_needs_images(augmentation, "set data.crop_padding=0 and crop inside the data set"))
+    if not augmentation.active:
+        return
+    first, target = data[0]
+    if not (isinstance(first, Tensor) and is_image_batch(first.unsqueeze(0))):
+        raise UserError(_needs_images(augmentation, f"set {Augmentation()} and augment inside the data set"))
+    check_shapes(augmentation, first.shape, np.shape(target))
+
+
+def _needs_images(augmentation: Augmentation, remedy: str) -> str:
+    return f"{augmentation} need uint8 image tensors [N, C, H, W]; {remedy}."
