@@ -74,13 +74,13 @@ class Estimate:
     """The result of an estimate.
 
     Attributes:
-        config: what was asked.
+        config: the configuration.
         method: whether memory was measured on the device or counted.
-        precision: that of the run.
+        precision: the precision of the run.
         num_learners: K of the recommendation: as configured, or the most that `auto` may take.
         in_turn: whether learners run one after another.
         memory_bytes, held_back: of the device, and what is left alone.
-        model: the memory model of a learner.
+        model: the memory model of one learner.
         table: K → the largest batch size, by the model.
         fitting_learners: how many fit with the configured batch size, up to `max_learners`.
         measured: the search by real rounds, where the device was there.

@@ -66,9 +66,9 @@ class SearchRun:
     """A search as one worker process runs it; close it.
 
     Args:
-        config: what was asked for.
-        folder: where it is recorded.
-        listeners: are told; closed by who made them.
+        config: the configuration.
+        folder: the folder that the search is recorded in.
+        listeners: receive what happens; whoever made them closes them.
 
     Raises UserError, or StorageError when the storage cannot be used.
     """

@@ -18,10 +18,10 @@ class SearchInfo:
 
     Attributes:
         metric: the name of the values; `maximize` says whether greater is better.
-        num_train_samples: in an epoch.
-        brackets: who trains how far.
-        space: what is searched.
-        num_finished_segments: by this and other workers, before this one began.
+        num_train_samples: the samples of an epoch.
+        brackets: which trials train how far.
+        space: the search space.
+        num_finished_segments: those finished by any worker before this one began.
     """
 
     experiment: str
@@ -51,10 +51,10 @@ class TrialRecord:
     """A trial as it stands.
 
     Attributes:
-        rung: the last where it was measured, with `value`.
-        values: by epochs measured at.
-        params: None while it has not been sampled.
-        worker: who measured it last.
+        rung: the last rung where it was measured, with `value`.
+        values: the values by the epochs they were measured at.
+        params: the parameters; None while it has not been sampled.
+        worker: the worker that measured it last.
         reason: why it failed.
     """
 

@@ -35,8 +35,8 @@ class SearchFolder:
     """The folder that a search is recorded in.
 
     Attributes:
-        is_known: it was begun before, here or by another worker.
-        is_made: there was no such folder.
+        is_known: whether it was begun before, here or by another worker.
+        is_made: whether there was no such folder before.
     """
 
     path: Path

@@ -52,9 +52,9 @@ class SearchRules:
     """The rules of a search.
 
     Attributes:
-        brackets: its trials, and how far each is trained.
-        metric: of the validation data; `accuracy` is maximized, `loss` minimized.
-        policy: who is packed with whom.
+        brackets: the trials, and how far each is trained.
+        metric: what is measured on the validation data; `accuracy` is maximized, `loss` minimized.
+        policy: which trials are packed together.
         lookahead: new trials that are sampled before there is room for them, for policies to choose from.
         checkpoint_every_s: how often segments that are long are kept on their way; None: only when a stop ends them.
     """
@@ -98,12 +98,12 @@ class Search:
     """One worker of a search. Used from one thread; close it.
 
     Args:
-        rules: what it goes by.
-        study: shared with other workers, open.
-        registry: what is known of trials.
-        states: where trials are kept between segments.
-        settings, choices, loss: of all trials.
-        hooks: what it calls.
+        rules: the brackets, the metric and the policy.
+        study: the open study, shared with other workers.
+        registry: describes the trials.
+        states: the checkpoints of trials between segments.
+        settings, choices, loss: those of all trials.
+        hooks: functions that it calls.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Search:
     def run(self, stopped: Callable[[], bool]) -> bool:
         """Train until nothing is left, or `stopped`; then what is held is given back. Whether nothing is left.
 
-        Segments that a stop ends are kept on their way, for who goes on here.
+        Segments that a stop interrupts are saved, so that whoever goes on in this folder continues them.
 
         Raises:
             StorageError: the storage is gone; what was finished is in it.

@@ -72,7 +72,7 @@ class Leader:
     """The best trial of a search so far.
 
     Attributes:
-        last: its segment that was measured last, after `epochs`; `value` came of it.
+        last: its last segment that was measured, after `epochs`, with `value`.
         is_at_end: whether it was trained to the end.
     """
 
@@ -123,10 +123,10 @@ def kept_best(
     one before has written: the last knows the most results.
 
     Args:
-        find: gives the best trial by what is known now.
-        run_of: how it is trained.
-        data, states, choices, loss: of the search.
-        folder: of the best trial; the search's is around it.
+        find: returns the best trial by what is known now.
+        run_of: returns how it is trained.
+        data, states, choices, loss: those of the search.
+        folder: the folder of the best trial, in that of the search.
 
     Returns:
         The trial, None where there is none, and the seconds that measuring took.

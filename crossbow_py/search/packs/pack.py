@@ -1,4 +1,4 @@
-"""Trials on the rows of one bank, trained in lockstep: the same round for all, and the place of each in its own run.
+"""Trials on the rows of one bank, trained in lockstep: all do the same round, each at its own point of its own run.
 
 Nothing is averaged. What a row sees is what its trial would see alone: its own position in the stream of samples, its
 own learning rate, dropout and augmentation.
@@ -37,10 +37,10 @@ class PackJob:
     """The settings that all packs of a search share.
 
     Attributes:
-        settings, choices: of the search's runs; a trial has its own seed and batch size.
-        loss: for all trials; label smoothing is a trial's own.
-        planned_samples: what schedules count with: the length of a trial that goes to the end.
-        choose_executor: the name of the executor for that many trials of a signature.
+        settings, choices: those of all trials; a trial has its own seed and batch size.
+        loss: the loss of all trials; label smoothing is a trial's own.
+        planned_samples: the length of a trial that is trained to the end, for schedules.
+        choose_executor: returns the name of the executor for that many trials of a signature.
     """
 
     settings: RunSettings
@@ -52,13 +52,13 @@ class PackJob:
 
 @dataclass
 class Member:
-    """A trial on a row: where it is, and how far it is to be trained.
+    """A trial on a row: how far it has been trained, and how far it will be.
 
     Attributes:
-        begun: where it stood when its segment began, or later, when its pack was last parked; None for a new trial.
+        begun: its checkpoint when its segment began, or when its pack was last parked; None for a new trial.
         end_samples: where the segment ends.
-        dropout_rate: of the model's dropout layers; read where trials of its signature may have different ones.
-        loss_sum, num_losses: over the rounds of this segment.
+        dropout_rate: the rate of the model's dropout layers; read if trials of its signature may differ in it.
+        loss_sum, num_losses: sums over the rounds of this segment.
         failure: why it cannot go on.
     """
 
@@ -98,10 +98,10 @@ class Pack:
     """Trials of one signature. Used from one thread at a time; close it.
 
     Args:
-        job: what all packs share.
-        signature: what these trials have in common.
+        job: the settings that all packs share.
+        signature: the signature of these trials.
         template: a model of theirs, on the device.
-        feed: training batches of their size; closed with the pack.
+        feed: gives training batches of their size; closed with the pack.
         members: at least one.
 
     Raises LearnerError, MemoryError or RuntimeError from rounds that fail for all; see `Executor.submit`.
@@ -127,7 +127,7 @@ class Pack:
             self.close()
             raise
 
-    # --- who sits where -----------------------------------------------------------------------------------------------
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def assign(self, members: Sequence[Member]) -> None:
         """Put these members on the rows; those that were there before keep their rows.
@@ -277,7 +277,7 @@ class Pack:
         self._bank.check_bindings(averages=False)
         self.notes += [*taken(self._executor.notes), *self.feed.take_notes()]
 
-    # --- what becomes of them -----------------------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------------------------------
 
     def evaluate(self, members: Sequence[Member], evaluator: Evaluator, feed: Feed) -> list[Evaluation]:
         """Measure members on the samples of a feed, in one pass where they can be fused; drained."""

@@ -36,8 +36,8 @@ class Slot:
     """A segment on its way, in a pack of this worker.
 
     Attributes:
-        kept_at: when it was last kept on its way, or claimed.
-        first_sample: where this worker began with it.
+        kept_at: when it was last saved, or claimed.
+        first_sample: the sample at which this worker began with it.
     """
 
     segment: Segment
@@ -68,10 +68,10 @@ class Packs:
     """The packs of a worker: assigns slots to them, trains and measures. Used from one thread; close it.
 
     Args:
-        job: what all packs share.
-        registry: what is known of trials.
-        choices, loss: of all trials.
-        message: is told what users should know.
+        job: the settings that all packs share.
+        registry: describes the trials.
+        choices, loss: those of all trials.
+        message: takes sentences for the user.
     """
 
     def __init__(

@@ -31,11 +31,11 @@ class SearchData:
     """The data of a search, on the device.
 
     Attributes:
-        feed_of: new training batches of a size, to be closed; raises UserError for one the data set has not.
-        num_samples: N, of an epoch.
-        validation, test: what trials are measured on, and the best one in the end.
-        num_classes: what models must return, and whether exactly.
-        streams: whether samples are loaded while trials train: all trials of a pack had better be at the same ones.
+        feed_of: makes a feed of training batches of a size, to be closed; raises UserError for an impossible size.
+        num_samples: N, the samples of an epoch.
+        validation, test: the data that trials are measured on, and the best one at the end.
+        num_classes: the number of outputs that models need, and whether it must be exact.
+        streams: whether samples are loaded while trials train; then all trials of a pack should be at the same ones.
     """
 
     feed_of: Callable[[int], Feed]
@@ -65,24 +65,24 @@ class Described:
 
 
 class TrialRegistry:
-    """Describes trials, each once.
+    """The registry of trials: describes each of them once, on demand.
 
     Args:
-        make_trial: a trial's settings from its number and parameters.
-        space: whose parameters these are.
-        data: of the search.
-        settings, choices: of its runs.
-        loss: of all trials.
-        most: trials side by side at most.
-        announce: is told before what takes long, and what was found.
-        total_samples: that the whole search trains on: a tenth of the time of that may go into measuring packs.
+        make_trial: makes a trial's settings from its number and parameters.
+        space: the search space.
+        data: the data of the search.
+        settings, choices: those of all trials.
+        loss: the loss of all trials.
+        most: the most trials side by side.
+        announce: takes sentences for the user: before what takes long, and what was found.
+        total_samples: the samples of the whole search; measuring packs may take a tenth of their time.
 
     Attributes:
-        stopped: whether the search is to end, so that nothing is to be measured any more.
+        stopped: returns whether the search is to end, so that nothing should be measured any more.
         is_alone: whether no other worker on this host shares the search now: what those do while packs are measured is
-            part of it.
-        has_packs: whether packs hold memory.
-        make_room: gives memory back that packs hold, which they take again later; whether there was any.
+        is_alone: whether no other worker on this host shares the search now, as others disturb measurements.
+        has_packs: returns whether packs hold memory.
+        make_room: frees memory that packs hold, until they take it again; returns whether there was any.
     """
 
     def __init__(

@@ -47,10 +47,10 @@ class CompatibleTrials:
     """Trials of one signature.
 
     Attributes:
-        settings, choices, loss: of the search.
-        like: one of the trials.
+        settings, choices, loss: those of the search.
+        like: the settings of one of the trials.
         template: its model, on the device.
-        feed: training batches of its size.
+        feed: gives training batches of its size.
     """
 
     settings: RunSettings
@@ -177,10 +177,10 @@ class Found:
     """The remembered result of measuring.
 
     Attributes:
-        rates: throughputs.
-        why_no_packs: why no packs are among them, where some were to be.
-        bound: trials side by side that memory was thought to hold then.
-        most: that a pack may have.
+        rates: the throughputs.
+        why_no_packs: why they have no packs, if some were to be measured.
+        bound: the trials side by side that memory was thought to hold.
+        most: the most trials of a pack.
     """
 
     rates: Rates
@@ -199,8 +199,8 @@ class WidthMemory:
 
     Args:
         trials: the trials.
-        names: of the executors that may run them.
-        limit: trials side by side, at most.
+        names: the executors that may run them.
+        limit: the most trials side by side.
         is_alone: whether no other search takes part of the machine.
     """
 

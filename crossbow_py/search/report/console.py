@@ -57,7 +57,7 @@ class SearchConsole(ScreenConsole, SearchListener):
 
     Args:
         log_path: console.log, appended to; None for none.
-        screen: where to talk in its place.
+        screen: the screen to talk to instead.
         clock: monotonic seconds; plain lines and the time that is left depend on it.
     """
 

@@ -38,8 +38,8 @@ class SearchPictures(SearchListener):
     """Draws the pictures where matplotlib is there and a trial has a value, and says what it did.
 
     Args:
-        folder: the search's.
-        say: tells the user.
+        folder: the search's folder.
+        say: takes sentences for the user.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:

@@ -32,8 +32,8 @@ class SearchFile(SearchListener):
     A disk that is full does not end the search: what is missing is said.
 
     Args:
-        folder: the search's; several workers may write there, each the results of all.
-        say: tells the user.
+        folder: the search's folder; several workers may write there, each the results of all.
+        say: takes sentences for the user.
         clock: monotonic seconds.
     """
 

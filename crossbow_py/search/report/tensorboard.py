@@ -47,7 +47,7 @@ class SearchTensorBoard(SearchListener):
 
     Args:
         folder: where TensorBoard looks.
-        say: tells the user what could not be written.
+        say: takes sentences for the user on what could not be written.
         clock: seconds since the epoch, of the events.
     """
 

@@ -109,10 +109,10 @@ class SegmentResult:
     Attributes:
         value: None when the trial failed in it.
         reason: why it failed.
-        epochs: the trial had been trained for when it was measured; 0 when it failed.
-        seconds: the segment took; 0 when it failed.
-        worker: that trained it.
-        attrs: whatever else was to be kept, plain values.
+        epochs: those that the trial had been trained for when it was measured; 0 if it failed.
+        seconds: the time that the segment took; 0 if it failed.
+        worker: the worker that trained it.
+        attrs: other plain values to keep.
     """
 
     value: Outcome
@@ -150,10 +150,10 @@ class SegmentClaims:
     """The claims of one search, as one worker sees and makes them. Not for several threads at once.
 
     Args:
-        storage, study: where they are kept: Optuna's storage, and in it the number of a study for nothing else.
+        storage, study: Optuna's storage, and in it the number of a study that holds nothing else.
         patience: calls the storage.
-        address: what the storage is called in errors.
-        worker: name of this process, for people.
+        address: the name of the storage in errors.
+        worker: the name of this process for people.
         lease_s: how long what it claims stays its own without Prolong the lease, if that is due.
         clock: seconds since 1970.
     """

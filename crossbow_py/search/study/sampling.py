@@ -28,9 +28,9 @@ class Sampling:
     that have no value yet count as bad ones, so that those sampled together differ.
 
     Args:
-        space: what is sampled.
-        sampler: how.
-        seed: of the search.
+        space: the search space.
+        sampler: the sampler's name.
+        seed: the seed of the search.
         maximize: whether greater values are better.
     """
 

@@ -43,8 +43,8 @@ class Patience:
     A call that failed may have been done all the same, so only what may be done twice is called through it.
 
     Args:
-        address: the storage, for errors.
-        sleep: takes seconds.
+        address: the name of the storage in errors.
+        sleep: waits for some seconds.
     """
 
     def __init__(self, address: str, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -86,7 +86,7 @@ def open_storage(storage: str, sleep: Callable[[float], None] = time.sleep) -> B
     Args:
         storage: `journal:PATH`, or a path that ends in .log or .journal, is a file, for the processes of one host;
             an URL such as sqlite:///PATH (one host too), postgresql://... or mysql://... is a data base.
-        sleep: takes seconds.
+        sleep: waits for some seconds.
 
     Raises:
         UserError: another address, a folder that does not exist, what is no search, or a data base without its driver.

@@ -44,15 +44,15 @@ class SharedStudy:
 
     Args:
         storage: an address for `open_storage`, or one of Optuna's storages.
-        name: of the search, in the storage.
+        name: the name of the search in the storage.
         sampler: how trials are sampled.
-        space: what of.
-        seed: of the sampling.
+        space: the search space.
+        seed: the seed of sampling.
         maximize: whether greater values are better.
-        worker: name of this process, for people.
+        worker: the name of this process for people.
         lease_s: how long after its last sign of life, one every third of it, other hosts take this worker for dead.
         clock: seconds since 1970; of all hosts the same to within a tenth of `lease_s`.
-        sleep: takes seconds.
+        sleep: waits for some seconds.
 
     Raises (all methods):
         StorageError: the storage could not be used for some seconds. What was finished is in it.
@@ -184,8 +184,8 @@ class SharedStudy:
         Args:
             segment: one that was claimed.
             value: measured at its rung.
-            epochs: the trial has been trained for.
-            seconds: the segment took.
+            epochs: the epochs that the trial has been trained for.
+            seconds: the time that the segment took.
             attrs: plain values to keep with it.
 
         Returns:
@@ -215,7 +215,7 @@ class SharedStudy:
         """Return the number of processes that share the search now, this one included; those done or dead do not count.
 
         Args:
-            here: count those on this host alone.
+            here: count only those on this host.
         """
         with self._lock:
             return self._claims.num_searchers(here=here)
