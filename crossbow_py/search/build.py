@@ -311,7 +311,7 @@ class SearchRun:
         )
 
     def _told_again(self, summary: SearchSummary) -> SearchSummary:
-        self._say("Nothing is left to search; what follows is what came of it.")
+        self._say("Nothing is left to search; this is how it ended.")
         for listener in self.listeners:
             listener.on_end(summary)
         return summary

@@ -27,7 +27,7 @@ usage: python -m crossbow_py.search [+experiment=NAME] [GROUP=OPTION ...] [KEY=V
 
 Trains many configurations of a run, the trials, for a while and the best of them on, packed side by side on a device.
 It takes those keys of crossbow_py.train that all trials have in common, and the space of what differs between them.
-Trials are compared on validation data, data.validation_fraction=0.1 of the training data when nothing is said; the
+Trials are compared on validation data, data.validation_fraction=0.1 of the training data unless set otherwise; the
 test data is measured once, for the best.
 
   python -m crossbow_py.search +experiment=search_digits
@@ -88,7 +88,7 @@ class SearchConfig(JobConfig):
     )
     num_trials: int | None = setting(None, "trials in all; null is one pass of the method", minimum=1)
     min_epochs: float = setting(1.0, "epochs before trials are compared for the first time", above=0)
-    eta: int = setting(3, "one of so many trials goes on from rung to rung", minimum=2)
+    eta: int = setting(3, "one in that many trials goes on from rung to rung", minimum=2)
     metric: Literal["accuracy", "loss"] = setting(
         "accuracy", "what is compared, of the validation data: accuracy (greater is better) or loss"
     )
@@ -102,9 +102,11 @@ class SearchConfig(JobConfig):
     )
     study: str | None = setting(None, "name of the search in the storage; null is the experiment's")
     checkpoint_every_s: float | None = setting(
-        300.0, "trials are kept on their way to a rung every that many seconds; null only when stopped", above=0
+        300.0, "save trials between rungs every that many seconds; null only when the search is stopped", above=0
     )
-    lease_s: float = setting(60.0, "seconds without a sign after which other workers take over what one held", above=1)
+    lease_s: float = setting(
+        60.0, "seconds without a sign of life after which other workers take over what a worker holds", above=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
