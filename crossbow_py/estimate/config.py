@@ -1,4 +1,4 @@
-"""What `crossbow_py.estimate` can be told."""
+"""The configuration of `crossbow_py.estimate`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from crossbow_py.telemetry.console import clock_time
+from crossbow_py.telemetry.screen import clock_time
 
 MOST_RUNS = 12  # more curves than that nobody tells apart
 _LARGEST = 1e30

@@ -116,7 +116,7 @@ class RunRecords(Listener):
     def on_end(self, summary: Summary) -> None:
         """The summary."""
         ordered = _ordered(dataclasses.asdict(summary), _LEADING_SUMMARY)
-        write_atomically(self._summary, json.dumps(ordered, indent=2) + "\n")
+        write_json(self._summary, ordered)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -163,6 +163,11 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def write_json(path: Path, values: Mapping[str, Any], indent: int | None = 2) -> None:
+    """Write plain values as JSON, as `write_atomically` does; numbers that are not finite become null."""
+    write_atomically(path, json.dumps(finite(values), indent=indent, allow_nan=False) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:

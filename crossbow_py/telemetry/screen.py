@@ -1,14 +1,20 @@
-"""Where lines for the user go: a terminal or a pipe, and a log file; on a terminal, pictures redrawn in place too."""
+"""Where lines for the user go: a terminal or a pipe, and a log file; on a terminal, pictures redrawn in place too.
+
+`ScreenConsole` is what the consoles of runs and searches share.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from crossbow_py.core.errors import unwritable
 from crossbow_py.core.files import own_file
@@ -114,3 +120,66 @@ class Screen:
             write()
         except (OSError, ValueError):  # a broken pipe, a full disk behind a redirection; a stream closed under us
             self._stream = self._live = None
+
+
+class ScreenConsole:
+    """Lines that stay on a screen, above a live picture of the progress.
+
+    Args:
+        screen: where to talk.
+        clock: monotonic seconds; the spacing of plain progress lines depends on it.
+    """
+
+    WIDTH_FOR_A_BAR: ClassVar[int]  # columns that a bar, which takes 21, and the line beside it need
+
+    def __init__(self, screen: Screen, clock: Callable[[], float]) -> None:
+        self._screen, self._clock = screen, clock
+
+    def on_message(self, message: str) -> None:
+        """A sentence that stays."""
+        self._say(message)
+
+    def close(self) -> None:
+        """Give the terminal back (cursor shown, live picture gone) and close the log."""
+        self._screen.close()
+
+    def _say(self, line: str) -> None:
+        self._screen.say(line)
+
+    def _begin(self, lines: Iterable[str]) -> None:
+        """The header, and the live picture under it."""
+        for line in lines:
+            self._say(line)
+        self._screen.start_live()
+
+    def _end(self, lines: Iterable[str]) -> None:
+        """The last block, in place of the live picture."""
+        self._screen.stop_live()
+        for line in lines:
+            self._say(line)
+
+    def _with_bar(self, line: str, done: int, total: int | None) -> Table | Text:
+        """A line of progress behind a bar, where a total is known and the terminal is wide enough for both."""
+        text = Text(line, no_wrap=True, overflow="ellipsis")
+        if not total or self._screen.width < self.WIDTH_FOR_A_BAR:
+            return text
+        row = Table.grid(padding=(0, 1))
+        row.add_row(ProgressBar(total=total, completed=done, width=20), text)
+        return row
+
+
+def fact(name: str, what: object) -> str:
+    """A line of the last block: what something is, behind its name."""
+    return f"  {name:<14} {what}"
+
+
+def counted(number: float, thing: str) -> str:
+    """A number of things, as in `1 learner` and `2 learners`."""
+    return f"{number:g} {thing}" if number == 1 else f"{number:g} {thing}s"
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
