@@ -75,7 +75,7 @@ gpu-engine: setup  ## that of training one model, in 8 minutes
 	$(BIN)/python experiments/throughput/run.py --device cuda --precision bf16 --sides serial fused --num-learners 8 --seconds 0.5 --repetitions 5 --json experiments/throughput/results/resnet32_b16_cuda.json
 	$(BIN)/python experiments/update_bandwidth/run.py --device cuda --seconds 5 --json experiments/update_bandwidth/results/vgg16_k4_cuda.json
 	$(BIN)/python experiments/memory/run.py --device cuda --models resnet32 --num-learners 1 4 16 --json experiments/memory/results/memory_cuda.json
-	$(BIN)/python experiments/tables.py
+	$(BIN)/python experiments/tables
 
 gpu-packs: setup  ## that of packs, ensembles and searches, in 6 minutes
 	@$(BIN)/python -c '$(HAS_CUDA)'
@@ -84,7 +84,7 @@ gpu-packs: setup  ## that of packs, ensembles and searches, in 6 minutes
 	$(BIN)/python experiments/model_batch/run.py inference --device cuda --batch-sizes 16 --seconds 0.3 --json experiments/model_batch/results/inference_cuda.json
 	$(BIN)/python experiments/pack_step_time/run.py families --device cuda --families resnet20 --num-models 8 --seconds 0.3 --json experiments/pack_step_time/results/families_cuda.json
 	$(BIN)/python experiments/hyperband/run.py --device cuda --repetitions 1 --json experiments/hyperband/results/lenet_cuda.json
-	$(BIN)/python experiments/tables.py
+	$(BIN)/python experiments/tables
 
 lint: setup  ## ruff
 	$(BIN)/python -m ruff check .

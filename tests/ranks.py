@@ -19,7 +19,7 @@ import torch
 
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.settings import DistributedSettings
-from experiments.common.ports import free_port
+from experiments.bench.machine import free_port
 
 PATIENCE_S = 60.0
 # With them what torch.export would import in every rank that fuses, which takes seconds.

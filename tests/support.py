@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.averaging import SMA, AveragingRule, Stage
-from crossbow_py.data.build import Feed, make_feed
+from crossbow_py.data.build import make_feed
+from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.bank.replicas import ReplicaBank

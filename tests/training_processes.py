@@ -16,8 +16,7 @@ from typing import Any
 
 from crossbow_py.telemetry.records import read_metrics
 from crossbow_py.train.checkpoints.checkpoint import checkpoints
-from experiments.common.machine import ROOT
-from experiments.common.ports import free_port
+from experiments.bench.machine import ROOT, free_port
 from experiments.faults import processes
 from experiments.faults.processes import Start
 

@@ -1,4 +1,4 @@
-"""Averaging rules by name. A new one is a file in this folder: a class derived from `AveragingRule`, with a `NAME`."""
+"""Averaging rules by name. To add one, add a file with a subclass of `AveragingRule` that has a `NAME`."""
 
 import importlib
 import pkgutil
@@ -20,7 +20,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def _rules(base: type[AveragingRule]) -> list[type[AveragingRule]]:
-    """Those derived from a class that have a name of their own."""
+    """Return a class and its subclasses, as far as they define a `NAME`."""
     derived = [rule for each in base.__subclasses__() for rule in _rules(each)]
     return [base, *derived] if "NAME" in vars(base) else derived
 

@@ -1,4 +1,4 @@
-"""What all rules with a central average model have in common: their settings, and when learners average."""
+"""The base classes of rules with a central average model: shared settings, and when learners average."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RATE_SCALING = "multiply the learning rate by 1, √K or K, for K learners on al
 
 @dataclass(frozen=True, kw_only=True)
 class CentralRule(AveragingRule):
-    """Base of rules that keep learners around z. K = 1 is plain SGD by any of them: nothing is averaged, and z is w.
+    """The base of rules that keep learners around z. With K = 1 each is plain SGD: nothing is averaged, and z is w.
 
-    Running statistics of learners, one alone too, lag behind weights that move fast: so BatchNorm statistics of z are
-    measured when it is evaluated or saved (experiments/batch_norm).
+    Running statistics, even those of a single learner, lag behind weights that move fast, so BatchNorm statistics of z
+    are measured when it is evaluated or saved (experiments/batch_norm).
     """
 
     has_central_model: ClassVar[bool] = True
@@ -56,18 +56,19 @@ class CentralRule(AveragingRule):
         return True
 
     def _round(self, stage: Stage) -> RoundAveraging | None:
-        """Of a round that averages, with two learners at least; None where gradients alone are averaged."""
+        """Return what a round that averages, with at least two learners, does; None if it averages only gradients."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicRule(CentralRule):
-    """Base of rules that average every so many rounds.
+    """The base of rules that average once every so many rounds.
 
-    By the quadratic synchronisation rule (Gu et al., ICLR 2024) learners go the longer by themselves the smaller the
-    learning rate γ was when they last averaged: max(averaging_period, ⌊(quadratic_period / γ)²⌋) rounds, and no longer
-    than to the planned end of the run. γ is what learners step with, after `rate_scaling`; during a warm-up it is what
-    it would be without one, or learners would part for ever when it begins.
+    With the quadratic synchronisation rule (Gu et al., ICLR 2024), learners train by themselves for longer as the
+    learning rate γ falls: max(averaging_period, ⌊(quadratic_period / γ)²⌋) rounds for the γ at which they last
+    averaged, and at most until the planned end of the run. γ is the rate that learners step with, after
+    `rate_scaling`. During a warm-up it is what it would be without one: a warm-up begins near γ = 0, from where
+    learners would never average again.
     """
 
     averaging_period: int = setting(1, "τ, learners average every that many rounds", minimum=1)
@@ -77,7 +78,7 @@ class PeriodicRule(CentralRule):
 
     @property
     def needs_end(self) -> bool:
-        """See AveragingRule: where z is evaluated, and not the learners' mean, they average in the last round."""
+        """See AveragingRule: if z is evaluated, and not the learners' mean, they average in the last round."""
         return self.quadratic_period is not None and not self.shows_mean
 
     def _averages(self, stage: Stage) -> bool:
@@ -88,7 +89,7 @@ class PeriodicRule(CentralRule):
     def _period(self, learning_rate: float) -> float:
         assert self.quadratic_period is not None, "the period is constant"
         ratio = self.quadratic_period / learning_rate if learning_rate > 0 else math.inf
-        longest = ratio * ratio  # infinite where it overflows; a power would raise
+        longest = ratio * ratio  # infinite on overflow, where a power would raise
         return max(self.averaging_period, math.floor(longest) if math.isfinite(longest) else math.inf)
 
 
@@ -100,7 +101,7 @@ GROUPS_AND_NODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class OuterRule(PeriodicRule):
-    """Base of rules by which learners go on from z after an outer step. Between two of them z is as old as the last."""
+    """The base of rules with outer steps, after which learners go on from z. z changes only in these steps."""
 
     shows_mean: ClassVar[bool] = True
     LACKS: ClassVar[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al., 2023): local SGD whose mean step z follows with Nesterov momentum.
+"""DiLoCo (Douillard et al., 2023): local SGD in which z follows the learners' mean step with Nesterov momentum.
 
 With outer learning rate η and outer momentum β, every τ rounds::
 

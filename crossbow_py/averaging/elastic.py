@@ -1,11 +1,11 @@
 """Elastic averaging SGD (Zhang, Choromanska and LeCun, NeurIPS 2015), synchronous, with all learners in every round.
 
-With correction rate α, by default β/K for β = 0.9 as its authors have it, every τ rounds::
+With correction rate α, by default the authors' β/K for β = 0.9, every τ rounds::
 
     w_j ← w_j − γ·u_j − α·(w_j − z)
     z'  ← z + Σ_j α·(w_j − z)
 
-It is SMA without momentum on z, and by default with a pull a tenth smaller and the learning rate as it is.
+It is SMA without momentum on z. By default its pull is a tenth smaller, and the learning rate is not scaled.
 """
 
 from __future__ import annotations

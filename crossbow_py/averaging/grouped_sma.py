@@ -2,14 +2,14 @@
 
 With M groups of about n = K/M learners, n ≤ `group_size`, for every learner j of group G::
 
-    g   ← Σ_{i in G} g_i / n                         # learners of a group stay alike: one with batches n times as large
+    g   ← Σ_{i in G} g_i / n                         # a group stays equal, like one learner with a batch of n·b
     w_j ← w_j − (optimizer step for g) − c_j         # c_j = α·(w_j − z), α = 1/M
     z'  ← z + Σ_j c_j / n + μ·(z − z_prev)           # SMA of M learners, one a group
 
-Synchronous SGD and SMA are its two ends: a single group averages no models, and z is any learner; groups of one are
-`sma`. Averaging gradients is best as long as the batch n·b is small against the gradient noise scale (McCandlish et
-al., 2018); beyond it larger batches teach no more, and SMA goes on. The learning rate is scaled for all K
-learners, as at both ends.
+Synchronous SGD and SMA are its two extremes: with a single group no models are averaged, and z is any learner; with
+groups of one it is `sma`. Averaging gradients is best while the batch n·b is small compared with the gradient noise
+scale (McCandlish et al., 2018); beyond that larger batches do not help, and SMA still does. The learning rate is scaled
+for all K learners, as at both extremes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GroupedSMA(SMA):
         return True
 
     def restarts(self, num_learners: int, num_devices: int) -> bool:
-        """See AveragingRule: a single group does not, no more than a single learner."""
+        """See AveragingRule: a single group does not restart, like a single learner."""
         return self.restart_on_drop and self._groups(num_learners, num_devices) > 1
 
     def _groups(self, num_learners: int, num_devices: int) -> int:

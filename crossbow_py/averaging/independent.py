@@ -1,4 +1,4 @@
-"""No averaging: K models trained side by side, evaluated and saved singly. The first step towards packs."""
+"""No averaging: K models trained side by side, each evaluated and saved by itself, as in a pack of trials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crossbow_py.core.settings import check
 
 @dataclass(frozen=True)
 class Independent(AveragingRule):
-    """Learners that never meet: every learner sees every sample and there is no central average model."""
+    """Learners without a central average model: each sees every sample."""
 
     NAME: ClassVar[str] = "independent"
     has_central_model: ClassVar[bool] = False
@@ -22,11 +22,11 @@ class Independent(AveragingRule):
             "final_correction_rate", "group_size", "learner_momentum", "node_period", "pull", "quadratic_period",
             "rate_scaling", "recalibration_batches", "restart_momentum", "restart_on_drop",
         ),
-        "its learners never meet, and have no average model",
+        "its learners are never averaged",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         check(self)
 
     def round(self, stage: Stage) -> None:
-        """Never anything."""
+        """Return None: no round averages."""

@@ -1,4 +1,4 @@
-"""Local SGD (Stich, ICLR 2019): learners go by themselves for τ rounds, then all go on from their mean.
+"""Local SGD (Stich, ICLR 2019): learners train by themselves for τ rounds, then all go on from their mean.
 
     z   ← Σ_j w_j / K
     w_j ← z

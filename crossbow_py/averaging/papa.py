@@ -5,8 +5,8 @@ With pull a, every τ rounds and in proportion to the learning rate γ, γ_0 bei
     z   ← Σ_j w_j / K
     w_j ← w_j + a·(γ/γ_0)·(z − w_j)
 
-Replicas stay apart, so that they learn different things; what is evaluated and saved is their mean. Where a step
-schedule drops the learning rate they stay so too, unless `restart_on_drop` makes them one.
+Replicas stay apart, so that they learn different things; their mean is evaluated and saved. They also stay apart when
+a step schedule drops the learning rate, unless `restart_on_drop` is set.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""What an averaging rule declares: what is averaged in a round, with which coefficients, and who waits for whom.
+"""The interface of averaging rules: what is averaged in a round, with which coefficients, and who waits for whom.
 
 For every round a rule gives one of two things, or nothing. With K learners on all devices:
 
 `LinearRound`: as they step, learners are pulled towards z, which moves by the sum of the pulls while they learn on;
-they wait for that before the next pull alone::
+only the next pull waits for that::
 
     c_j  ← correction · (w_j − z)                 per learner, from the weights before its gradient step
     w_j  ← (gradient step of w_j) − c_j
     s    ← share · Σ_j c_j                        summed on the device in learner order, then one all-reduce of [P]
-    z'   ← z + s + momentum · (z − z_prev)        alike on every device; z_prev ← z
+    z'   ← z + s + momentum · (z − z_prev)        on every device; z_prev ← z
 
 `OuterStep`: after their steps learners wait for each other; z moves to their mean or beyond it, and they to z::
 
@@ -17,8 +17,8 @@ they wait for that before the next pull alone::
     z'   ← z + along_mean · d + along_velocity · v
     w_j  ← w_j + pull · (z' − w_j)
 
-A rule may have a `GradientMean` besides, in every round: before they step, learners exchange their gradients for the
-mean of their group's. Where the group is everybody, replicas stay alike, and z is any of them::
+A rule may also have a `GradientMean`, in every round: before they step, learners exchange their gradients for the mean
+of their group's. If all learners are one group, replicas stay equal, and z is any of them::
 
     g_j  ← Σ_i g_i / n                            over the n learners i of j's group; then the learner's own step
 
@@ -27,7 +27,7 @@ node's, and in every H-th of them
 
     z ← mean of z over nodes; z_prev ← mean of z_prev over nodes
 
-A rule that pulls, and is not linear in (w, z), overrides `corrections` and `average`.
+A rule whose pull is not linear in (w, z) overrides `corrections` and `average`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ LearnerMomentum = Literal["reset", "keep", "average"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Where training stands when a round is planned.
+    """The state of training when a round is planned.
 
     Attributes:
-        round_index: from 0.
-        num_learners: K, of all devices that average together.
+        round_index: the index of the round, from 0.
+        num_learners: K on all devices that average together.
         learning_rate: γ of the first learner in this round.
-        factor: that ÷ the largest γ of the schedule, 0 to 1.
-        rounds_apart: how many rounds learners will have gone by themselves after this one, since they last averaged.
-        first_rate: γ in the first of these rounds, had the warm-up been over.
+        factor: γ divided by the largest γ of the schedule, in [0, 1].
+        rounds_apart: the number of rounds, including this one, since learners last averaged.
+        first_rate: γ in the first of these rounds, as it would be without warm-up.
         is_last: whether the run ends after this round, as far as is known.
-        num_devices: that average together.
+        num_devices: the number of devices that average together.
     """
 
     round_index: int
@@ -72,7 +72,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class LinearRound:
-    """Coefficients of a round in which learners are pulled towards z as they step."""
+    """The coefficients of a round in which learners are pulled towards z as they step."""
 
     correction: float
     momentum: float
@@ -81,7 +81,7 @@ class LinearRound:
 
 @dataclass(frozen=True)
 class OuterStep:
-    """Coefficients of a round that ends in an outer step, and what becomes of the learners' optimizer state there."""
+    """The coefficients of a round that ends in an outer step, and what this does to the learners' optimizer state."""
 
     decay: float = 0.0
     intake: float = 0.0
@@ -96,39 +96,39 @@ RoundAveraging = LinearRound | OuterStep
 
 @dataclass(frozen=True)
 class GradientMean:
-    """Who averages gradients with whom.
+    """The groups of learners that average their gradients.
 
     Attributes:
-        group_size: neighbouring learners of a device, at most, whose gradients are averaged; None is all learners of
-            all devices.
+        group_size: the most learners of a device in a group, which are neighbours; None is one group of all learners
+            on all devices.
     """
 
     group_size: int | None = None
 
     def groups(self, num_learners: int) -> list[range]:
-        """The learners of a device by group: as few groups as there may be, as even as they go."""
+        """Return the learners of a device in as few groups as possible, of sizes as even as possible."""
         number = 1 if self.group_size is None else -(-num_learners // self.group_size)
         bounds = [index * num_learners // number for index in range(number + 1)]
         return [range(first, end) for first, end in pairwise(bounds)]
 
     def num_groups(self, num_learners: int, num_devices: int) -> int:
-        """On all devices, with so many learners on each."""
+        """Return the number of groups on all devices, with `num_learners` on each."""
         return 1 if self.group_size is None else num_devices * len(self.groups(num_learners))
 
     def has_effect(self, num_learners: int, num_devices: int) -> bool:
-        """Whether any two learners share a group, with so many learners on each device."""
+        """Return whether any two learners share a group, with `num_learners` on each device."""
         return self.num_groups(num_learners, num_devices) < num_learners * num_devices
 
 
 class AveragingRule(ABC):
-    """Base of every rule. Frozen settings, no state: z, z_prev and the velocity of z belong to the bank."""
+    """The base of all rules: frozen settings and no state, as z, z_prev and the velocity of z belong to the bank."""
 
     GROUP: ClassVar[str] = "averaging"
     NAME: ClassVar[str]
-    has_central_model: ClassVar[bool]  # and so: learners share an epoch's samples out among them
+    has_central_model: ClassVar[bool]  # if so, learners divide an epoch's samples among themselves
     has_velocity: ClassVar[bool] = False  # whether outer steps use one
     shows_mean: ClassVar[bool] = False  # whether the learners' mean is evaluated, not the z of the last averaging
-    LACKS: ClassVar[Mapping[str, str]] = {}  # settings of other rules that it cannot have, and the reason
+    LACKS: ClassVar[Mapping[str, str]] = {}  # settings of other rules that it does not have, and the reason
     averaging_period: int = 1
     node_period: int = 1  # beyond 1, nodes average for themselves and z differs between them
     restart_on_drop: bool = False
@@ -139,51 +139,51 @@ class AveragingRule(ABC):
 
     @property
     def needs_end(self) -> bool:
-        """Whether rounds hang on when the run ends, which it then has to say beforehand."""
+        """Whether rounds depend on when the run ends, so that the run must have a planned end."""
         return False
 
     @property
     def scales_sum(self) -> bool:
-        """Whether the share of a `LinearRound` may be another than 1."""
+        """Whether the share of a `LinearRound` may differ from 1."""
         return False
 
     @property
     def is_linear(self) -> bool:
-        """Whether `corrections` and `average` are this class's own, for which there is native code and kernels."""
+        """Whether `corrections` and `average` are not overridden, so that native code and kernels compute them."""
         own = type(self)
         return own.corrections is AveragingRule.corrections and own.average is AveragingRule.average
 
     @property
     def gradient_mean(self) -> GradientMean | None:
-        """Who averages gradients with whom in every round, or None."""
+        """The groups that average gradients in every round, or None."""
         return None
 
     @abstractmethod
     def round(self, stage: Stage) -> RoundAveraging | None:
-        """What is averaged in this round, or None."""
+        """Return what is averaged in this round, or None."""
 
     def linear_round(self, num_learners: int) -> LinearRound | None:
-        """Coefficients of the first round in which learners are pulled; None for a rule that averages otherwise."""
-        # On a device each, so that groups of gradients leave something to pull.
+        """Return the coefficients of the first round in which learners are pulled; None if the rule has no such."""
+        # One learner on each device, so that no gradient group makes all of them equal.
         first = self.round(
             Stage(self.averaging_period - 1, num_learners, rounds_apart=self.averaging_period, num_devices=num_learners)
         )
         return first if isinstance(first, LinearRound) else None
 
     def rate_scale(self, num_learners: int) -> float:
-        """What the learning rate is multiplied by for K learners on all devices."""
+        """Return the factor of the learning rate for K learners on all devices."""
         return 1.0
 
     def restarts(self, num_learners: int, num_devices: int) -> bool:
-        """Whether K learners on all devices restart from z when a step schedule drops the learning rate."""
+        """Return whether K learners on all devices restart from z when a step schedule drops the learning rate."""
         return self.restart_on_drop and num_learners > 1
 
     def joins_nodes(self, round_index: int) -> bool:
-        """Whether z is averaged over nodes after this round, which averages, where each has its own meanwhile."""
+        """Return whether nodes, each with its own z, average z among them after this round, which averages."""
         return False
 
     def corrections(self, out: list[Tensor], weights: list[Tensor], z: list[Tensor], coefficients: LinearRound) -> None:
-        """Write c_j = correction · (w_j − z) of one learner into `out`; all are lists of vectors, side by side."""
+        """Write c_j = correction · (w_j − z) of one learner to `out`; all are lists of matching vectors."""
         torch._foreach_copy_(out, weights)
         torch._foreach_sub_(out, z)
         torch._foreach_mul_(out, coefficients.correction)
@@ -191,7 +191,7 @@ class AveragingRule(ABC):
     def average(
         self, z: list[Tensor], z_prev: list[Tensor], total: list[Tensor], coefficients: LinearRound
     ) -> None:
-        """Move z by the all-reduced sum of corrections `total`, in place; afterwards z_prev is the old z."""
+        """Move z in place by `total`, the all-reduced sum of corrections; z_prev becomes the old z."""
         step = list(torch._foreach_sub(z, z_prev))
         torch._foreach_mul_(step, coefficients.momentum)
         torch._foreach_add_(step, total)

@@ -1,4 +1,4 @@
-"""SlowMo (Wang et al., ICLR 2020): local SGD with slow momentum on z, in units of the learning rate γ of the moment.
+"""SlowMo (Wang et al., ICLR 2020): local SGD with slow momentum on z, in units of the current learning rate γ.
 
 With slow learning rate a and slow momentum β, every τ rounds::
 
@@ -6,7 +6,7 @@ With slow learning rate a and slow momentum β, every τ rounds::
     z   ← z − a·γ·u
     w_j ← z
 
-In the terms of `OuterStep`, v = −u. Where γ is next to nothing, so that u cannot be told, z goes to the learners' mean.
+In the terms of `OuterStep`, v = −u. If γ is almost zero, u is undefined, and z becomes the learners' mean.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ For every learner j of K, with gradient g_j at w_j, momentum m and weight decay 
     w_j ← w_j − γ·u_j − c_j
     z'  ← z + Σ_j c_j + μ·(z − z_prev)     # z_prev ← z; z ← z'
 
-α is `correction_rate` (default 1/K), μ is `averaging_momentum`; K = 1 is plain SGD. As z moves by the mean of γ·u_j,
-K learners take it no further in a round than one, in K times the samples: so γ is that of the settings times √K
-(`rate_scaling`), with which it learned best unless it is warmed up, and then times K (experiments/averaging_rules).
-Crossbow leaves γ as it is.
+α is `correction_rate` (1/K by default), μ is `averaging_momentum`; K = 1 is plain SGD. As z moves by the mean of γ·u_j,
+K learners move it no further in a round than one does, with K times the samples. γ is therefore the configured rate
+times √K (`rate_scaling`), which learned best without a warm-up; with one, K was best (experiments/averaging_rules).
+Crossbow does not scale γ.
 
-With a `final_correction_rate` α follows the learning rate γ from one to the other, so that learners explore while it is
-high and meet where it has fallen (or has yet to rise), and z never moves further than the learners' mean is::
+With a `final_correction_rate`, α goes from `correction_rate` to it as the learning rate γ falls, so that learners
+explore while γ is high and come together once it is low, and z never moves further than to the learners' mean::
 
     α  ← final + (first − final) · ⌈16 · γ / γ_max⌉ / 16        # in steps: rounds of one α can be captured as one graph
     z' ← z + min(1, 1 / (K·α)) · Σ_j c_j + μ·(z − z_prev)
@@ -79,7 +79,7 @@ class SMA(PeriodicRule):
         return self._among(stage.num_learners, stage.factor)
 
     def _among(self, num_learners: int, factor: float, copies: float = 1.0) -> LinearRound:
-        """Of so many different learners, each of them there in so many `copies`."""
+        """Return the coefficients for `num_learners` different learners, each with `copies` equal replicas."""
         alpha, share = 1.0 / num_learners if self.correction_rate is None else self.correction_rate, 1.0
         if self.final_correction_rate is not None:
             alpha += (self.final_correction_rate - alpha) * (1 - math.ceil(factor * _STEPS) / _STEPS)

@@ -1,12 +1,12 @@
-"""For how many learners a pull towards z settles: z moves by the sum of all pulls, maybe further than their mean.
+"""The number of learners for which a pull towards z is stable: z moves by the sum of all pulls, and may overshoot.
 
-With learners that stand still, K of them, the distance of their mean to z and the last step of z follow
+With K learners that stand still, the distance of z to their mean and the last step of z follow
 
     | w̄ − z      |     | 1 − α − G   −μ |   | w̄ − z      |
     | z − z_prev |  ←  |     G        μ | · | z − z_prev |        with G = share · K · α
 
-in every round that averages. Its powers vanish if and only if G < (2 − α)·(1 + μ), which for a share of 1 is
-α < 2·(1 + μ) / (1 + μ + K); beyond that any difference grows, whatever the learning rate is.
+in every round that averages. The powers of this matrix vanish if and only if G < (2 − α)·(1 + μ), which for a share of
+1 is α < 2·(1 + μ) / (1 + μ + K); beyond that any difference grows, at any learning rate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from crossbow_py.core.errors import UserError
 
 
 def settles(rule: AveragingRule, num_learners: int, num_devices: int = 1) -> bool:
-    """Whether a rule does with so many learners on each of the devices that average together."""
+    """Return whether a rule is stable with `num_learners` on each of `num_devices` that average together."""
     total, period = num_learners * num_devices, rule.averaging_period
     found = rule.round(Stage(period - 1, total, rounds_apart=period, num_devices=num_devices))
     if not isinstance(found, LinearRound):
@@ -27,12 +27,15 @@ def settles(rule: AveragingRule, num_learners: int, num_devices: int = 1) -> boo
 
 
 def most_settling(rule: AveragingRule, most_learners: int, num_devices: int = 1) -> int:
-    """The largest number of learners on each device, up to `most_learners` and from 1, with which a rule does."""
+    """Return the largest number of learners on each device, from 1 to `most_learners`, with which a rule is stable."""
     return next((k for k in range(most_learners, 1, -1) if settles(rule, k, num_devices)), 1)
 
 
 def check_settles(rule: AveragingRule, num_learners: int | Literal["auto"], num_devices: int = 1) -> None:
-    """Raises UserError where a rule does not with so many learners on each device; `auto` takes no more than settle."""
+    """Check that a rule is stable with `num_learners` on each device; `auto` chooses no more than are stable.
+
+    Raises UserError if it is not.
+    """
     if num_learners != "auto" and not settles(rule, num_learners, num_devices):
         most = most_settling(rule, num_learners, num_devices)
         devices = f" on each of {num_devices} devices" if num_devices > 1 else ""

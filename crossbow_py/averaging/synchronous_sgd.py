@@ -5,9 +5,9 @@ For every learner j of K, with gradient g_j at w_j::
     g   ← Σ_j g_j / K
     w_j ← w_j − (optimizer step for g)
 
-All replicas stay alike, so that K learners of batch size b take the steps of one with K·b (but for BatchNorm, which
+All replicas stay equal, so that K learners of batch size b take the steps of one with K·b (except for BatchNorm, which
 sees b samples at a time), and z is any of them. `rate_scaling=linear` with a schedule that warms up is the recipe of
-Goyal et al. (2017). Gradients are clipped once they are averaged. What is not finite adds nothing to the mean.
+Goyal et al. (2017). Gradients are clipped after averaging, and non-finite ones add nothing to the mean.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class SynchronousSGD(CentralRule):
         ),
         **dict.fromkeys(
             ("correction_rate", "final_correction_rate", "averaging_momentum", "pull"),
-            "learners stay alike, so that nothing pulls them towards an average model",
+            "learners stay equal, so that nothing pulls them towards an average model",
         ),
         **dict.fromkeys(
             ("learner_momentum", "outer_learning_rate", "outer_momentum", "slow_learning_rate", "slow_momentum"),
-            "there are no outer steps, as learners stay alike",
+            "there are no outer steps, as learners stay equal",
         ),
-        "group_size": "everybody is in one group; averaging=grouped_sma has groups",
+        "group_size": "all learners are in one group; averaging=grouped_sma has groups",
         "node_period": "nodes sum gradients in every round, or learners would part",
     }
 

@@ -39,7 +39,7 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.printing import columns, print_line, standard_streams
 from crossbow_py.core.settings import suggestion
 from crossbow_py.core.signals import EXIT_INTERRUPTED, StopSignal
-from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.telemetry.figures import MOST_RUNS, figures
 from crossbow_py.telemetry.records import read_summary

@@ -9,7 +9,7 @@ does not list the key, because the settings dataclasses know every key and sugge
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import hydra
@@ -107,6 +107,7 @@ def compose(overrides: Sequence[str], kind: type[C]) -> C:
     _check_chosen(chosen, known)
     for override in parsed:
         _check_experiment(override, known)
+    _check_command([override.key_or_group for override in parsed], known)  # Hydra cannot compose what is no group here
     parsed.sort(key=lambda override: override.key_or_group == "debug")  # stable: +debug= comes last and wins
     laid = [each for each in parsed if _owner_of(each, kind) and not each.is_delete()]
     settled = [text for override in parsed if override not in laid for text in _settled(override, kind)]
@@ -173,7 +174,7 @@ def _check_chosen(chosen: Sequence[str], known: Sequence[str]) -> None:
         raise UserError(f"{twice} is chosen {chosen.count(twice)} times; choose it once.")
     stray = next((group for group in chosen if _key_of(group) not in known), None)
     if stray:
-        _check_command({stray: None}, known)
+        _check_command([stray], known)
         raise UserError(f"unknown key {stray}{suggestion(stray, known)}")
 
 
@@ -215,9 +216,9 @@ def _check_experiment(override: Override, known: Sequence[str]) -> None:
                 )
 
 
-def _check_command(plain: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_command(keys: Iterable[str], known: Sequence[str]) -> None:
     """Refuse a key that only another command has."""
-    for key in plain:
+    for key in keys:
         if key not in known and (commands := _commands_with(key)):
             raise UserError(f"unknown key {key}, which is for {commands}{suggestion(key, known)}")
 

@@ -1,20 +1,21 @@
-"""The auto-tuner: how many learners a device gets, from measured throughput alone.
+"""The auto-tuner chooses the number of learners of a device from measured throughput.
 
-Pure: a state and a throughput in, a state and a decision out; no clock, no torch, nothing random, so ranks that are fed
-the same numbers decide alike. A measurement is the median of `windows` windows of throughput. Two searches share it:
+It is pure: a state and a throughput in, a state and a decision out; no clock, no torch, no randomness, so ranks that
+are given the same numbers make the same decision. A measurement is the median of `windows` windows of throughput. There
+are two searches:
 
-    growing     counts upwards, each worth it when it beats the last one that was by more than `min_gain`;
-    shrinking   counts downwards, each worth it when within `min_gain` of the best.
+    growing     counts upwards; a count is worth it if it beats the last one that was by more than `min_gain`;
+    shrinking   counts downwards; a count is worth it if it is within `min_gain` of the best.
 
-Either looks one count beyond one that was not worth it (3 learners on 2 cores may lose where 4 win), never beyond a
-fall below half of the best, and settles on the fewest learners measured within `min_gain` of the best. Where that
-turns down more learners it measures again, once: when the machine has slowed down meanwhile, what was turned down was
-compared unfairly, and growing starts again from there. Settled, it watches: throughput that stays more than `drift`
-lower starts shrinking, higher starts growing. After a drop took learners away it also tries growing from time to
-time, because a core that a neighbour frees shows in no throughput of learners that never used it. Every new search
-doubles the wait before the next, up to `2 ** _MAX_BACK_OFF` measurements.
+Both try one count beyond one that was not worth it (3 learners on 2 cores may be slower and 4 faster), but none beyond
+a fall below half of the best, and settle on the fewest learners measured within `min_gain` of the best. If growing
+settles on fewer learners than the last count, it measures them again, once: if the machine has slowed down meanwhile,
+the larger counts were compared unfairly, and growing starts again from there. Once settled, the tuner watches:
+throughput that stays lower by more than `drift` starts shrinking, higher starts growing. After a drop has taken
+learners away, it also tries growing from time to time, because learners do not get faster when another program frees a
+core that they do not use. Every new search doubles the wait before the next, up to `2 ** _MAX_BACK_OFF` measurements.
 
-After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and stops for good.
+After Crossbow's auto-tuner (Koliousis et al., VLDB 2019), which takes one sample per count and then stops.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MAX_BACK_OFF = 6
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do: the number of learners to have now, and a sentence for the console, empty while it only measures."""
+    """The number of learners to have now, and a message for the console, empty while the tuner only measures."""
 
     action: Action
     num_learners: int
@@ -45,12 +46,19 @@ class Decision:
 
 @dataclass(frozen=True)
 class AutoTunerState:
-    """Where the search stands; the default is the start of a run.
+    """The state of the search; the default is that at the start of a run.
 
-    `num_windows` counts since the count or the phase changed, and `recent` holds those of the measurement under way.
-    `measured` are the (learners, images/s) of the latest search, in its order. `drifted` counts measurements in a row
-    that were too high (positive) or too low (negative); `before_drop` is the most learners that a drop was met with.
-    `checked` says that this search has measured its choice again.
+    Attributes:
+        num_learners: the current count.
+        phase: what the tuner does.
+        num_windows: the windows since the count or the phase changed.
+        recent: the throughputs of the current measurement so far, in images/s.
+        measured: (learners, images/s) of the latest search, in its order.
+        out_of_memory_at: the smallest count that did not fit in memory.
+        drifted: the measurements in a row that were too high (positive) or too low (negative).
+        before_drop: the most learners there were when a drop was seen.
+        checked: whether this search has measured its choice again.
+        num_searches_again: the searches after the first.
     """
 
     num_learners: int = 1
@@ -65,19 +73,19 @@ class AutoTunerState:
     num_searches_again: int = 0
 
     def to_plain(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {**asdict(self), "recent": list(self.recent), "measured": [list(pair) for pair in self.measured]}
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> AutoTunerState:
-        """Rebuild from a checkpoint; what a newer version added starts at its default."""
+        """Return the state in a checkpoint; fields that a newer version added have their defaults."""
         recent, measured = tuple(values.get("recent", ())), tuple(map(tuple, values.get("measured", ())))
         return cls(**known_fields(cls, {**values, "recent": recent, "measured": measured}, least=-(2**31)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoTuner:
-    """Decides on the number of learners per device. Frozen settings; the state is the caller's to keep."""
+    """Decides on the number of learners per device. Its settings are frozen; the caller keeps the state."""
 
     max_learners: int = setting(8, "most learners a device may have", minimum=1)
     min_gain: float = setting(0.03, "relative gain in throughput that is worth more learners", minimum=0)
@@ -92,8 +100,8 @@ class AutoTuner:
     def counts(self) -> tuple[int, ...]:
         """The numbers of learners it may choose, ascending: 1, 2, 3, 4, 6, 8, 12, ... and `max_learners`.
 
-        The limit is one of them whatever its value: a 5 or a 7 comes from the user or from what memory holds, and
-        ending at 4 or 6 would waste it.
+        The limit is always one of them: a limit of 5 or 7 comes from the user or from memory, and ending at 4 or 6
+        would waste a learner.
         """
         limit = self.max_learners
         powers = {base << shift for base in (1, 3) for shift in range(limit.bit_length())}
@@ -102,9 +110,10 @@ class AutoTuner:
     def observe(
         self, state: AutoTunerState, images_per_s: float, num_windows: int = 1
     ) -> tuple[AutoTunerState, Decision]:
-        """Take the throughput of one window, over all learners, or of a longer time that counts for several.
+        """Take the throughput of one window over all learners, or of a longer time that counts as several.
 
-        What is not a positive finite number is ignored. The window after a change is dropped here, not by the caller.
+        Numbers that are not positive and finite are ignored. Windows after a change are dropped here, and need not be
+        by the caller.
         """
         stay = Decision("stay", state.num_learners)
         if not (math.isfinite(images_per_s) and images_per_s > 0):
@@ -125,9 +134,10 @@ class AutoTuner:
         return self._search(replace(state, measured=(*state.measured, (state.num_learners, median))))
 
     def resumed(self, state: AutoTunerState, former_limit: int) -> AutoTunerState:
-        """The state of a run that goes on, maybe on another machine, after `max_learners` was `former_limit`.
+        """Return the state of a resumed run, maybe on another machine, whose `max_learners` was `former_limit`.
 
-        What memory did not hold may be tried again. A lower limit takes learners away, a higher one starts growing.
+        Counts that did not fit in memory may be tried again. A lower limit takes learners away, a higher one starts
+        growing.
         """
         fitting = tuple(pair for pair in state.measured if pair[0] <= self.max_learners)
         state = replace(state, out_of_memory_at=None, measured=fitting)
@@ -141,12 +151,13 @@ class AutoTuner:
         return state
 
     def out_of_memory(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
-        """The state's number of learners did not fit: back to a smaller one; neither it nor more is tried again.
+        """Go back to fewer learners, because the current number did not fit in memory.
 
-        Back means the best of the smaller counts measured or, with none measured, the next smaller one.
+        It and larger ones are not tried again. The new number is the best of the smaller counts measured or, if none
+        was, the next smaller count.
         """
         count = state.num_learners
-        assert count > 1, "one learner does not fit in memory, and that is for the caller to report"
+        assert count > 1, "one learner does not fit in memory, which the caller has to report"
         fitting = tuple(pair for pair in state.measured if pair[0] < count)
         state = replace(state, out_of_memory_at=count, measured=fitting)
         smaller = self._choice(state) if fitting else self._neighbour(replace(state, phase="shrinking"))
@@ -155,7 +166,7 @@ class AutoTuner:
         return _move(state, smaller, "settled" if fitting else "growing", reason)
 
     def _search(self, state: AutoTunerState) -> tuple[AutoTunerState, Decision]:
-        """Go to the next count worth a look, or settle."""
+        """Go to the next count to measure, or settle."""
         count, following = state.num_learners, self._following(state)
         if following is None:
             return self._settle(state)
@@ -173,7 +184,7 @@ class AutoTuner:
         return _move(state, choice, "settled", f"{change}: {rate}, {why}.")
 
     def _check(self, state: AutoTunerState, median: float) -> tuple[AutoTunerState, Decision]:
-        """Settle on the choice measured again, or grow from it when one that it was preferred to beats it now."""
+        """Settle on the choice measured again, or grow from it if a count that it was preferred to beats it now."""
         count, before = state.num_learners, dict(state.measured)[state.num_learners]
         beaten = any(
             images_per_s > median * (1 + self.min_gain) for other, images_per_s in state.measured if other > count
@@ -188,7 +199,7 @@ class AutoTuner:
         return _move(state, following, "growing", f"{count} → {_learners(following)}: {rate}.")
 
     def _watch(self, state: AutoTunerState, median: float) -> tuple[AutoTunerState, Decision]:
-        """Compare a settled measurement with the one it settled for, and search again when that is due."""
+        """Compare a measurement with the one the tuner settled on, and search again if that is due."""
         change = median / dict(state.measured)[state.num_learners] - 1
         direction = (change > self.drift) - (change < -self.drift)
         in_a_row = state.drifted if state.drifted * direction > 0 else 0
@@ -206,7 +217,7 @@ class AutoTuner:
         return state.num_learners < state.before_drop and self._neighbour(growing) is not None
 
     def _search_again(self, state: AutoTunerState, median: float, why: str) -> tuple[AutoTunerState, Decision]:
-        """Forget the old measurements: they were taken under other conditions."""
+        """Start a search, without the old measurements, which were taken under other conditions."""
         count, dropped = state.num_learners, state.drifted < 0
         state = replace(
             state,
@@ -223,15 +234,15 @@ class AutoTuner:
         return _move(state, following, state.phase, f"{count} → {_learners(following)}: {rate}")
 
     def _following(self, state: AutoTunerState) -> int | None:
-        """The count to measure next, None when the search is over."""
+        """Return the count to measure next, or None if the search is over."""
         values = [images_per_s for _, images_per_s in state.measured]
-        # A device that swaps or thrashes is not asked for more: on a host, the next count may get the process killed.
+        # A device that swaps or thrashes gets no more learners: on a host, these may get the process killed.
         if self._misses(state) >= _MAX_MISSES or values[-1] < _CLIFF * max(values):
             return None
         return self._neighbour(state)
 
     def _misses(self, state: AutoTunerState) -> int:
-        """How many of the last counts in a row were not worth going to."""
+        """Return how many of the last counts in a row were not worth it."""
         misses, reference = 0, state.measured[0][1]
         for _, images_per_s in state.measured[1:]:
             if state.phase == "growing":
@@ -243,20 +254,20 @@ class AutoTuner:
         return misses
 
     def _neighbour(self, state: AutoTunerState) -> int | None:
-        """The next count in the direction of the search; None at the end of the counts or of memory."""
+        """Return the next count in the direction of the search, or None at the end of the counts or of memory."""
         if state.phase == "shrinking":
             return max((count for count in self.counts if count < state.num_learners), default=None)
         limit = state.out_of_memory_at or self.max_learners + 1
         return min((count for count in self.counts if state.num_learners < count < limit), default=None)
 
     def _choice(self, state: AutoTunerState) -> int:
-        """The fewest learners measured within `min_gain` of the best."""
+        """Return the fewest learners measured within `min_gain` of the best."""
         best = max(images_per_s for _, images_per_s in state.measured)
         return min(count for count, images_per_s in state.measured if images_per_s * (1 + self.min_gain) >= best)
 
 
 def _move(state: AutoTunerState, count: int, phase: Phase, reason: str) -> tuple[AutoTunerState, Decision]:
-    """Change count and phase, which starts a new measurement."""
+    """Change the count and the phase, which starts a new measurement."""
     before = state.num_learners
     action: Action = "grow" if count > before else "shrink" if count < before else "stay"
     state = replace(state, num_learners=count, phase=phase, num_windows=0, recent=(), drifted=0)

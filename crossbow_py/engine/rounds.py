@@ -1,7 +1,7 @@
-"""What one round computes: the bodies of its tasks, and the values that go in and come out.
+"""A round: its plan, the bodies of its tasks, and its outcome.
 
-Every executor runs these bodies; it only decides when and where. A body touches its own learner's row, so bodies of
-different learners may run at the same time; the executor orders corrections and averaging around z.
+Every executor runs these bodies, and decides only when and where. A body writes only its own learner's row, so bodies
+of different learners may run at the same time; the executor orders corrections and averaging around z.
 """
 
 from __future__ import annotations
@@ -9,25 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, assert_never
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from crossbow_py.averaging.rule import GradientMean, LinearRound, OuterStep, RoundAveraging
-from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.gradient_mean import average_gradients
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.compiled import CompiledModels, Model
 from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
-from crossbow_py.engine.modules.label_smoothing import IGNORED, smoothed_cross_entropy
+from crossbow_py.engine.modules.losses import Loss, correct_of_batch, ignored_target, smoothed_cross_entropy
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask, Task
 from crossbow_py.engine.update.row_update import Step, TorchUpdate
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 _DRAWS_LATE = (
     "The model has begun to draw random numbers, after rounds without any: those of its first round with some came "
     "from torch's own generator, and will not repeat."
@@ -36,14 +34,14 @@ _MOST_FALSE_ALARMS = 3
 
 
 class Draws(NamedTuple):
-    """What a learner alone in a run with this seed draws in this round of it."""
+    """The seed and the round of a run whose only learner would draw the same random numbers."""
 
     seed: int
     round_index: int
 
 
 def taken(notes: list[str]) -> list[str]:
-    """Return what a list holds and take it out, one by one: another thread may add to it meanwhile."""
+    """Remove and return what a list holds, one by one, because another thread may add to it meanwhile."""
     found = []
     while notes:
         found.append(notes.pop(0))
@@ -52,15 +50,15 @@ def taken(notes: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Round:
-    """One round's plan.
+    """The plan of a round.
 
     Attributes:
-        index: from 0 over the whole run.
-        starts: position in the sample stream of each learner's batch.
+        index: the index of the round, from 0 over the whole run.
+        starts: the position of each learner's batch in the sample stream.
         learning_rates: γ of each learner.
         together: what is averaged in this round and how, or None.
-        joins_nodes: whether nodes that average for themselves average z between them in this round.
-        draws: where each learner's dropout draws from, when learners are not of one run; else none.
+        joins_nodes: whether nodes, each with its own z, average z among them in this round.
+        draws: the random numbers of each learner's dropout, if learners belong to different runs; else empty.
     """
 
     index: int
@@ -72,21 +70,25 @@ class Round:
 
     @property
     def averaging(self) -> LinearRound | None:
-        """Coefficients of corrections and averaging, where learners are pulled towards z as they step."""
+        """The coefficients of corrections and averaging, if learners are pulled towards z as they step; else None."""
         return self.together if isinstance(self.together, LinearRound) else None
 
     @property
     def outer_step(self) -> OuterStep | None:
-        """What follows once the round is over and nothing is in flight; executors have no part in it."""
+        """The outer step after the round, when nothing is in flight, or None; executors take no part in it."""
         return self.together if isinstance(self.together, OuterStep) else None
 
 
 @dataclass
 class RoundOutcome:
-    """What a round's tasks leave behind, one entry a learner. Whole once the round's last task is over.
+    """The results of a round's tasks, complete once the last of them is over.
 
-    `num_correct` is that of `correct_of_batch`, None where the task is not classification. `gradient_norm` is that of
-    the sum of gradients in `bank.total`, where all learners step by it.
+    Attributes:
+        plan: the plan of the round.
+        losses: each learner's loss.
+        num_correct: each learner's `correct_of_batch`, or None without classes.
+        finite: whether each learner's loss and gradient were finite.
+        gradient_norm: the norm of the sum of gradients in `bank.total`, if all learners step by it; else NaN.
     """
 
     plan: Round
@@ -102,19 +104,26 @@ class RoundOutcome:
 
     @property
     def non_finite_learners(self) -> list[int]:
-        """Learners that were gated in this round."""
+        """The learners whose loss or gradient was not finite."""
         return [learner for learner, finite in enumerate(self.finite) if not finite]
 
 
 class RoundTasks:
-    """Task bodies over one bank. Thread-safe across learners; see the module's first lines.
+    """The bodies of a bank's tasks. Thread-safe across learners, as the module's docstring says.
 
     Args:
-        bank, update, feed, collective: what they work on and with.
-        loss: of a batch, for all learners.
-        seed: of dropout, where a round does not say otherwise.
-        compile_model: run modules through torch.compile.
+        bank: the learners.
+        update: the steps of learners and of z.
+        feed: the batches.
+        loss: the loss of a batch, for all learners.
+        seed: the seed of dropout, in rounds without `draws`.
+        collective: sums over devices.
+        compile_model: whether modules are compiled by torch.compile.
         label_smoothing: ε of every row, `[capacity]` on the bank's device; with it the loss is cross-entropy.
+
+    Attributes:
+        notes: messages for the user, from any thread; some come once for each learner.
+        ignored: the target that the loss ignores, if the data may have it; else None.
     """
 
     def __init__(
@@ -131,42 +140,44 @@ class RoundTasks:
     ) -> None:
         self._compiled = CompiledModels() if compile_model else None
         self._summed_rows: list[TrainedRow] = []
-        self._without_draws: set[int] = set()  # learners whose models draw in dropout modules alone
-        self._drawing: set[int] = set()  # those that are looked at again, as torch's generator has moved meanwhile
+        self._without_draws: set[int] = set()  # learners whose models draw only in dropout modules
+        self._drawing: set[int] = set()  # learners to watch again, because torch's generator has moved
         self._false_alarms = 0
         self._has_told_missing_gradients = False
-        self.notes: list[str] = []  # sentences for the user, from any thread; some come once for each learner
+        self.notes: list[str] = []
         self.bank, self.update, self.feed, self.loss = bank, update, feed, loss
         self.seed, self.collective, self.label_smoothing = seed, collective, label_smoothing
-        left_out = ignored_target(loss)  # see there; None also where the data have no such target
-        self.ignored = left_out if left_out is not None and feed.may_have_target(left_out) else None
+        ignored = ignored_target(loss)
+        self.ignored = ignored if ignored is not None and feed.may_have_target(ignored) else None
 
     @property
     def gradient_mean(self) -> GradientMean | None:
-        """Who averages gradients with whom, as many learners as there are; None where nobody does."""
+        """The groups that average gradients, or None if no two learners do."""
         mean, bank = self.update.rule.gradient_mean, self.bank
         return mean if mean and mean.has_effect(bank.num_learners, self.collective.num_devices) else None
 
     def model(self, learner: int) -> Model:
-        """What gives the learner's outputs: its module, compiled if that is asked for."""
+        """Return the learner's module, compiled with `compile_model`."""
         module = self.bank.module(learner)
         return module if self._compiled is None else self._compiled(module, learner)
 
-    def run(self, task: Task, outcome: RoundOutcome) -> None:
-        """Run one task's body in the calling thread."""
+    def body(self, task: Task) -> Callable[[RoundOutcome], None]:
+        """Return the body of a task: a function of the round's outcome that works in the calling thread."""
         if isinstance(task, LearningTask):
-            self.learn(task.learner, outcome)
-        elif isinstance(task, CorrectionTask):
-            self.correct(task.learner, outcome)
-        elif isinstance(task, AveragingTask):
-            self.average(outcome)
-        elif isinstance(task, GradientMeanTask):
-            self.average_gradients(outcome)
-        else:
-            assert_never(task)
+            return partial(self.learn, task.learner)
+        if isinstance(task, CorrectionTask):
+            return partial(self.correct, task.learner)
+        if isinstance(task, AveragingTask):
+            return self.average
+        if isinstance(task, GradientMeanTask):
+            return self.average_gradients
+        assert_never(task)
 
     def learn(self, learner: int, outcome: RoundOutcome) -> None:
-        """G_j ← gradient of the learner's loss on its batch, at w_j; loss and correct predictions to the outcome."""
+        """Write the gradient of the learner's loss at w_j to G_j; loss and right predictions go to the outcome.
+
+        Host–device synchronisation on CUDA.
+        """
         bank = self.bank
         if bank.has_dropout or self._may_draw(learner):
             self.seed_dropout(learner, outcome.plan)
@@ -176,37 +187,37 @@ class RoundTasks:
         try:
             gradients = torch.autograd.grad(loss, bank.trained_parameters(learner), allow_unused=True)
         except RuntimeError:
-            bank.check_bindings(averages=False)  # which says more, where forward has frozen a parameter
+            bank.check_bindings(averages=False)  # explains it, if forward has frozen a parameter
             raise
         if any(gradient is None for gradient in gradients):
             self.tell_missing_gradients(gradients)
         bank.store_gradients(learner, gradients)
         outcome.losses[learner] = loss.item()  # host–device synchronisation on CUDA
         correct = correct_of_batch(output.detach(), batch.targets, self.ignored)
-        outcome.num_correct[learner] = None if correct is None else float(correct.item())  # and another
+        outcome.num_correct[learner] = None if correct is None else float(correct.item())  # likewise
 
     def tell_missing_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Say what counts as zero, the first time; in the order of the layout."""
+        """Note once which parameters got no gradient. `gradients` are in the order of the layout."""
         if self._has_told_missing_gradients:
             return
         self._has_told_missing_gradients = True
         names = [name for name, own in zip(self.bank.layout.names, gradients, strict=False) if own is None]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         self.notes.append(
-            f"No gradient came to the model's {min(names)}{more} in a round. It counts as zero: momentum and weight "
-            "decay go on to move such parameters, which torch's optimizers leave alone; freeze (requires_grad=False) "
-            "what is never used."
+            f"The model's {min(names)}{more} got no gradient in a round. It counts as zero: momentum and weight decay "
+            "go on to move such parameters, which torch's optimizers leave alone; freeze (requires_grad=False) what is "
+            "never used."
         )
 
     def _may_draw(self, learner: int) -> bool:
-        """Whether the learner's model may draw outside dropout modules: its first pass shows it.
+        """Return whether the learner's model may draw outside dropout modules, until its first pass has shown it.
 
-        On CUDA and in compiled models numbers come from torch's own generator.
+        On CUDA and in compiled models such numbers come from torch's own generator.
         """
         return self.bank.device.type == "cpu" and self._compiled is None and learner not in self._without_draws
 
     def _outputs(self, learner: int, inputs: Tensor) -> Tensor:
-        """The learner's outputs. All random numbers are its own."""
+        """Return the learner's outputs, with random numbers from its own generator."""
         if learner in self._without_draws and self._false_alarms < _MOST_FALSE_ALARMS:
             before = torch.random.get_rng_state()
             outputs = self.model(learner)(inputs)
@@ -222,43 +233,44 @@ class RoundTasks:
             self._drawing.discard(learner)
             if draws.has_drawn:
                 self.notes.append(_DRAWS_LATE)
-            else:  # another thread has drawn: a loss, or what calls this package
+            else:  # another thread has drawn: a loss, or the caller of this package
                 self._false_alarms += 1
         if not draws.has_drawn:
             self._without_draws.add(learner)
         return outputs
 
     def loss_of(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
-        """The learner's own loss on a batch, a mean."""
+        """Return the learner's loss on a batch, a mean."""
         if self.label_smoothing is None:
             return self.loss(output, targets)
         return smoothed_cross_entropy(output, targets, self.label_smoothing[learner])
 
     def seed_dropout(self, learner: int, plan: Round) -> None:
-        """Set the learner's generator to where the round's masks begin."""
+        """Seed the learner's generator for the round's dropout masks."""
         own = self.bank.first_learner + learner
         seed, index = plan.draws[learner] if plan.draws else (self.seed, plan.index)
         seed = counter_seed(seed, "dropout", index, 0 if plan.draws else own)
         self.bank.generators[learner].manual_seed(seed)
 
     def average_gradients(self, outcome: RoundOutcome) -> None:
-        """G_j ← the mean of the gradients of j's group, to which those that are gated add nothing.
+        """Set G_j to the mean of the gradients of j's group, in which non-finite ones count as zero.
 
-        Where everybody is in one group, and the update leaves gradients as they are, `bank.total` ← their sum instead.
+        If all learners are one group and the update keeps gradients, the sum of gradients is written to `bank.total`
+        instead.
         """
-        assert self.gradient_mean is not None, "the scheduler asks for it where gradients are averaged"
+        assert self.gradient_mean is not None, "the scheduler issues this only if gradients are averaged"
         if self.summed_rows:
             rows = [self.bank.gradients.trained(learner) for learner in range(self.bank.num_learners)]
             self.sum_gradients(rows, outcome)
             return
         self.gate_gradients(outcome)
-        average_gradients(self.bank, self.gradient_mean, self.collective)
+        self.bank.average_gradients(self.gradient_mean, self.collective)
 
     @property
     def summed_rows(self) -> list[TrainedRow]:
-        """The learners' rows with the sum of all gradients in place of their own; empty where they do not share it."""
+        """The learners' rows with the sum of all gradients in place of their own; empty if they do not share it."""
         bank = self.bank
-        if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_alike:
+        if not self.update.KEEPS_GRADIENTS or self.gradient_mean is None or not bank.replicas_identical:
             return []
         if len(self._summed_rows) != bank.num_learners:
             total = bank.total.trained()
@@ -268,10 +280,14 @@ class RoundTasks:
     def sum_gradients(
         self, gradients: Sequence[list[Tensor]], outcome: RoundOutcome, store: Callable[[], None] | None = None
     ) -> None:
-        """`bank.total` ← the sum of the learners' gradients, of all devices; its norm to the outcome.
+        """Write the sum of all devices' gradients to `bank.total`, and its norm to the outcome.
 
-        A sum that is finite is one of finite gradients; in any other, learner by learner, the gate leaves out some.
-        `store` puts the gradients into the bank, where they are not there.
+        If the sum is not finite, each learner's gradient is checked, and those that are not finite are left out.
+
+        Args:
+            gradients: the learners' gradients, lists of vectors.
+            outcome: of the round; says afterwards which learners are finite.
+            store: writes the gradients to the bank, if they are not there.
         """
         bank, summed = self.bank, self.summed_rows[0]
         self.update.sum(summed.gradients, gradients)
@@ -285,7 +301,7 @@ class RoundTasks:
         outcome.gradient_norm = self.update.gradient_norm(summed)
 
     def gate_gradients(self, outcome: RoundOutcome) -> None:
-        """G_j ← 0 for learners whose loss or gradient norm is not finite."""
+        """Set G_j to zero for learners whose loss or gradient norm is not finite."""
         for learner in range(self.bank.num_learners):
             norm = self.update.gradient_norm(self.bank.trained_row(learner))
             outcome.finite[learner] = math.isfinite(norm) and math.isfinite(outcome.losses[learner])
@@ -293,11 +309,11 @@ class RoundTasks:
                 self.bank.gradients.zero_row(learner)
 
     def correct(self, learner: int, outcome: RoundOutcome) -> None:
-        """C_j ← correction from the weights the gradient was taken at; then w_j ← w_j − γ·u_j − c_j.
+        """Write the correction to C_j, from the weights at which the gradient was taken; then w_j ← w_j − γ·u_j − c_j.
 
-        The gate: a learner whose loss or gradient norm is not finite keeps its row, and adds nothing to the sum. Where
-        gradients are averaged its loss does not count, as the gradient is not its own; there a group keeps its rows
-        when nobody in it is finite.
+        The gate: a learner whose loss or gradient norm is not finite keeps its row and adds nothing to the sum. If
+        gradients are averaged, its own loss does not count, as the gradient is not its own, and a group keeps its rows
+        only if none of its learners is finite.
         """
         summed = self.summed_rows
         if summed:
@@ -307,11 +323,11 @@ class RoundTasks:
             step = self.next_step(learner, self.update.gradient_norm(row), outcome)
         if step is not None:
             self.update.correct(learner, row, outcome.plan.averaging, step)
-        elif outcome.plan.averaging is not None:  # in other rounds C may still be summed
+        elif outcome.plan.averaging is not None:  # in other rounds averaging may still read C
             self.bank.corrections.zero_row(learner)
 
     def next_step(self, learner: int, gradient_norm: float, outcome: RoundOutcome) -> Step | None:
-        """The learner's gradient step, counted, its gradient clipped; None where the gate keeps it out."""
+        """Return the learner's next step, with a clipped gradient, and count it; None if the gate holds it back."""
         bank, limit = self.bank, self.update.optimizer.clip_norm
         shares, finite = self.gradient_mean is not None, math.isfinite(gradient_norm)
         own = outcome.finite[learner] if shares else math.isfinite(outcome.losses[learner])
@@ -328,31 +344,33 @@ class RoundTasks:
         )
 
     def _is_kept(self, learner: int, outcome: RoundOutcome) -> bool:
-        """Whether somebody of the learner's group is finite; where the group is everybody others may be, elsewhere."""
+        """Return whether any learner of the group is finite; assumed if all are one group, also on other devices."""
         if self.gradient_mean is None or self.gradient_mean.group_size is None:
             return True
         group = next(group for group in self.bank.gradient_groups if learner in group)
         return any(outcome.finite[other] for other in group)
 
     def next_summed_step(self, learner: int, outcome: RoundOutcome) -> Step | None:
-        """As `next_step`, for a learner that steps by the mean of the gradients whose sum is in `bank.total`."""
+        """Return `next_step` of a learner that steps by the mean of the gradients whose sum is in `bank.total`."""
         count = float(self.bank.total_learners)
         step = self.next_step(learner, outcome.gradient_norm / count, outcome)
         return step and replace(step, gradient_scale=step.gradient_scale / count)
 
     def average(self, outcome: RoundOutcome) -> None:
-        """Sum the corrections in learner order, all-reduce, and move z. Nothing else of the bank is written."""
+        """Sum the corrections in learner order, all-reduce the sum, and move z. Writes nothing else of the bank."""
         bank = self.bank
         self.update.sum(bank.total.trained(), [bank.corrections.trained(j) for j in range(bank.num_learners)])
         self.move(outcome)
 
     def move(self, outcome: RoundOutcome, step: Callable[[LinearRound], None] | None = None) -> None:
-        """All-reduce the sum of corrections, and move z by its share; then join nodes, where the round does.
+        """All-reduce the sum of corrections and move z by its share; then average z over nodes, if the round does.
 
-        `step` moves z by `bank.total`, where the caller has another way than the update's.
+        Args:
+            outcome: of the round.
+            step: moves z by `bank.total`; by default the update's step.
         """
         bank, coefficients = self.bank, outcome.plan.averaging
-        assert coefficients is not None, "z moves in rounds that average"
+        assert coefficients is not None, "z moves only in rounds that average"
         bank.total_squares = None  # `total` is written
         self.collective.all_reduce_sum(bank.total.storage)
         if coefficients.share != 1:
@@ -364,64 +382,3 @@ class RoundTasks:
         if outcome.plan.joins_nodes:
             for row in (bank.z, bank.z_prev):  # ← their means over nodes
                 self.collective.mean_over_nodes(row.storage)
-
-
-def is_classification(outputs: Tensor, targets: Tensor, lead: int = 0) -> bool:
-    """Whether these are scores `[..., B, classes]` and classes `[..., B]`, `lead` dimensions before B.
-
-    A single output is no class: it is the logit of one, or a number.
-    """
-    shaped = (outputs.ndim, targets.ndim) == (lead + 2, lead + 1) and outputs.shape[-1] > 1
-    return shaped and not targets.is_floating_point()
-
-
-def ignored_target(loss: Loss) -> int | None:
-    """The class of targets that the loss leaves out of its mean; None where it has no such, or nobody knows."""
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return loss.ignore_index
-    return IGNORED if loss in (nn.functional.cross_entropy, nn.functional.nll_loss) else None
-
-
-def correct_predictions(outputs: Tensor, targets: Tensor, lead: int = 0, ignored: int | None = None) -> Tensor | None:
-    """Right predictions of each batch, `lead` dimensions, on the device; None where the task is not classification.
-
-    Scores whose largest is not finite predict nothing. Classes may be ruled out by a score of minus infinity. Targets
-    that are `ignored` have no right prediction.
-    """
-    if not is_classification(outputs, targets, lead):
-        return None
-    largest, predicted = outputs.max(lead + 1)
-    right = (predicted == targets) & largest.isfinite()
-    return (right if ignored is None or ignored < 0 else right & counted(targets, ignored)).sum(lead)
-
-
-def correct_of_batch(outputs: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor | None:
-    """As `correct_predictions`, by `scaled_to_batch`."""
-    correct = correct_predictions(outputs, targets, lead, ignored)
-    return None if correct is None else scaled_to_batch(correct, targets, ignored, lead)
-
-
-def scaled_to_batch(correct: Tensor, targets: Tensor, ignored: int | None, lead: int = 0) -> Tensor:
-    """correct · B / V for batches of B samples of which V are not ignored: to be divided by B, as a loss is a mean.
-
-    On the device, and the number itself where all count.
-    """
-    if ignored is None:
-        return correct
-    return correct.double() * targets.shape[lead] / counted(targets, ignored).sum(lead).clamp(min=1)
-
-
-def non_finite_outputs(outputs: Tensor, lead: int = 0) -> Tensor:
-    """How many samples of outputs `[..., B, ...]` have a largest value that is not finite; `lead` dimensions.
-
-    So minus infinity is a value like others, unless there is nothing else.
-    """
-    if outputs.ndim <= lead or outputs.numel() == 0 or not outputs.is_floating_point():
-        return outputs.new_zeros(outputs.shape[:lead], dtype=torch.int64)
-    return (~outputs.reshape(*outputs.shape[: lead + 1], -1).amax(-1).isfinite()).sum(lead)
-
-
-def count_correct(output: Tensor, targets: Tensor, ignored: int | None = None) -> float | None:
-    """`correct_predictions` of one batch, on the host."""
-    correct = correct_predictions(output, targets, ignored=ignored)
-    return None if correct is None else float(correct.item())  # host–device synchronisation on CUDA

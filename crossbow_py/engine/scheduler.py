@@ -1,7 +1,8 @@
-"""Which task next, on which stream, after what. Pure: values in, launches out; no maths, no threads, no CUDA.
+"""The scheduler says which tasks a round has, on which streams, and after which other tasks.
 
-A stream runs its tasks in the order they are issued, so only dependencies between streams are named. Executors turn a
-launch into a call (serial), a queue entry and events (threads), or a graph replay and event waits (CUDA streams).
+It is pure: values in, launches out; no maths, no threads, no CUDA. A stream runs its tasks in the order they are
+issued, so only dependencies between streams are named. Executors turn a launch into a call (serial), a queue entry and
+events (threads), or a graph replay and event waits (CUDA streams).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ AVERAGING_STREAM = "averaging"
 
 
 def learner_stream(learner: int) -> str:
-    """The name of a learner's stream."""
+    """Return the name of a learner's stream."""
     return f"learner {learner}"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A task, the stream it is issued on, and the tasks of other streams that must be over before it starts."""
+    """A task, its stream, and the tasks on other streams that must be over before it starts."""
 
     task: Task
     stream: str
@@ -28,11 +29,15 @@ class Launch:
 
 
 class Scheduler:
-    """Issues rounds. Its only state is the last averaging task, which the next corrections that pull wait for.
+    """Issues rounds. Its only state is the last averaging task, for which the next corrections that pull wait.
 
-    Learning of round n+1 depends on nothing but its own stream, so it overlaps averaging of round n; with a period τ so
-    do all rounds up to the corrections of the next one that averages. Where gradients are averaged, learners wait for
-    each other between learning and correction.
+    Learning of round n+1 depends only on its own stream, so it overlaps averaging of round n; with a period τ, so do
+    all rounds up to the corrections of the next one that averages. If gradients are averaged, learners wait for each
+    other between learning and correction.
+
+    Args:
+        num_learners: the number of learner streams, K or the number of groups of learners that run as one.
+        averages_gradients: whether every round has a gradient mean.
     """
 
     def __init__(self, num_learners: int, averages_gradients: bool = False) -> None:
@@ -40,10 +45,10 @@ class Scheduler:
         self._last_averaging: AveragingTask | None = None
 
     def round(self, round_index: int, averages: bool) -> tuple[Launch, ...]:
-        """The launches of one round, in issue order. `averages` says whether z moves in this round."""
+        """Return the launches of one round, in issue order; z moves in this round if it `averages`."""
         learners = range(self.num_learners)
         launches = [Launch(LearningTask(j, round_index), learner_stream(j)) for j in learners]
-        # In other rounds corrections neither read z nor write C, so that z has until the next averaging to come.
+        # In rounds that do not average, corrections neither read z nor write C, so averaging may still run.
         after: tuple[Task, ...] = (self._last_averaging,) if self._last_averaging and averages else ()
         if self._averages_gradients:
             mean = GradientMeanTask(round_index)
@@ -57,5 +62,5 @@ class Scheduler:
         return tuple(launches)
 
     def synchronize(self) -> None:
-        """Everything issued is over: the next round waits for nothing before it."""
+        """Note that everything issued is over, so that the next round waits for no earlier one."""
         self._last_averaging = None

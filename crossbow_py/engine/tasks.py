@@ -1,12 +1,12 @@
-"""The tasks of a round and what each waits for. No tensors: a task is a value.
+"""The tasks of a round and what each waits for. A task is a value, without tensors.
 
     learning(j, n)     gradient of learner j at its weights        after correction(j, n−1)
     correction(j, n)   gradient step and pull towards z            after learning(j, n) and, if it pulls, averaging(n−1)
     averaging(n)       z moves by the sum of all corrections       after every correction(·, n)
 
-and, by rules that average gradients, between learning and correction:
+and, with rules that average gradients, between learning and correction:
 
-    gradient mean(n)   learners take the mean of their gradients   after every learning(·, n); corrections wait for it
+    gradient mean(n)   learners take the mean of their gradients   after every learning(·, n), before corrections
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class LearningTask:
-    """Forward and backward of one learner on one batch."""
+    """The forward and backward pass of one learner on one batch."""
 
     NAME: ClassVar[str] = "learning"
 
@@ -55,7 +55,7 @@ class AveragingTask:
 
 @dataclass(frozen=True)
 class GradientMeanTask:
-    """The exchange of gradients for their means, in all groups of learners."""
+    """The averaging of gradients in all groups of learners."""
 
     NAME: ClassVar[str] = "gradient mean"
 

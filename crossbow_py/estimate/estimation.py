@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
-from crossbow_py.core.errors import UserError
+from crossbow_py.averaging import AveragingRule
+from crossbow_py.core.errors import CrossbowError, UserError
 from crossbow_py.core.host import Host, read_host
 from crossbow_py.data.datasets import Data, as_pair, num_samples
 from crossbow_py.data.resident.inputs import num_picks
 from crossbow_py.data.sources.base import Declared
 from crossbow_py.data.sources.image_folder import ImageFolder
+from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.fused import FusedExecutor
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.modules.precision import BF16, Precision, choose_device, choose_precision
 from crossbow_py.engine.sizing.bound import free_bytes
@@ -29,9 +32,15 @@ from crossbow_py.engine.sizing.search import Measured, largest_measured
 from crossbow_py.engine.sizing.speed import fetch_seconds, step_seconds
 from crossbow_py.engine.sizing.units import parse_bytes
 from crossbow_py.engine.sizing.workers import Loading, Recommendation, recommend
+from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.estimate.config import EstimateConfig
-from crossbow_py.estimate.measuring import reserved_bytes, with_learners, within
-from crossbow_py.train.run_settings import RunSettings
+from crossbow_py.train.build import build_run
+from crossbow_py.train.run import DataSets
+from crossbow_py.train.run_settings import RunSettings, choose
+from crossbow_py.train.tuning.calibration import still_round
+
+_ROUNDS = WARM_UP_ROUNDS + 3  # eager rounds, the one that is captured, and replays
+_BATCHES_THERE = 4  # a learner: what a streaming feed keeps on the device
 
 Method = Literal["counted", "measured"]
 
@@ -244,7 +253,7 @@ def _loading(
     train = facts.train
     if train is None and step_s is not None and facts.note is None and isinstance(config.data, ImageFolder):
         # With a cache loading is another matter, and filling it none of an estimate.
-        train = None if config.data.cache else dataclasses.replace(config.data).read(progress=False)[0]
+        train = None if config.data.cache else replace(config.data).read(progress=False)[0]
     fetch_s = fetch_seconds(train) if train is not None and step_s is not None and as_pair(train) is None else None
     return Loading(facts.sample_bytes, fetch_s=fetch_s, step_s=step_s, through_shared=facts.through_shared)
 
@@ -268,8 +277,10 @@ def _measured(
 
     def search(executor: str) -> Measured:
         def measure(batch_size: int) -> int | None:
-            settings: RunSettings = with_learners(RunSettings.of(vars(config)), num_learners, batch_size, executor)
-            stored = dataclasses.replace(facts.sample, input_dtype=facts.stored)
+            settings = RunSettings.of(
+                config, num_learners=num_learners, batch_size=batch_size, executor=executor
+            )
+            stored = replace(facts.sample, input_dtype=facts.stored)
             return reserved_bytes(make_model, stored, facts.num_classes, settings, config.optimizer, config.averaging)
 
         with within(limit_bytes - fixed, device):
@@ -281,3 +292,81 @@ def _measured(
         return search(FusedExecutor.NAME), FusedExecutor.NAME
     except UserError:
         return search(SerialExecutor.NAME), SerialExecutor.NAME
+
+
+def reserved_bytes(
+    make_model: Callable[[], nn.Module],
+    sample: Sample,
+    num_classes: int,
+    settings: RunSettings,
+    optimizer: Optimizer,
+    rule: AveragingRule,
+) -> int | None:
+    """The most that torch's allocator reserved of the device in some rounds of a run; None where memory ran out.
+
+    Bank, shadow rows, graphs and their pools, workspaces and fragmentation count; the context of CUDA does not, and of
+    the data a few batches a learner. `sample` is one as the data set stores it, such as an image in bytes.
+
+    Raises:
+        CrossbowError: the rounds fail for another reason, such as an executor that cannot run the model.
+    """
+    device = choose(settings, None).device
+    assert device.type == "cuda", "on other devices there is no allocator that counts what it reserves"
+    free_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        _train(make_model, _made_up(sample, num_classes, settings), settings, optimizer, rule)
+    except (CrossbowError, RuntimeError, MemoryError) as error:
+        if any(is_out_of_memory(cause) for cause in _causes(error)):
+            return None
+        raise
+    finally:
+        taken = torch.cuda.max_memory_reserved(device)
+        free_memory(device)
+    return taken
+
+
+@contextlib.contextmanager
+def within(limit_bytes: int, device: torch.device) -> Iterator[None]:
+    """Let torch's allocator take no more than that of a CUDA device, so that rounds beyond run out of memory."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _made_up(sample: Sample, num_classes: int, settings: RunSettings) -> DataSets:
+    """Zeros; but targets that are classes, which go round. No classes (0) are a regression."""
+    count = _BATCHES_THERE * settings.batch_size * settings.first_learners
+    inputs = torch.zeros(count, *sample.input_shape, dtype=sample.input_dtype)
+    targets = torch.zeros(count, *sample.target_shape, dtype=sample.target_dtype)
+    if num_classes and targets.ndim == 1:
+        targets = (torch.arange(count) % num_classes).to(targets.dtype)
+    return DataSets((inputs, targets), num_classes=num_classes or None)
+
+
+def _train(
+    make_model: Callable[[], nn.Module],
+    data: DataSets,
+    settings: RunSettings,
+    optimizer: Optimizer,
+    rule: AveragingRule,
+) -> None:
+    run = build_run(make_model, data, settings, choose(settings, None), optimizer=optimizer, rule=rule)
+    executor = run.new_executor()
+    try:
+        for index in range(_ROUNDS):
+            executor.submit(still_round(index, run.bank.num_learners, settings.batch_size, rule))
+        executor.drain()
+    finally:
+        executor.close()
+        run.close_feeds()
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.datasets import rounded_integer
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.executors import EXECUTORS, check_executor
 from crossbow_py.engine.executors.on_device import CaptureError
-from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
-from crossbow_py.predict.architecture import same_architecture
-from crossbow_py.predict.predictors import PREDICTORS, FusedPredictor, Predictor, PredictorName, candidates
-from crossbow_py.predict.timing import fastest
+from crossbow_py.predict.predictors import PREDICTORS, Predictor, PredictorName, candidates
+from crossbow_py.predict.programs import fastest
 from crossbow_py.train.evaluation.packed_evaluation import load_state
+
+_EVERY_MODULES = frozenset(vars(nn.Module()))  # weights, children and hooks: none of a module's own settings
+_ONLY_IN_TRAINING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 Shape = tuple[torch.Size, torch.dtype]
 
@@ -136,7 +139,7 @@ class Ensemble:
 
     def _predictor(self, name: str) -> Predictor:
         if name not in self._predictors:
-            self._predictors[name] = PREDICTORS[name](self._banks, self._writes_inputs)
+            self._predictors[name] = PREDICTORS[name](name, self._banks, self._writes_inputs)
         return self._predictors[name]
 
     @torch.no_grad()
@@ -169,14 +172,14 @@ class Ensemble:
     def _settle(self, inputs: Tensor) -> str:
         """The executor for batches like these."""
         if self._executor != "auto":
-            refusal = self._not_fused(self._executor, inputs) if PREDICTORS[self._executor].FUSES else None
+            refusal = self._not_fused(self._executor, inputs) if EXECUTORS[self._executor].FUSES else None
             if refusal is not None:
                 raise UserError(f"executor={self._executor} cannot run these models: {refusal}; set executor=auto.")
             return self._executor
         names = candidates(self.device)
-        refusal = self._not_fused(FusedPredictor.NAME, inputs)
+        refusal = self._not_fused("fused", inputs)
         if refusal is not None:
-            left_out = [name for name in names if PREDICTORS[name].FUSES]
+            left_out = [name for name in names if EXECUTORS[name].FUSES]
             names = [name for name in names if name not in left_out]
             note = f"The models run without executor={' and '.join(left_out)}: {refusal}."
             self.notes += [note] if note not in self.notes else []
@@ -228,6 +231,68 @@ def _check(models: Sequence[object], executor: str, device: torch.device) -> Non
             raise UserError(f"models of an ensemble must be nn.Modules, got {type(named).__name__}; give {how}.")
     if executor != "auto" and executor not in PREDICTORS:
         raise UserError(f"executor must be auto, {', '.join(PREDICTORS)}, got {executor!r}; set executor=auto.")
-    where = None if executor == "auto" else PREDICTORS[executor].DEVICE
-    if where is not None and device.type != where:
-        raise UserError(f"executor={executor} runs on {where} only, and device is {device.type}; set executor=auto.")
+    if executor != "auto":
+        check_executor(executor, device)
+
+
+def same_architecture(models: Sequence[nn.Module]) -> list[list[int]]:
+    """The positions of models that predict by one and the same program on weights of their own, group by group.
+
+    Models that keep settings in objects which cannot be compared are in groups of their own.
+    """
+    groups: list[list[int]] = []
+    for position, model in enumerate(models):
+        group = next((group for group in groups if _alike(models[group[0]], model)), None)
+        if group is None:
+            groups.append([position])
+        else:
+            group.append(position)
+    return groups
+
+
+def _alike(model: nn.Module, other: nn.Module) -> bool:
+    own, others = (list(each.named_modules(remove_duplicate=False)) for each in (model, other))
+    if len(own) != len(others) or _tensors(model) != _tensors(other):
+        return False
+    pairs = zip(own, others, strict=True)
+    return all(mine == theirs and _alike_alone(module, second) for (mine, module), (theirs, second) in pairs)
+
+
+def _tensors(model: nn.Module) -> list[Any]:
+    """Of every parameter and buffer its name, shape and format, and which it is: tied ones have several names."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first: dict[int, int] = {}
+    return [(name, tuple(value.shape), value.dtype, first.setdefault(id(value), len(first))) for name, value in named]
+
+
+def _alike_alone(module: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules are of one class with the same settings, whatever their children are."""
+    if type(module) is not type(other) or _has_hooks(module) or _has_hooks(other):
+        return False
+    if isinstance(module, _ONLY_IN_TRAINING):
+        return True
+    own, others = _settings(module), _settings(other)
+    return own.keys() == others.keys() and all(_equal(own[name], others[name]) for name in own)
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _EVERY_MODULES}
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks are functions, and a bank's modules would all call those of its first model."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_equal(value[key], other[key]) for key in value)
+    return isinstance(value, str | bytes | int | float | complex | set | frozenset | torch.dtype) and value == other

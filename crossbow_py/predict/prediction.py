@@ -17,7 +17,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.data.build import make_feed
 from crossbow_py.data.feed import Feed
 from crossbow_py.data.sources import DataSource
-from crossbow_py.engine.modules.label_smoothing import IGNORED
+from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.predict.config import PredictConfig
 from crossbow_py.predict.ensemble import Ensemble
 from crossbow_py.predict.trained_models import TrainedModel, common_data, find_models

@@ -1,6 +1,7 @@
 """Ways to run several models on one batch: one after another or in one graph, all of them or groups on threads.
 
-Each is named after the executor that trains models in that way.
+Each has the name of the executor that trains models in that way, which says how models are grouped, whether they are
+fused, and on which devices this runs.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.engine import executors
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.intra_op import intra_op_threads
-from crossbow_py.engine.executors.subarrays import groups_of
+from crossbow_py.engine.device.host import intra_op_threads
+from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.units.branches import Branches
-from crossbow_py.predict.captures import Captures
-from crossbow_py.predict.last_used import LastUsed
-from crossbow_py.predict.recording import Forward, recorded
-from crossbow_py.predict.timing import fastest
+from crossbow_py.predict.programs import Captures, Forward, LastUsed, fastest, recorded
 
 PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
 
@@ -37,17 +36,13 @@ class Predictor(ABC):
     """Runs the models of some banks, in the banks' order. Not thread-safe.
 
     Args:
-        banks: that are not for training.
-        writes_inputs: whether a model may write to its inputs, so that others need a copy.
+        name: the name of the executor that trains in this way.
+        banks: banks that are not for training.
+        writes_inputs: whether a model may write to its inputs, so that every model needs a copy.
     """
 
-    NAME: ClassVar[str]
-    DEVICE: ClassVar[str | None] = None  # the only kind of device it runs on
-    FUSES: ClassVar[bool] = False  # models into one graph, which not all can be
-    EXPERIMENTAL: ClassVar[bool] = False  # left out by `executor=auto` until its tests have passed on a GPU
-
-    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        self.banks, self.writes_inputs = banks, writes_inputs
+    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        self.name, self.banks, self.writes_inputs = name, banks, writes_inputs
 
     @abstractmethod
     def probabilities(self, inputs: Tensor) -> Tensor:
@@ -69,10 +64,8 @@ class Predictor(ABC):
 class SerialPredictor(Predictor):
     """One model after another."""
 
-    NAME = "serial"
-
-    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(banks, writes_inputs)
+    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(name, banks, writes_inputs)
         self._modules = _modules(banks)
 
     def probabilities(self, inputs: Tensor) -> Tensor:
@@ -84,11 +77,8 @@ class SerialPredictor(Predictor):
 class ThreadsPredictor(SerialPredictor):
     """As many threads as there are cores, one intra-op thread each, which take the models in turn."""
 
-    NAME = "threads"
-    DEVICE = "cpu"
-
-    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(banks, writes_inputs)
+    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(name, banks, writes_inputs)
         self._threads = _CoreThreads(len(self._modules))
 
     def probabilities(self, inputs: Tensor) -> Tensor:
@@ -104,9 +94,9 @@ class ThreadsPredictor(SerialPredictor):
 class ProgramsPredictor(Predictor):
     """Keeps a program for each of the last shapes of batches; on CUDA that is a CUDA graph."""
 
-    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(banks, writes_inputs)
-        self._captures = Captures(self.NAME, banks) if banks[0].device.type == "cuda" else None
+    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(name, banks, writes_inputs)
+        self._captures = Captures(name, banks) if banks[0].device.type == "cuda" else None
         self._programs = LastUsed[tuple[torch.Size, torch.dtype], Forward](MOST_PROGRAMS, self._release)
 
     @torch.no_grad()  # inputs may want gradients, and what was recorded would give them
@@ -140,17 +130,11 @@ class FusedPredictor(ProgramsPredictor):
     graph cannot hold.
     """
 
-    NAME = "fused"
-    FUSES = True
-
-    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(banks, writes_inputs)
+    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(name, banks, writes_inputs)
         self._branches = Branches(banks[0].device)
-        self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners, self._num_groups())]
-
-    def _num_groups(self) -> int:
-        """Graphs a bank, if it has as many models."""
-        return 1
+        groups_of = EXECUTORS[name].groups_of
+        self._groups = [(bank, group) for bank in banks for group in groups_of(bank.num_learners)]
 
     def _graphs(self, inputs: Tensor) -> list[FusedGraph]:
         return [trusted_outputs(bank, inputs, group) for bank, group in self._groups]
@@ -166,31 +150,6 @@ class FusedPredictor(ProgramsPredictor):
         return _softmax(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.banks[0])
 
 
-class SubArraysPredictor(FusedPredictor):
-    """Every bank in `GROUPS` groups of fused models, all groups side by side. Errors as `FusedPredictor`'s."""
-
-    DEVICE = "cuda"
-    EXPERIMENTAL = True
-    GROUPS: ClassVar[int]
-
-    def _num_groups(self) -> int:
-        return self.GROUPS
-
-
-class TwoSubArraysPredictor(SubArraysPredictor):
-    """Two groups."""
-
-    NAME = "subarrays2"
-    GROUPS = 2
-
-
-class FourSubArraysPredictor(SubArraysPredictor):
-    """Four groups."""
-
-    NAME = "subarrays4"
-    GROUPS = 4
-
-
 class FusedThreadsPredictor(FusedPredictor):
     """Every bank in as many groups as there are cores, or models: a graph a group, which threads take in turn.
 
@@ -199,15 +158,9 @@ class FusedThreadsPredictor(FusedPredictor):
     Raises FusionError as `FusedPredictor` does.
     """
 
-    NAME = "fused_threads"
-    DEVICE = "cpu"
-
-    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(banks, writes_inputs)
+    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(name, banks, writes_inputs)
         self._threads = _CoreThreads(len(self._groups))
-
-    def _num_groups(self) -> int:
-        return torch.get_num_threads()
 
     def _prepared(self, inputs: Tensor) -> Forward:
         graphs = self._graphs(inputs)
@@ -228,12 +181,8 @@ class StreamsPredictor(ProgramsPredictor):
     Raises CaptureError, in `probabilities`, for models that a CUDA graph cannot hold.
     """
 
-    NAME = "streams"
-    DEVICE = "cuda"
-    EXPERIMENTAL = True
-
-    def __init__(self, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
-        super().__init__(banks, writes_inputs)
+    def __init__(self, name: str, banks: Sequence[ReplicaBank], writes_inputs: bool = False) -> None:
+        super().__init__(name, banks, writes_inputs)
         self._modules = _modules(banks)
         self._branches = Branches(banks[0].device, _MOST_STREAMS)
 
@@ -246,22 +195,20 @@ class StreamsPredictor(ProgramsPredictor):
         return _softmax(torch.stack(outputs), self.banks[0])
 
 
-_ALL: tuple[type[Predictor], ...] = (
-    SerialPredictor,
-    ThreadsPredictor,
-    FusedPredictor,
-    FusedThreadsPredictor,
-    TwoSubArraysPredictor,
-    FourSubArraysPredictor,
-    StreamsPredictor,
-)
-PREDICTORS: dict[str, type[Predictor]] = {kind.NAME: kind for kind in _ALL}
+PREDICTORS: dict[str, type[Predictor]] = {
+    "serial": SerialPredictor,
+    "threads": ThreadsPredictor,
+    "fused": FusedPredictor,
+    "fused_threads": FusedThreadsPredictor,
+    "subarrays2": FusedPredictor,
+    "subarrays4": FusedPredictor,
+    "streams": StreamsPredictor,
+}
 
 
 def candidates(device: torch.device) -> list[str]:
-    """What `executor=auto` chooses from on a device."""
-    fitting = [name for name, kind in PREDICTORS.items() if kind.DEVICE in (None, device.type)]
-    return [name for name in fitting if not PREDICTORS[name].EXPERIMENTAL]
+    """Return the names that `executor=auto` chooses from on a device."""
+    return [name for name in executors.candidates(device) if name in PREDICTORS]
 
 
 def _modules(banks: Sequence[ReplicaBank]) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from crossbow_py.core.errors import unwritable
 from crossbow_py.core.files import replacing
 from crossbow_py.core.host import versions
 from crossbow_py.core.printing import columns
-from crossbow_py.engine.modules.label_smoothing import IGNORED
+from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.predict.prediction import Prediction
 from crossbow_py.telemetry.records import write_atomically
 from crossbow_py.train.evaluation.evaluator import non_finite_remark

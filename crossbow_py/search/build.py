@@ -26,7 +26,7 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.data.sources import DataSource
 from crossbow_py.engine.modules.dropout import counter_seed
-from crossbow_py.engine.modules.label_smoothing import IGNORED
+from crossbow_py.engine.modules.losses import IGNORED
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models.custom import CustomModel
 from crossbow_py.search.config import SearchConfig, trial_config
@@ -40,17 +40,16 @@ from crossbow_py.search.events import (
     SearchSummary,
     TrialRecord,
 )
-from crossbow_py.search.folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder, defaults_of, identity
-from crossbow_py.search.hyperband import Results, best, is_over, is_reached
-from crossbow_py.search.loop import Search, SearchHooks
+from crossbow_py.search.folder import JOURNAL_FILE, TRIALS_FOLDER, SearchFolder
+from crossbow_py.search.hyperband import Results, best, is_over, is_reached, total_samples
+from crossbow_py.search.identity import defaults_of, identity
+from crossbow_py.search.loop import Search, SearchHooks, SearchRules, epoch_samples
 from crossbow_py.search.outcome import Leader, LeaderRun, find_leader, kept_best, trial_records
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import Roster, SearchData
 from crossbow_py.search.report.search_file import recorded_summary
-from crossbow_py.search.rules import SearchRules, epoch_samples, total_samples
-from crossbow_py.search.study.journal import BadStorageError
 from crossbow_py.search.study.states import TrialStates
-from crossbow_py.search.study.storage import shown_address
+from crossbow_py.search.study.storage import BadStorageError, shown_address
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.telemetry.records import BEST_FOLDER, read_json
 from crossbow_py.train.build import count_classes, new_feed
@@ -88,7 +87,7 @@ class SearchRun:
 
     def _build(self) -> None:
         config, folder = self.config, self.folder
-        self.settings = dataclasses.replace(RunSettings.of(vars(config)), num_learners=1)
+        self.settings = RunSettings.of(config, num_learners=1)
         self.choices = _choices(self.settings)
         brackets = config.brackets()
         num_trials = sum(bracket.num_trials for bracket in brackets)
@@ -407,7 +406,7 @@ class SearchRun:
             sampler=config.sampler,
             metric=f"validation_{config.metric}",
             maximize=rules.maximize,
-            max_epochs=config.max_epochs or 0,
+            max_epochs=config.max_epochs,
             device=str(self.choices.device),
             precision=self.choices.precision.name,
             policy=config.packing,

@@ -14,28 +14,19 @@ from crossbow_py.core.settings import setting, suggestion
 from crossbow_py.search.hyperband import Bracket, Method, make_brackets
 from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.space import Space, laid_over
-from crossbow_py.train.config import TrainConfig, config_from_mapping, config_to_mapping
+from crossbow_py.train.config import JobConfig, TrainConfig, config_from_mapping, config_to_mapping
 from crossbow_py.train.run_folder.recorded_config import as_override
 
 _SEARCHED_GROUPS = ("model", "optimizer", "schedule")
 _SEARCHED = ("batch_size", "label_smoothing", "seed", "data.crop_padding", "data.flip", "data.random_erasing")
-# What says something of the whole search: a trial alone has the default of a run.
-_OF_THE_SEARCH = (
-    "output_dir", "resume", "max_time_s", "target_accuracy", "checkpoint_every_epochs", "checkpoint_every_s",
-)  # fmt: skip
-# What a trial does not do, and the value that says so.
-MEANINGLESS: dict[str, Any] = {
-    "max_samples": None, "max_rounds": None, "target_loss": None, "init_from": None, "max_evaluation_batches": None,
-    "trace": False, "profile": False, "compile_model": False, "on_nonfinite": "stop", "learning_statistics": False,
-    "checkpoint_every_epochs": None, "keep_checkpoints": TrainConfig.keep_checkpoints,
-}  # fmt: skip
-
+# Keys of the whole search: a trial alone has the default of a run.
+_OF_THE_SEARCH = ("experiment", "output_dir", "resume", "max_time_s", "target_accuracy", "checkpoint_every_s")
 
 _USAGE = """\
 usage: python -m crossbow_py.search [+experiment=NAME] [GROUP=OPTION ...] [KEY=VALUE ...] [-m] [--list] [--help]
 
 Trains many configurations of a run, the trials, for a while and the best of them on, packed side by side on a device.
-It takes what crossbow_py.train takes, as what all trials have in common, and the space of what differs between them.
+It takes those keys of crossbow_py.train that all trials have in common, and the space of what differs between them.
 Trials are compared on validation data, data.validation_fraction=0.1 of the training data when nothing is said; the
 test data is measured once, for the best.
 
@@ -69,25 +60,27 @@ Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 af
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchConfig(TrainConfig):
+class SearchConfig(JobConfig):
     """Everything `crossbow_py.search` can be told: what its trials are, and how they are searched and packed."""
 
     CONF: ClassVar[str] = "search"
     USAGE: ClassVar[str] = _USAGE
     MEANINGS: ClassVar[Mapping[str, str]] = {
-        "max_epochs": "passes over the training set of a trial that trains to the end",
-        "max_time_s": "stop the search after that many seconds, and take the best so far",
-        "target_accuracy": "stop the search at that validation accuracy, between 0 and 1",
-        "num_learners": "a trial is one learner",
         "seed": "seed of what is sampled, of the sample order of all trials, and of each trial's own seed",
         "experiment": "name of the search's recipe; chosen with +experiment=NAME",
         "output_dir": "the search's folder; null is runs/<experiment>/<time>",
         "resume": "auto goes on with or joins the newest unfinished search like this one; null never, or "
         "the path of a search's folder",
-        **dict.fromkeys(MEANINGLESS, "not in a search"),
     }
     LAID_OVER: ClassVar[Mapping[str, Callable[[Any, str, Any], Any]]] = {"space": laid_over}
 
+    max_epochs: float = setting(9.0, "passes over the training set of a trial that trains to the end", above=0)
+    max_time_s: float | None = setting(
+        None, "stop the search after that many seconds, and take the best so far", above=0
+    )
+    target_accuracy: float | None = setting(
+        None, "stop the search at that validation accuracy, between 0 and 1", above=0, maximum=1
+    )
     space: dict[str, Any] = setting({}, "what is searched: a mapping from keys of a run to ranges or choices")
     sampler: Literal["random", "tpe", "grid"] = setting("random", "how trials are sampled: random, tpe or grid")
     method: Method = setting(
@@ -108,7 +101,6 @@ class SearchConfig(TrainConfig):
         None, "journal:PATH, or an address of a database as Optuna has it; null is a journal in the search's folder"
     )
     study: str | None = setting(None, "name of the search in the storage; null is the experiment's")
-    checkpoint_every_epochs: int | None = setting(None, "not in a search", minimum=1)
     checkpoint_every_s: float | None = setting(
         300.0, "trials are kept on their way to a rung every that many seconds; null only when stopped", above=0
     )
@@ -116,21 +108,6 @@ class SearchConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_epochs is None:
-            raise UserError("max_epochs must be set in a search, got null: it is how long a trial trains to the end.")
-        for key, neutral in MEANINGLESS.items():
-            if getattr(self, key) != neutral:
-                got = as_override(getattr(self, key))
-                raise UserError(f"{key} means nothing in a search, got {got}; leave it out.")
-        if self.averaging.average_ema is not None:
-            raise UserError(
-                f"averaging.average_ema means nothing in a search, got {self.averaging.average_ema:g}; leave it out."
-            )
-        if self.num_learners != 1:
-            raise UserError(
-                f"num_learners must be 1 in a search, got {self.num_learners}: a trial is one learner; set "
-                "num_learners=1, and max_pack_size for how many trials train side by side."
-            )
         if self.target_accuracy is not None and self.metric != "accuracy":
             raise UserError(
                 f"target_accuracy ends a search by metric=accuracy, got metric={self.metric}; leave one of them out."
@@ -155,7 +132,7 @@ class SearchConfig(TrainConfig):
                 )
             num_trials = num_trials or points
         return make_brackets(
-            self.method, num_trials=num_trials, min_epochs=self.min_epochs, max_epochs=self.max_epochs or 0,
+            self.method, num_trials=num_trials, min_epochs=self.min_epochs, max_epochs=self.max_epochs,
             eta=self.eta,
         )  # fmt: skip
 
@@ -215,9 +192,8 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
     """A trial as a run of its own, with one learner. Raises UserError when its parameters do not fit each other."""
     plain = _base(config)
     order_seed = config.seed if config.order_seed is None else config.order_seed
-    # Its own name: `train` takes an experiment's for a choice.
     plain.update(
-        experiment=TrainConfig.experiment, num_learners=1, seed=seed, order_seed=order_seed,
+        num_learners=1, seed=seed, order_seed=order_seed,
         averaging={"name": "sma", "batch_norm": "mean"},  # trials are compared with their running statistics
     )  # fmt: skip
     meant = config.parsed_space.meant(params)
@@ -234,9 +210,8 @@ def trial_config(config: SearchConfig, params: Mapping[str, Any], seed: int) -> 
 
 
 def _base(config: SearchConfig) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    own = {key: copy.deepcopy(value) for key, value in config_to_mapping(config).items() if key in known}
-    return {**own, **{key: getattr(TrainConfig, key) for key in _OF_THE_SEARCH}}
+    known = {field.name for field in dataclasses.fields(TrainConfig)} - {*_OF_THE_SEARCH}
+    return {key: copy.deepcopy(value) for key, value in config_to_mapping(config).items() if key in known}
 
 
 def _set(plain: dict[str, Any], key: str, value: Any) -> None:

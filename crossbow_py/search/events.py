@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossbow_py.core.plain_values import filled
 from crossbow_py.search.hyperband import Bracket, TrialState
 from crossbow_py.search.space import Space
-from crossbow_py.train.checkpoints.checkpoint import formerly
 
 SEARCH_FILE = "search.json"  # in the search's folder: how it stands, and in the end how it ended
 
@@ -163,9 +161,3 @@ class SearchListener:
 
     def close(self) -> None:
         """Release files and the terminal. Called once, also after an error; must not raise."""
-
-
-def brought_up(theirs: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a search with the defaults of keys that did not exist when it began; its space as it was."""
-    found = filled(filled(theirs, formerly(defaults)), defaults)
-    return {**found, **({"space": theirs["space"]} if "space" in theirs else {})}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,13 +14,12 @@ from crossbow_py.cli.output_folder import RUNS, make_folder, new_folder
 from crossbow_py.core.errors import UserError, unwritable
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import check_own, given_path
-from crossbow_py.core.plain_values import differences, without
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.search.events import SEARCH_FILE, brought_up
+from crossbow_py.search.events import SEARCH_FILE
+from crossbow_py.search.identity import changes, identity
 from crossbow_py.telemetry.console import CONSOLE_LOG
 from crossbow_py.telemetry.records import BEST_FOLDER, CONFIG_FILE, TENSORBOARD_FOLDER, read_json, write_atomically
 from crossbow_py.train.config import config_to_mapping
-from crossbow_py.train.run_folder.folder import MAY_CHANGE
 
 JOURNAL_FILE = "search.journal"
 TRIALS_FOLDER = "trials"
@@ -29,9 +27,7 @@ _LOCK_FILE = ".search.lock"  # no run's, which is held as long as it trains
 _JOINED_FILE = ".joined"  # in a folder that other workers than the one that began there go on in
 _FILES = (CONFIG_FILE, SEARCH_FILE, JOURNAL_FILE, CONSOLE_LOG, _LOCK_FILE, _JOINED_FILE, f".{BEST_FOLDER}.lock")
 _FOLDERS = (TRIALS_FOLDER, TENSORBOARD_FOLDER, BEST_FOLDER)
-_NONE = dataclasses.MISSING
 _WHERE = ("storage", "study")
-_MAY_CHANGE = frozenset(MAY_CHANGE - {"max_epochs"} | {"lease_s", "max_pack_size", "packing", "storage", "study"})
 
 
 @dataclass(frozen=True)
@@ -115,26 +111,6 @@ def _lock_of(path: Path) -> Path:
     return beside if beside.exists() else path / _LOCK_FILE
 
 
-def identity(config: SearchConfig) -> dict[str, Any]:
-    """What is equal for all workers of a search and whenever it goes on: all but stops, logging, paths and packing."""
-    return without(config_to_mapping(config), _MAY_CHANGE)
-
-
-def defaults_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What the keys of an identity are when nothing is said, those of a group by the name that it has there."""
-    found = {key: value for key, value in _defaults(SearchConfig).items() if key in identity}
-    for group, registry in SearchConfig.GROUPS.items():
-        if isinstance(own := identity.get(group), Mapping):
-            found[group] = {"name": own["name"], **_defaults(registry[own["name"]])}
-    return found
-
-
-def _defaults(kind: type) -> dict[str, Any]:
-    """Of the fields that have some, as plain values."""
-    given = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not _NONE}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
-
-
 def _named(path: Path, ours: Mapping[str, Any], config: SearchConfig, text: str, asked: str) -> SearchFolder:
     is_made = not path.exists()
     _has_search(path, ours, config, asked)  # before anything is written there
@@ -156,7 +132,7 @@ def _has_search(path: Path, ours: Mapping[str, Any], config: SearchConfig, asked
     found = read_yaml(path / CONFIG_FILE)
     if "space" not in found:
         raise UserError(f"{asked} {path} holds a run that is no search; choose another folder.")
-    changed = _changes(found, ours)
+    changed = changes(found, ours)
     if changed:
         shown = "; ".join(changed[:4])
         raise UserError(f"{asked} {path} holds another search ({shown}); put these back, or choose another folder.")
@@ -171,11 +147,6 @@ def _check_own(path: Path) -> None:
         raise unwritable(path, error) from error
 
 
-def _changes(found: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """What is another search's; keys that the version which began it did not have do not count."""
-    return differences(brought_up(without(found, _MAY_CHANGE), defaults_of(ours)), ours)
-
-
 def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | None:
     folders = [path for path in (RUNS / config.experiment).glob("*") if (path / CONFIG_FILE).is_file()]
     for path in sorted(folders, key=lambda each: (each / CONFIG_FILE).stat().st_mtime_ns, reverse=True):
@@ -183,7 +154,7 @@ def _newest_to_go_on(config: SearchConfig, ours: Mapping[str, Any]) -> Path | No
         is_over = read_json(path / SEARCH_FILE).get("status") == "finished"
         # A finished search begins anew in another folder; in a storage of its own it would be finished there too.
         is_kept = config.storage is not None and all(found.get(key) == getattr(config, key) for key in _WHERE)
-        if (is_kept or not is_over) and not _changes(found, ours):
+        if (is_kept or not is_over) and not changes(found, ours):
             return path
     return None
 

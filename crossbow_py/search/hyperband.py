@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
 from crossbow_py.core.errors import UserError
@@ -303,3 +304,23 @@ def _rungs(bracket: Bracket, results: Results, maximize: bool) -> list[tuple[int
             break
         rungs.append(survivors({segment.trial: results[segment] for segment in reached}, keep, maximize=maximize))
     return rungs
+
+
+# --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def segment_lengths(bracket: Bracket) -> list[float]:
+    """Epochs between its rungs, the first from 0."""
+    return [end - begin for begin, end in pairwise((0.0, *bracket.epochs))]
+
+
+def planned_epochs(brackets: Iterable[Bracket]) -> float:
+    """Epochs of training of a whole search when no trial fails."""
+    return sum(
+        size * length for each in brackets for size, length in zip(each.sizes, segment_lengths(each), strict=True)
+    )
+
+
+def total_samples(brackets: Iterable[Bracket], samples_per_epoch: int) -> int:
+    """That a whole search trains on when no trial fails."""
+    return round(planned_epochs(brackets) * samples_per_epoch)

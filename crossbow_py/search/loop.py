@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from crossbow_py.core.errors import CrossbowError, DataError, UserError, one_line
-from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.host import flushed_denormals
 from crossbow_py.engine.device.memory import (
     forget_frames,
     free_memory,
@@ -23,20 +23,53 @@ from crossbow_py.engine.device.memory import (
     raise_if_lost,
     raising_if_lost,
 )
-from crossbow_py.engine.rounds import Loss
-from crossbow_py.search.hyperband import Results, Segment, beaten, is_over, ready, standing, to_epochs
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.search.hyperband import (
+    Bracket,
+    Results,
+    Segment,
+    beaten,
+    is_over,
+    ready,
+    standing,
+    to_epochs,
+)
 from crossbow_py.search.packs.pack import Member, PackJob
-from crossbow_py.search.packs.policies import Waiting, admit, fair_share, few_kinds
+from crossbow_py.search.packs.policies import Policy, Waiting, admit, fair_share, few_kinds
 from crossbow_py.search.packs.slots import Packs, Place
 from crossbow_py.search.packs.trial_registry import Described, Roster
-from crossbow_py.search.rules import SearchRules, epoch_samples
 from crossbow_py.search.study.states import TrialStates, Underway
 from crossbow_py.search.study.study import SharedStudy
 from crossbow_py.train.evaluation.evaluator import Evaluation
-from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
 
 _TURN_S = 1.0  # between looks at leases, signals and the clock
 _POLL_S = 0.5  # while others hold all that is left
+
+
+@dataclass(frozen=True)
+class SearchRules:
+    """What a search goes by.
+
+    Attributes:
+        brackets: its trials, and how far each is trained.
+        metric: of the validation data; `accuracy` is maximized, `loss` minimized.
+        policy: who is packed with whom.
+        lookahead: new trials that are sampled before there is room for them, for policies to choose from.
+        checkpoint_every_s: how often segments that are long are kept on their way; None: only when a stop ends them.
+    """
+
+    brackets: tuple[Bracket, ...]
+    metric: str
+    policy: Policy
+    seed: int
+    lookahead: int
+    checkpoint_every_s: float | None = None
+
+    @property
+    def maximize(self) -> bool:
+        """Whether greater values are better."""
+        return self.metric == "accuracy"
 
 
 @dataclass
@@ -399,3 +432,10 @@ class Search:
             self.places = [place for place in self.places if place.segment not in segments]
             self._is_stale = True
             self.hooks.message(f"{len(segments)} trials were taken over by another worker.")
+
+
+def epoch_samples(epochs: float, samples_per_epoch: int) -> int:
+    """After how many samples a training run of so many epochs ends."""
+    planned = StopConditions(max_epochs=epochs).planned_samples(samples_per_epoch)
+    assert planned is not None, "a number of epochs is a number of samples"
+    return planned

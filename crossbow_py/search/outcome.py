@@ -18,12 +18,12 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import read_text
 from crossbow_py.engine.device.memory import raising_if_lost
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.events import BestTrial, TrialRecord
 from crossbow_py.search.hyperband import Segment, TrialStanding, best, bracket_of, standing, to_epochs
+from crossbow_py.search.loop import SearchRules
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import SearchData
-from crossbow_py.search.rules import SearchRules
 from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy

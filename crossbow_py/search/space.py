@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol, TypeAlias
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.core.settings import suggestion
-from crossbow_py.search.parameter import FIELDS, MAX_POINTS, Parameter, Suggester, Value, contains, parse_parameter
+from crossbow_py.core.settings import check, fits, setting, suggestion
+
+Value: TypeAlias = bool | int | float | str | None
+Conditions: TypeAlias = tuple[tuple[str, tuple[Value, ...]], ...]
+MAX_POINTS = 10_000
+FIELDS = ("low", "high", "log", "step", "num", "choices", "when")
+_MOST = 2**53  # of whole numbers, and of steps: samplers compute in 64-bit floats
+_PLAIN = "numbers, text, true, false or null"
+_OFF_STEP = 1e-8  # of a step: samplers multiply in floats
+_DIGITS = 12  # of a grid point, so that 0.1 + 2 · 0.1 is 0.3
 
 _LONGEST_SHOWN = 80
 _EXAMPLE = "for example optimizer.learning_rate: {low: 0.001, high: 0.1, log: true}"
@@ -221,3 +232,295 @@ def _circle(parameters: Sequence[Parameter]) -> str:
     while path[-1] not in path[:-1]:
         path.append(min(waits_for[path[-1]] & waits_for.keys()))
     return " when ".join(path[path.index(path[-1]) :])
+
+
+class Suggester(Protocol):
+    """What asks for the values of one trial; an Optuna trial is one."""
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        """A number from `low` to `high`."""
+        ...
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        """A whole number from `low` to `high`."""
+        ...
+
+    def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value:
+        """One of `choices`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A configuration key with what it may be: `choices`, or a range from `low` to `high`, both included.
+
+    Attributes:
+        key: dotted key of the configuration.
+        lists: choices that are lists, as the text that stands for them: samplers know no others.
+        when: keys of other parameters with values, one of which each must have for this parameter to exist.
+        integer: whether the range, and its step where there is one, is of whole numbers.
+    """
+
+    key: str
+    low: float | None = setting(None, "lower end of the range")
+    high: float | None = setting(None, "upper end of the range")
+    log: bool = setting(False, "whether values are spread evenly in their logarithm")
+    step: float | None = setting(None, "distance of the values", above=0)
+    num: int | None = setting(None, "how many values a grid takes from the range", minimum=2, maximum=MAX_POINTS)
+    choices: tuple[Value, ...] | None = setting(None, "values in place of a range")
+    when: Conditions = ()
+    lists: tuple[str, ...] = ()
+    integer: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        numbers = [number for number in (self.low, self.high, self.step) if number is not None]
+        whole = all(isinstance(number, int) for number in numbers) and self.choices is None
+        try:
+            check(self)
+        except UserError as error:
+            raise UserError(f"space: {self.key}.{error}") from None
+        if self.choices is not None:
+            self._check_choices(self.choices)
+            return
+        if whole:
+            object.__setattr__(self, "integer", True)
+            for name in ("low", "high", "step"):  # `check` has made them floats
+                number = getattr(self, name)
+                object.__setattr__(self, name, None if number is None else int(number))
+        self._check_range()
+
+    def exists(self, values: Mapping[str, Value]) -> bool:
+        """Whether its conditions hold with these values of the parameters before it."""
+        return all(key in values and contains(allowed, values[key]) for key, allowed in self.when)
+
+    def can_be(self, value: Value) -> bool:
+        """Whether a condition may name the value: a choice, or a whole number of the range; a fraction is never met."""
+        if self.choices is not None:
+            return contains(self.choices, value)
+        if not self.integer or isinstance(value, bool) or not isinstance(value, int):
+            return False
+        low, high, step = self._whole()
+        return low <= value <= high and (value - low) % step == 0
+
+    def takes(self, value: Value) -> bool:
+        """Whether a trial may have the value."""
+        if self.choices is not None or self.integer:
+            return self.can_be(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        low, high = self._ends()
+        steps = (value - low) / (self.step or 1)
+        return low <= value <= high and (self.step is None or abs(steps - round(steps)) < _OFF_STEP)
+
+    def suggest(self, suggester: Suggester) -> Value:
+        """The suggester's value, asked for under the parameter's key."""
+        if self.choices is not None:
+            return suggester.suggest_categorical(self.key, self.choices)
+        if self.integer:
+            low, high, step = self._whole()
+            return suggester.suggest_int(self.key, low, high, step=step, log=self.log)
+        return suggester.suggest_float(self.key, *self._ends(), step=self.step, log=self.log)
+
+    def meant(self, value: Value) -> Any:
+        """What a configuration is given for a value: the list that a text stands for, else the value itself."""
+        return json.loads(value) if isinstance(value, str) and value in self.lists else value
+
+    def ends(self) -> tuple[Value, ...]:
+        """Both ends of the range, or every choice."""
+        return self._ends() if self.choices is None else self.choices
+
+    def place(self, value: Value) -> float:
+        """Where a value of it lies, from 0 (the lower end, or the first choice) to 1."""
+        if self.choices is not None:
+            index = next(n for n, choice in enumerate(self.choices) if contains((choice,), value))
+            return index / max(1, len(self.choices) - 1)
+        assert isinstance(value, int | float), "a range is of numbers"
+        low, high = self._ends()
+        if self.log:
+            return math.log(value / low) / math.log(high / low)
+        return (value - low) / (high - low)
+
+    def num_points(self) -> int:
+        """At most how many points the parameter has in a grid. Raises UserError when nothing says which."""
+        if self.choices is not None:
+            return len(self.choices)
+        if self.num is not None:
+            return self.num
+        step = self._grid_step()
+        if step is None:
+            raise UserError(
+                f"space: {self.key} must have num, step or choices for a grid, got none of them; say how many points "
+                "by num, or take another sampler."
+            )
+        low, high = self._ends()
+        return int((_exactly(high) - _exactly(low)) / _exactly(step)) + 1
+
+    def points(self) -> tuple[Value, ...]:
+        """Its points in a grid, ascending, or as its choices are written."""
+        count = self.num_points()
+        if self.choices is not None:
+            return self.choices
+        if self.num is None:
+            low, step = _exactly(self._ends()[0]), _exactly(self._grid_step() or 1)
+            exact = [low + index * step for index in range(count)]
+            return tuple(int(point) if self.integer else float(point) for point in exact)
+        return tuple(dict.fromkeys(round(point) if self.integer else point for point in self._spread(count)))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Its key and what was set, as plain values."""
+        plain = {name: getattr(self, name) for name in ("key", *FIELDS[:-1], "integer")}
+        plain["when"] = {key: list(allowed) for key, allowed in self.when} or None
+        plain["choices"] = None if self.choices is None else list(self.choices)
+        return {name: value for name, value in plain.items() if value is not None and value is not False}
+
+    def describe(self) -> str:
+        """What it may be, for a message."""
+        if self.choices is not None:
+            return f"one of {', '.join(map(repr, self.choices))}"
+        steps = f" in steps of {self.step}" if self.step is not None else ""
+        return f"a {'whole ' if self.integer else ''}number from {self.low} to {self.high}{steps}"
+
+    def _spread(self, count: int) -> list[float]:
+        low, high = self._ends()
+        shares = [index / (count - 1) for index in range(1, count - 1)]
+        if self.log:
+            between = [math.exp(math.log(low) + share * (math.log(high) - math.log(low))) for share in shares]
+        else:
+            between = [low + share * (high - low) for share in shares]
+        rounded = (float(f"{point:.{_DIGITS}g}") for point in between)
+        return [low, *(min(max(point, low), high) for point in rounded), high]
+
+    def _grid_step(self) -> float | None:
+        # Whole numbers have a step by themselves, but not where they are spread by their logarithm.
+        return 1 if self.step is None and self.integer and not self.log else self.step
+
+    def _ends(self) -> tuple[float, float]:
+        assert self.low is not None, f"{self.key} is no range"
+        assert self.high is not None, f"{self.key} is no range"
+        return self.low, self.high
+
+    def _whole(self) -> tuple[int, int, int]:
+        low, high = self._ends()
+        return int(low), int(high), int(self.step or 1)
+
+    def _check_choices(self, choices: tuple[Value, ...]) -> None:
+        of_ranges = [name for name in ("low", "high", "step", "num") if getattr(self, name) is not None]
+        of_ranges += ["log"] if self.log else []
+        if of_ranges:
+            raise self._refuse(f"must have choices or a range, got choices and {', '.join(of_ranges)}; leave one out")
+        if not choices:
+            raise self._refuse("must have choices, got an empty list; name the values to try")
+        for index, choice in enumerate(choices):
+            if choice in choices[:index]:  # 1, 1.0 and true are equal: no sampler could tell them apart
+                first = choices[choices.index(choice)]
+                raise self._refuse(f"must have choices that differ, got {first!r} and {choice!r}; leave one out")
+
+    def _check_range(self) -> None:
+        if self.low is None or self.high is None:
+            raise self._refuse(
+                f"must have low and high, or choices, got low {self.low} and high {self.high}; set both ends"
+            )
+        if self.low >= self.high:
+            raise self._refuse(
+                f"has an empty range: low must be less than high, got low {self.low} and high {self.high}; "
+                "raise high, or set the value itself instead of searching it"
+            )
+        if self.log and self.low <= 0:
+            raise self._refuse(f"must have low greater than 0 where log is true, got {self.low}; raise it or drop log")
+        if self.step is not None:
+            self._check_step(self.low, self.high, self.step)
+
+    def _check_step(self, low: float, high: float, step: float) -> None:
+        other = "log" if self.log else "num" if self.num is not None else None
+        if other:
+            raise self._refuse(f"must have step or {other}, got both; leave one out")
+        whole, rest = divmod(_exactly(high) - _exactly(low), _exactly(step))
+        if whole > _MOST:
+            raise self._refuse(
+                f"must have at most {_MOST} steps, got steps of {step} from {low} to {high}; "
+                "raise step, or leave it out"
+            )
+        if rest:
+            nearest = _exactly(low) + max(whole, 1) * _exactly(step)
+            raise self._refuse(
+                f"must have a whole number of steps, got steps of {step} from {low} to {high}; "
+                f"set high={int(nearest) if self.integer else float(nearest)}"
+            )
+
+    def _refuse(self, text: str) -> UserError:
+        return UserError(f"space: {self.key} {text}.")
+
+
+def parse_parameter(key: str, plain: Any) -> Parameter:
+    """A parameter from parsed YAML: a mapping with the fields of `Parameter`, or a list of choices.
+
+    Raises:
+        UserError: names the key, the rule and what was received.
+    """
+    _check_sizes(key, plain)
+    if isinstance(plain, list | tuple):
+        plain = {"choices": plain}
+    if not isinstance(plain, Mapping):
+        raise UserError(
+            f"space: {key} must be {{low, high}}, {{choices}} or a list of choices, got {plain!r}; write a list of the "
+            "values to try, even of one."
+        )
+    for name in plain:
+        if name not in FIELDS:
+            raise UserError(f"space: {key} has no field {name!r}{suggestion(str(name), FIELDS)}")
+    choices = plain.get("choices")
+    lists: tuple[str, ...] = ()
+    if isinstance(choices, list | tuple):
+        lists = tuple(json.dumps(each) for each in choices if isinstance(each, list | tuple) and _are_plain(each))
+        choices = [
+            json.dumps(each) if isinstance(each, list | tuple) and _are_plain(each) else each for each in choices
+        ]
+        plain = {**plain, "choices": choices}
+    if choices is not None and not _are_plain(choices):
+        raise UserError(
+            f"space: {key}.choices must be a list of {_PLAIN}, or lists of them, got {choices!r}; "
+            "write such values as [a, b]."
+        )
+    return Parameter(key=key, lists=lists, **{**plain, "when": _conditions(key, plain.get("when"))})
+
+
+def _check_sizes(key: str, plain: Any) -> None:
+    if isinstance(plain, Mapping | list | tuple):
+        for entry in plain.values() if isinstance(plain, Mapping) else plain:
+            _check_sizes(key, entry)
+    elif isinstance(plain, int) and abs(plain) > _MOST:
+        raise UserError(f"space: {key} must have whole numbers of at most 53 bits, got a larger one; take a smaller.")
+
+
+def _conditions(key: str, plain: Any) -> Conditions:
+    if plain is None:
+        return ()
+    if not isinstance(plain, Mapping) or not plain:
+        raise UserError(
+            f"space: {key}.when must be a mapping from another key to its values, got {plain!r}; "
+            "write when: {KEY: [VALUE]}."
+        )
+    conditions = [(other, tuple(v) if isinstance(v, list | tuple) else (v,)) for other, v in plain.items()]
+    for other, allowed in conditions:
+        if not isinstance(other, str) or not allowed or not _are_plain(allowed):
+            raise UserError(
+                f"space: {key}.when must have a key with {_PLAIN}, one or a list of them, "
+                f"got {{{other!r}: {plain[other]!r}}}; write when: {{KEY: [VALUE]}}."
+            )
+    return tuple(conditions)
+
+
+def _are_plain(values: Any) -> bool:
+    return isinstance(values, list | tuple) and all(fits(value, Value) for value in values)
+
+
+def contains(allowed: Sequence[Value], value: Value) -> bool:
+    """Whether the value is one of them; true is not 1."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+def _exactly(number: float) -> Fraction:
+    """As it is written: 0.1 is a tenth."""
+    return Fraction(str(number))

@@ -77,6 +77,25 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class RoundEnd:
+    """What `fit(after_round=...)` is told of a round.
+
+    Attributes:
+        images: of all learners and ranks, in the round.
+        elapsed_s: seconds of training since the run began, without pauses.
+        waited_s: seconds of this call of `fit` in which nothing trained for want of data.
+        num_learners: K of this rank.
+        is_settled: whether the auto-tuner has found its number of learners; True where the number is fixed.
+    """
+
+    images: int
+    elapsed_s: float
+    waited_s: float
+    num_learners: int
+    is_settled: bool
+
+
+@dataclass(frozen=True)
 class LearnerCount:
     """A decision of the auto-tuner: `action` is grow, shrink or stay (settled), `reason` a sentence for the user."""
 

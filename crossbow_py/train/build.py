@@ -21,8 +21,8 @@ from crossbow_py.engine.bank.average_ema import AverageEMA
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels.checks import serves
 from crossbow_py.engine.modules.dropout import counter_seed
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import FP32, Precision
-from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
@@ -65,6 +65,7 @@ def build_run(
     timeline: Timeline | None = None,
     announce: Callable[[str], None] = lambda _: None,
     ranks: Ranks = ALONE,
+    executor_cache: Path | None = None,
 ) -> Run:
     """Build a run, once small batches of every data set went through the model. Raises UserError.
 
@@ -88,11 +89,15 @@ def build_run(
     notes: list[str] = []
 
     def settled() -> str:
-        found, said = settle_executor(template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks)
+        nonlocal choices
+        choices, said = settle_executor(
+            template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks, executor_cache
+        )
         notes.extend(said)
-        return found.executor
+        return choices.executor
 
-    choices = dataclasses.replace(choices, executor=ranks.from_first(settled))
+    executor = ranks.from_first(settled)
+    choices = dataclasses.replace(choices, executor=executor)
     with ranks.together():
         most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
         bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,10 +15,9 @@ from crossbow_py.core.files import given_path
 from crossbow_py.core.settings import setting, to_mapping
 from crossbow_py.data.sources import SOURCES
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.executors import check_name
 from crossbow_py.engine.update.optimizers import OPTIMIZERS
 from crossbow_py.models import MODELS
-from crossbow_py.train.run_settings import RunSettings, StopConditions
+from crossbow_py.train.run_settings import JobSettings, RunSettings, StopConditions
 from crossbow_py.train.schedules import SCHEDULES
 
 _USAGE = """\
@@ -44,48 +43,60 @@ Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 af
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RunSettings, StopConditions):
-    """Everything `crossbow_py.train` can be told. The five groups hold the settings object chosen by their `name`."""
+class JobConfig(JobSettings):
+    """What runs and searches can both be told. A group holds the settings object chosen by its `name`."""
 
-    GROUP: ClassVar[str] = ""
-    CONF: ClassVar[str] = "train"
-    USAGE: ClassVar[str] = _USAGE
     GROUPS: ClassVar[Mapping[str, Registry]] = {
-        "model": MODELS, "data": SOURCES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "averaging": RULES,
+        "model": MODELS, "data": SOURCES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES,
     }  # fmt: skip
     MEANINGS: ClassVar[Mapping[str, str]] = {}
     LAID_OVER: ClassVar[Mapping[str, Callable[[Any, str, Any], Any]]] = {}
     TAKES_RECIPES: ClassVar[bool] = True
     NEEDS_FOLDER: ClassVar[bool] = True
+    PATHS: ClassVar[Sequence[str]] = ("resume", "output_dir")
 
     experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
+    resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
+    output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
+    checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
+    model: Any = group("the network")
+    data: Any = group("the data set, its augmentation and where its files are")
+    optimizer: Any = group("each learner's own optimizer")
+    schedule: Any = group("the learning rate as a function of samples seen")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in self.PATHS:
+            if (path := getattr(self, key)) is not None:
+                given_path(key, path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(JobConfig, RunSettings, StopConditions):
+    """Everything `crossbow_py.train` can be told."""
+
+    CONF: ClassVar[str] = "train"
+    USAGE: ClassVar[str] = _USAGE
+    GROUPS: ClassVar[Mapping[str, Registry]] = {**JobConfig.GROUPS, "averaging": RULES}
+    PATHS: ClassVar[Sequence[str]] = (*JobConfig.PATHS, "init_from")
+
     max_epochs: float | None = setting(10.0, "stop after that many passes over the training set", above=0)
     max_evaluation_batches: int | None = setting(None, "evaluate on at most that many batches; null is all", minimum=1)
-    resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
-    output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
     trace: bool = setting(
         False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
     )
     profile: bool = setting(False, "write which operators take the time to profile.txt and profile.json.gz")
     checkpoint_every_epochs: int | None = setting(1, "checkpoint every that many epochs; null never", minimum=1)
-    checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
     keep_checkpoints: int = setting(2, "newest checkpoints kept", minimum=1)
     distributed: DistributedSettings = dataclasses.field(
         default=DistributedSettings(), metadata={"help": "what several ranks, started by torchrun, do"}
     )
-    model: Any = group("the network")
-    data: Any = group("the data set, its augmentation and where its files are")
-    optimizer: Any = group("each learner's own optimizer")
-    schedule: Any = group("the learning rate as a function of samples seen")
     averaging: Any = group("how the learners are kept together")
 
     def __post_init__(self) -> None:
         StopConditions.__post_init__(self)  # checks every field, and that the run has an end
-        check_name(self.executor)
-        for key in ("resume", "init_from", "output_dir"):
-            if (path := getattr(self, key)) is not None:
-                given_path(key, path)
+        super().__post_init__()
 
 
 def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
@@ -101,8 +112,8 @@ def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> T
         raise UserError(f"{file}: {error}") from error
 
 
-def config_to_mapping(config: TrainConfig) -> dict[str, Any]:
-    """The inverse of `config_from_mapping`: plain values, every default spelled out."""
+def config_to_mapping(config: JobConfig) -> dict[str, Any]:
+    """Return the plain values of a configuration, every default spelled out: the inverse of `config_from_mapping`."""
     plain = to_mapping(config)
     for name in config.GROUPS:
         plain[name] = {"name": type(getattr(config, name)).NAME, **plain[name]}

@@ -7,7 +7,7 @@ is in flight, evaluate and record; write checkpoints when due; stop when told to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Literal
@@ -17,7 +17,7 @@ from crossbow_py.core.signals import StopSignal
 from crossbow_py.distributed.synchronisation import Report, SynchronisationSchedule, agree, signal_number
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.engine.rounds import Round
-from crossbow_py.telemetry.events import Listener
+from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train.checkpoints.manager import CheckpointManager
 from crossbow_py.train.epochs import EpochCloser
@@ -36,7 +36,13 @@ class TrainingLoop:
     next synchronisation (`distributed.synchronisation`).
     """
 
-    def __init__(self, run: Run, stops: StopConditions, listeners: Sequence[Listener]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        stops: StopConditions,
+        listeners: Sequence[Listener],
+        after_round: Callable[[RoundEnd], int | None] | None = None,
+    ) -> None:
         self._run, self.settings, self.state, self.stops = run, run.settings, run.state, stops
         self.ranks = run.ranks
         self.num_samples, self.total_samples = run.num_samples, stops.planned_samples(run.num_samples)
@@ -57,6 +63,7 @@ class TrainingLoop:
         self._synchronisation = SynchronisationSchedule(self.state.round_index)
         self._images = 0  # of all ranks, since the last synchronisation
         self._failure: DataError | None = None
+        self._after_round = after_round
 
     def __enter__(self) -> TrainingLoop:
         return self
@@ -274,6 +281,18 @@ class TrainingLoop:
             self._tune_workers(self._run.worker_autotuner)
         if self._run.busy_cores:
             self._share_cores(self._run.busy_cores, images)
+        if self._after_round is not None:
+            self._pace(self._after_round, images)
+
+    def _pace(self, after_round: Callable[[RoundEnd], int | None], images: int) -> None:
+        """Tell the caller of `fit` that a round is over, and go on with as many learners as it says."""
+        tuning, now = self._run.tuning, self._run.bank.num_learners
+        settled = tuning is None or tuning.state.phase == "settled"
+        wanted = after_round(RoundEnd(images, self.meter.elapsed_s, self.meter.waited_s, now, settled))
+        if wanted is None:
+            return
+        self._images = 0  # the auto-tuner has not seen this round
+        self._follow(Decision("grow" if wanted > now else "shrink", wanted))
 
     def _attend_to_z(self, before: int) -> None:
         """Compare z over ranks and let its EMA follow, each when due, after a round that began at `before` samples."""

@@ -45,7 +45,7 @@ class RoundRunner:
         if self.out_of_memory:
             self._run.sit_out(plan)
             return True
-        if plan.together is not None or (self._run.bank.replicas_alike and not self._run.bank.is_single):
+        if plan.together is not None or (self._run.bank.replicas_identical and not self._run.bank.is_single):
             if not self._sums_due:  # none is in flight, but evaluations may have summed since
                 self._sums_begun = self._run.collective.num_sums
             self._sums_due.append(plan)
@@ -127,7 +127,7 @@ class RoundRunner:
                     bank.trim()
                 self.executor = self._run.new_executor()
             except (RuntimeError, MemoryError) as error:
-                if num_learners == 1 or not is_out_of_memory(error):
+                if num_learners == 1 or self._run.tuning is None or not is_out_of_memory(error):
                     raise
                 failed = True
             # Out of the except block, the error is gone, and with it what its frames held.

@@ -27,11 +27,10 @@ from crossbow_py.distributed.ranks import Ranks
 from crossbow_py.distributed.settings import DistributedSettings
 from crossbow_py.distributed.synchronisation import differing_ranks
 from crossbow_py.engine.bank.average_ema import AverageEMA
-from crossbow_py.engine.bank.gradient_mean import align_groups
-from crossbow_py.engine.bank.measures import squared_distances
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
-from crossbow_py.engine.rounds import Loss, Round, RoundOutcome, RoundTasks, taken
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update.optimizers import Optimizer, for_learner
 from crossbow_py.engine.update.outer_step import bring_up_to_date, mean_of_learners, take_outer_step
 from crossbow_py.engine.update.row_update import TorchUpdate
@@ -346,26 +345,26 @@ class Run:
             self._tasks().move(RoundOutcome(plan))
         elif plan.outer_step is not None:
             self.take_outer_step(plan.outer_step, without=range(self.bank.num_learners))
-        elif self.bank.replicas_alike:  # its learners do not step until they are given another's weights
+        elif self.bank.replicas_identical:  # its learners do not step until they are given another's weights
             self.bank.total.zero_row(0)
             self.collective.all_reduce_sum(self.bank.total.storage)
 
     def take_replica(self, is_whole: bool) -> None:
         """Copy a replica from a rank where it is whole, if all replicas are equal. All ranks together, drained."""
         bank = self.bank
-        if bank.replicas_alike:
+        if bank.replicas_identical:
             found = self.ranks.gather([is_whole, bank.step_counts[0]])
             source = next((rank for rank, (whole, _) in enumerate(found) if whole), 0)
             row = bank.trained_row(0)
             self.ranks.copy_from(source, [*row.weights, *(part for parts in row.state.values() for part in parts)])
             bank.step_counts[0] = int(found[source][1])
             bank.refresh_shadow(0)
-        align_groups(bank)
+        bank.align_groups()
         self.adopt_learner()
 
     def adopt_learner(self) -> None:
         """Set z to one of the learners, where they are equal and nothing is in flight."""
-        if self.bank.replicas_alike:
+        if self.bank.replicas_identical:
             self.bank.adopt_learner()
 
     def take_outer_step(self, step: OuterStep, without: Collection[int] = ()) -> None:
@@ -510,7 +509,7 @@ class Run:
         if self.bank.is_single:
             return None
         center = mean_of_learners(self.bank, self.collective, excluded) if self.rule.shows_mean else None
-        squares = squared_distances(self.bank, center, excluded)
+        squares = self.bank.squared_distances(center, excluded)
         total, count = self.ranks.sum([sum(squares), len(squares)])
         return math.sqrt(total / count) if count else None
 
@@ -552,7 +551,7 @@ class Run:
         rounds = math.inf if total_samples is None else -(-total_samples // self.samples_per_round)
         if bank.is_single or self.tuning:
             return []
-        if bank.replicas_alike:
+        if bank.replicas_identical:
             size = rule.gradient_mean and rule.gradient_mean.group_size
             one_group = (
                 f"averaging.group_size={size} puts all {bank.num_learners} learners into one group: they average "

@@ -12,26 +12,19 @@ import torch
 from crossbow_py.core.errors import UserError
 from crossbow_py.core.host import prepare_environment
 from crossbow_py.core.settings import check, setting, suggestion
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.executors import EXECUTORS, check_executor, check_name
 from crossbow_py.engine.executors.streams import StreamsExecutor
 from crossbow_py.engine.modules.precision import Precision, PrecisionName, choose_device, choose_precision
 
 
 @dataclass(frozen=True)
-class RunSettings:
-    """Checked alike from Python and the command line."""
+class JobSettings:
+    """How models are trained, be it a run's learners or a search's trials."""
 
     GROUP: ClassVar[str] = ""
 
     batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
-    num_learners: int | Literal["auto"] = setting(
-        "auto",
-        "learners (replicas trained side by side) per device; auto finds the fastest number",
-        minimum=1,
-        maximum=16_384,  # each has a module of its own: more take minutes to set up
-    )
-    max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
     executor: str = setting(
         "auto",
         "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is a group of "
@@ -41,14 +34,8 @@ class RunSettings:
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
     channels_last: bool = setting(True, "channels-last memory format for images and 4-D weights")
-    compile_model: bool = setting(
-        False, "run learners' models through torch.compile first (serial, threads, streams); takes up to minutes"
-    )
     seed: int = setting(
         0, "seed of initialisation, sample order, augmentation and dropout", minimum=0, maximum=2**63 - 1
-    )
-    on_nonfinite: Literal["stop", "reseed"] = setting(
-        "stop", "a learner whose loss is not finite: stop the run, or reseed it from the average model"
     )
     num_workers: int | Literal["auto"] = setting(
         "auto",
@@ -61,18 +48,43 @@ class RunSettings:
     label_smoothing: float = setting(
         0.0, "share of the target spread over all classes, in the cross-entropy that is trained on", minimum=0, below=1
     )
-    learning_statistics: bool = setting(
-        False, "measure gradient noise scale, sharpness and agreement of learners at the end of every epoch"
-    )
 
     def __post_init__(self) -> None:
         check(self)
         check_name(self.executor)
 
+    @property
+    def sample_order_seed(self) -> int:
+        """The seed of the order of samples."""
+        return self.seed if self.order_seed is None else self.order_seed
+
+
+@dataclass(frozen=True)
+class RunSettings(JobSettings):
+    """The top-level keys of a run that shape its training. Checked alike from Python and the command line."""
+
+    num_learners: int | Literal["auto"] = setting(
+        "auto",
+        "learners (replicas trained side by side) per device; auto finds the fastest number",
+        minimum=1,
+        maximum=16_384,  # each has a module of its own: more take minutes to set up
+    )
+    max_learners: int = setting(8, "most learners that num_learners=auto may take per device", minimum=1)
+    compile_model: bool = setting(
+        False, "run learners' models through torch.compile first (serial, threads, streams); takes up to minutes"
+    )
+    on_nonfinite: Literal["stop", "reseed"] = setting(
+        "stop", "a learner whose loss is not finite: stop the run, or reseed it from the average model"
+    )
+    learning_statistics: bool = setting(
+        False, "measure gradient noise scale, sharpness and agreement of learners at the end of every epoch"
+    )
+
     @classmethod
-    def of(cls, config: object) -> RunSettings:
-        """Return the settings among the attributes of an object that has all of them."""
-        return RunSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(RunSettings)})
+    def of(cls, config: object, **own: Any) -> RunSettings:
+        """Return the settings among the attributes of an object, and `own` ones; the others keep their defaults."""
+        names = [field.name for field in dataclasses.fields(RunSettings)]
+        return RunSettings(**{name: getattr(config, name) for name in names if hasattr(config, name)} | own)
 
     def changed(self, changes: Mapping[str, Any]) -> RunSettings:
         """Return these settings with some keys changed. Raises TypeError for a key that is none, with a suggestion."""
@@ -88,11 +100,6 @@ class RunSettings:
         return 1 if self.num_learners == "auto" else self.num_learners
 
     @property
-    def sample_order_seed(self) -> int:
-        """Of the order of samples."""
-        return self.seed if self.order_seed is None else self.order_seed
-
-    @property
     def several(self) -> bool:
         """Whether there may be more than one learner."""
         return self.num_learners == "auto" or self.num_learners > 1
@@ -102,12 +109,17 @@ class RunSettings:
 class Choices:
     """What `auto` became: kept in checkpoints, so that a resume takes the same.
 
-    `executor` is `auto` until the candidates have been measured.
+    Attributes:
+        device: where learners run.
+        precision: their formats.
+        executor: how they run; `auto` until the candidates have been measured.
+        executor_choice_s: seconds that measuring the candidates took; 0 where none was measured. Not in checkpoints.
     """
 
     device: torch.device
     precision: Precision
     executor: str
+    executor_choice_s: float = 0.0
 
     def to_plain(self) -> dict[str, str]:
         """Plain values for a checkpoint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.datasets import Data
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.distributed.settings import DistributedSettings
-from crossbow_py.engine.device.denormals import flushed_denormals
+from crossbow_py.engine.device.host import flushed_denormals
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import device_uuids, ordinary_modes
-from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.update.optimizers import SGD, Optimizer
-from crossbow_py.telemetry.events import Listener
+from crossbow_py.telemetry.events import Listener, RoundEnd
 from crossbow_py.telemetry.profile import OperatorProfile
 from crossbow_py.telemetry.records import file_listeners
 from crossbow_py.telemetry.timeline import Timeline, TimelineFile
@@ -37,7 +37,7 @@ from crossbow_py.train.evaluation.evaluator import Evaluation, Metric
 from crossbow_py.train.loop import TrainingLoop
 from crossbow_py.train.run import DataSets, RunState
 from crossbow_py.train.run_folder.reporter import Result
-from crossbow_py.train.run_settings import RunSettings, StopConditions
+from crossbow_py.train.run_settings import Choices, RunSettings, StopConditions
 from crossbow_py.train.schedules import Constant, Schedule
 
 _BUILDING = threading.RLock()
@@ -83,6 +83,7 @@ class Trainer:
         distributed: what a run over several ranks can be told.
         ranks: of `joined()`, with which one script under torchrun trains on all devices; every rank calls the same. The
             first one writes to disk. Data sets and settings must be alike; samples are shared out.
+        executor_cache: the file in which `executor="auto"` remembers what it measured; None is that of the user.
         settings: the keys that shape a run: batch size, number of learners, executor, device, precision, seed, ...
         changes: the same keys one by one, as in `Trainer(batch_size=32, num_learners=4)`; they win over `settings`.
 
@@ -123,6 +124,7 @@ class Trainer:
         profile: bool = False,
         distributed: DistributedSettings = DistributedSettings(),
         ranks: Ranks = ALONE,
+        executor_cache: str | Path | None = None,
         settings: RunSettings = RunSettings(),
         **changes: Any,
     ) -> None:
@@ -141,6 +143,7 @@ class Trainer:
             checkpoints=checkpoint, distributed=distributed, output_dir=folder, experiment=experiment, names=names,
             resumed_from=str(found.folder) if found else None, timeline=_timeline(trace, profile, folder),
             announce=self._announce, ranks=ranks,
+            executor_cache=None if executor_cache is None else given_path("executor_cache", executor_cache),
         )  # fmt: skip
         self._messages += [*notes, *self.run.warnings]
         with ranks.together():
@@ -153,6 +156,11 @@ class Trainer:
         """Where training stands."""
         return self.run.state
 
+    @property
+    def choices(self) -> Choices:
+        """What `auto` became: device, precision, executor, and the seconds that choosing an executor took."""
+        return self.run.choices
+
     @ordinary_modes()
     def fit(
         self,
@@ -164,6 +172,7 @@ class Trainer:
         target_loss: float | None = None,
         max_rounds: int | None = None,
         handle_signals: bool = False,
+        after_round: Callable[[RoundEnd], int | None] | None = None,
     ) -> Result:
         """Train until the first stop condition is met; a second call goes on where the first ended.
 
@@ -175,6 +184,8 @@ class Trainer:
             target_loss: likewise.
             max_rounds: rounds of this call.
             handle_signals: on SIGTERM and Ctrl-C write a checkpoint and return with status terminated or interrupted.
+            after_round: called by the loop's thread once a round is submitted and the one before is over. It may block,
+                and returns with how many learners to go on; None leaves that to the auto-tuner. All ranks return alike.
 
         Raises:
             NonFiniteError: a learner's loss is not finite and `on_nonfinite` is stop.
@@ -189,7 +200,7 @@ class Trainer:
                 listeners = [*self._file_listeners(), *listeners]
         with (
             flushed_denormals(),
-            TrainingLoop(self.run, stops, listeners) as loop,
+            TrainingLoop(self.run, stops, listeners, after_round) as loop,
             StopSignal(handle_signals) as signals,
         ):
             loop.start(self._messages)

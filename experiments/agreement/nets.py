@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Independent, Trainer
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.dropout import OwnDraws, counter_seed
-from experiments.common.torchvision import import_torchvision
+from experiments.bench.torchvision import import_torchvision
 
 EXECUTORS = ("auto", "fused", "serial")
 LEARNERS, ROUNDS, BATCH, RATE = 2, 10, 8, 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 SAME = 1e-4  # relative: float32 after ten rounds
@@ -36,7 +36,7 @@ def _cell(own: Mapping[str, Any]) -> str:
 def setup_table(result: Result) -> str:
     """A row a model and format: seconds without and with the comparison, and their ratio."""
     rows = [
-        [name, *(_spread(own[key], form) for key, form in (("without", ".2f"), ("with", ".2f"), ("ratio", ".2f"))),
+        [name, *(spread_text(own[key], form) for key, form in (("without", ".2f"), ("with", ".2f"), ("ratio", ".2f"))),
          str(own["n"])]
         for name, own in result["setup"].items()
     ]  # fmt: skip
@@ -47,14 +47,10 @@ def throughput_table(result: Result) -> str:
     """A row a model and executor: images/s before and now, and their ratio."""
     columns = (("before", ",.0f"), ("now", ",.0f"), ("ratio", ".3f"))
     rows = [
-        [name, *(_spread(own[key], form) for key, form in columns), str(own["n"])]
+        [name, *(spread_text(own[key], form) for key, form in columns), str(own["n"])]
         for name, own in result["throughput"].items()
     ]
     return markdown_table(["", f"commit {result['before']}, images/s", "now, images/s", "now ÷ before", "n"], rows)
 
 
-def _spread(spread: Mapping[str, float] | None, form: str) -> str:
-    if spread is None:
-        return "–"
-    middle, least, most = (format(spread[key], form) for key in ("median", "minimum", "maximum"))
-    return f"{middle} ({least}–{most})"
+TABLES = {"all": result_text}

@@ -20,21 +20,20 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from experiments.agreement import nets, setup, throughput
 from experiments.agreement.report import result_text
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the tables and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     parser.add_argument("what", choices=["nets", "setup", "throughput"])
     parser.add_argument("--models", nargs="+", choices=list(setup.SHAPES), help="by default all there are")
     parser.add_argument("--executors", nargs="+", choices=throughput.EXECUTORS, default=throughput.EXECUTORS)
     parser.add_argument("--before", metavar="COMMIT", help="which throughput is compared with, as git knows it")
     parser.add_argument("--seconds", type=positive, default=1.5, help="of a window (default %(default)s)")
     parser.add_argument("--repetitions", type=count, default=7, help="of every measurement (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     result: dict[str, Any] = {"machine": machine()}
     if options.what == "throughput":

@@ -25,8 +25,8 @@ from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.models import MODELS
-from experiments.common.machine import ROOT
-from experiments.common.windows import spread
+from experiments.bench.machine import ROOT
+from experiments.bench.windows import spread
 
 SHAPES = {"lenet": (1, 28, 28), "resnet32": (3, 32, 32), "vgg16": (3, 32, 32)}
 LEARNERS, BATCH = 4, 16

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from crossbow_py.core.host import LoadSnapshot, foreign_share
-from experiments.common.machine import ROOT
-from experiments.common.windows import MAX_FOREIGN_SHARE, spread
+from experiments.bench.machine import ROOT
+from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
 
 MODELS = ("lenet", "resnet32")
 EXECUTORS = ("serial", "threads", "fused", "fused_threads")
@@ -29,7 +29,7 @@ _SIDE = Path(__file__).with_name("throughput_side.py")
 
 @dataclass(frozen=True)
 class Window:
-    """What a side came to in a window; the share of the cores that others took, None where it is unknown."""
+    """A side's result in a window. `foreign_share` is the cores' share that others took, None where it is unknown."""
 
     images_per_s: float
     foreign_share: float | None

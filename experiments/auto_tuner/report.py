@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 _SETTLING_S = 5.0  # at the end of a phase, when it has had the time to settle
@@ -49,3 +49,11 @@ def phases_table(result: Result) -> str:
 def decisions_list(result: Result) -> str:
     """Every decision, as the console showed it."""
     return "\n".join(f"- {one['elapsed_s']:.1f} s: {one['reason']}" for one in result["decisions"])
+
+
+def result_text(result: Result) -> str:
+    """All there is to say about a result."""
+    return f"{phases_table(result)}\n\n{decisions_list(result)}"
+
+
+TABLES = {"all": result_text}

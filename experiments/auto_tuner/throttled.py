@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
-
-from matplotlib.figure import Figure
 
 from crossbow_py import SGD, Listener, Trainer
 from crossbow_py.core.host import usable_core_ids
@@ -31,14 +28,13 @@ from crossbow_py.data.datasets import as_pair
 from crossbow_py.models import MODELS
 from crossbow_py.telemetry.events import LearnerCount, Progress
 from experiments.auto_tuner.report import phases
-from experiments.common.arguments import positive
-from experiments.common.machine import machine
-from experiments.common.results import results_folder, write_result
-from experiments.throughput.workloads import load_source
+from experiments.bench.arguments import positive
+from experiments.bench.machine import machine
+from experiments.bench.results import draw_after, results_folder, write_result
+from experiments.bench.workloads import load_source
 
 EXPERIMENT = "auto_tuner"
-PICTURE = "throttled.png"
-_MODEL, _BATCH_SIZE, _MAX_LEARNERS = "lenet", 16, 4
+_MODEL, _BATCH_SIZE, MAX_LEARNERS = "lenet", 16, 4
 _BURN = "while True: pass"
 _PRIORITY = -20
 
@@ -122,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         callbacks=[course],
         batch_size=_BATCH_SIZE,
         num_learners="auto",
-        max_learners=_MAX_LEARNERS,
+        max_learners=MAX_LEARNERS,
         executor="threads",
         device="cpu",
     )
@@ -137,32 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "decisions": course.decisions,
     }
     write_result(options.results / "throttled.json", result)
-    draw(result).savefig(options.results / PICTURE, dpi=130, metadata={"Software": None})
+    draw_after("auto_tuner", options.results / "throttled.json")
     for phase in phases(result):
         print(phase)
     return 0
-
-
-def draw(result: Mapping[str, Any]) -> Figure:
-    """Throughput above, the number of learners below, the neighbour's time shaded."""
-    seconds, rates, learners = zip(*result["throughput"], strict=True)
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    above.plot(seconds, rates, ".", markersize=2.5, color="lightgrey")
-    above.plot(seconds, _smooth(rates), linewidth=1.4, color="#0072B2")
-    above.set(ylabel="images/s", ylim=(0, None), title="LeNet, b=16: a neighbour burns one of the cores")
-    below.step(seconds, learners, where="post", color="#D55E00")
-    below.set(xlabel="seconds of training", ylabel="learners", yticks=range(1, _MAX_LEARNERS + 1))
-    for axes in (above, below):
-        axes.axvspan(result["neighbour"]["begins_s"], result["neighbour"]["ends_s"], color="black", alpha=0.08)
-        axes.grid(alpha=0.3)
-    return figure
-
-
-def _smooth(values: Sequence[float], width: int = 9) -> list[float]:
-    """Running median."""
-    half = width // 2
-    return [statistics.median(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 if __name__ == "__main__":

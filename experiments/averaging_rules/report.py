@@ -1,12 +1,13 @@
-"""What rules come to over all data sets, built from all results of this experiment."""
+"""The table of rules over all data sets, built from all results of this experiment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from experiments.averaging_rules.run import ONE, RULES
-from experiments.common.cells.summary import Result, Run, by_cell, difference, has_diverged
-from experiments.common.markdown import NONE, markdown_table
+from experiments.grids import report as grids_report
+from experiments.grids.summary import Result, Run, by_cell, difference, has_diverged
+from experiments.tables.markdown import NONE, markdown_table
 
 _OF_FOUR = ", K=4"  # in the names of a grid that has other numbers of learners too
 _DATA = {
@@ -52,3 +53,7 @@ def _points(own: Sequence[Run], one: Sequence[Run]) -> str:
         return NONE
     text = f"{100 * found.mean:+.2f}"
     return text if found.half_width is None else f"{text} ± {100 * found.half_width:.2f}"
+
+
+TABLES = grids_report.TABLES
+TABLES_OVER_ALL = {"differences": differences_table}

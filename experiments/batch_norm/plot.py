@@ -1,32 +1,18 @@
-"""Draws a picture beside every results file: accuracy against samples with every kind of statistics, a panel a cell.
-
-python experiments/batch_norm/plot.py
-"""
+"""Draws a picture beside every results file: accuracy against samples with every kind of statistics, a panel a cell."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.batch_norm.report import curve, healthy
-from experiments.batch_norm.run import EXPERIMENT
 from experiments.batch_norm.variants import VARIANTS
-from experiments.common.cells.plot import UNITS, unit_of
-from experiments.common.cells.summary import Result, Run
-from experiments.common.pictures import save_pictures
+from experiments.grids.plot import UNITS, unit_of
+from experiments.grids.summary import Result, Run
+from experiments.tables.pictures import beside
 
 _MOST_IN_A_ROW = 4
 _STYLES = (("#000000", "-"), ("#E69F00", "--"), ("#56B4E9", "-."), ("#0072B2", ":"))
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
 
 
 def draw(result: Result) -> Figure:
@@ -59,5 +45,4 @@ def _draw_cell(axes: Axes, runs: list[Run], unit: int) -> None:
             axes.plot([seen] * len(row), row, ".", color=color, alpha=0.4, markersize=4)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.common.cells.report import accuracy, notes
-from experiments.common.cells.summary import Result, Run, by_cell, estimate, has_diverged
-from experiments.common.markdown import NONE, markdown_table
+from experiments.grids.report import accuracy, notes
+from experiments.grids.summary import Result, Run, by_cell, estimate, has_diverged
+from experiments.tables.markdown import NONE, markdown_table
 
 
 def healthy(result: Result) -> dict[str, list[Run]]:
@@ -38,12 +38,12 @@ def accuracies_table(result: Result) -> str:
 
 
 def _differences(runs: Sequence[Run], variant: str, place: int) -> list[float]:
-    """To the mean of the learners' statistics, with the same weights."""
+    """Return the differences to the mean of the learners' statistics, with the same weights."""
     return [curve(run, variant)[place] - curve(run, MEAN)[place] for run in runs]
 
 
 def costs_table(result: Result) -> str:
-    """What statistics cost: medians over all evaluations, in seconds of runs that were alone and in evaluations."""
+    """A row a kind: its median cost, in seconds of runs that were alone and as a part of an evaluation's time."""
     runs = [run for own in healthy(result).values() for run in own]
     alone = [run for run in runs if run["alone"]]
     rows = []
@@ -62,3 +62,6 @@ def result_text(result: Result) -> str:
         return f"All runs diverged. {notes(result)}"
     said = f"{notes(result)} Costs as parts of an evaluation's time are of all runs."
     return f"{picture}\n\n{accuracies_table(result)}\n\n{costs_table(result)}\n\n{said}"
+
+
+TABLES = {"all": result_text}

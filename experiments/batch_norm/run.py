@@ -8,16 +8,15 @@ README.md says what is compared. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import AS_RECORDED, RESNET8, Cell, Grid, cells
+from experiments.grids.command import run_grid
+from experiments.grids.grid import AS_RECORDED, RESNET8, Cell, Grid, cells
 
-EXPERIMENT = "batch_norm"
 VARIANTS = "experiments.batch_norm.variants"
 LEARNERS = {
     "sma, K=4": "averaging=sma num_learners=4",
@@ -45,11 +44,7 @@ GRIDS = {
     )
 }  # fmt: skip
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "batch_norm", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

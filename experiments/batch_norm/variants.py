@@ -27,8 +27,8 @@ from crossbow_py.train.__main__ import build_trainer, stops
 from crossbow_py.train.config import TrainConfig
 from crossbow_py.train.run import Run
 from crossbow_py.train.run_folder.folder import open_run
-from experiments.common.cells.parts import in_parts
-from experiments.common.cells.running import MEASURED_FILE
+from experiments.grids.parts import in_parts
+from experiments.grids.running import MEASURED_FILE
 
 MEAN = "mean"
 # No part of what cells are known by: after a change run them anew, with another --runs.
@@ -60,7 +60,7 @@ def _train(config: TrainConfig) -> int:
 
 
 def measure(trained: Run) -> dict[str, Any]:
-    """Where training stands, and the test loss and accuracy with every kind of statistics; nothing is in flight."""
+    """Measure test loss and accuracy with every kind of statistics, when nothing is in flight."""
     samples = trained.state.samples_seen
     try:
         variants = {name: _with_statistics(trained, settings) for name, settings in VARIANTS.items()}
@@ -70,7 +70,7 @@ def measure(trained: Run) -> dict[str, Any]:
 
 
 def _with_statistics(trained: Run, settings: Mapping[str, Any]) -> dict[str, float | None]:
-    """Measure as `Run.evaluate` does, with other settings of the averaging rule, and how long its two steps take."""
+    """Evaluate as `Run.evaluate` does, with other settings of the averaging rule, and time its two steps."""
     feed = trained.test_feed
     assert feed is not None, "the data sets of cells have test data"
     assert isinstance(trained.rule, CentralRule), "cells have an average model"
@@ -88,7 +88,7 @@ def _with_statistics(trained: Run, settings: Mapping[str, Any]) -> dict[str, flo
 
 
 def _now_s() -> float:
-    """Once the device has done what it was given: host–device synchronisation."""
+    """Return the time once the device has done what it was given: host–device synchronisation."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()

@@ -1,29 +1,16 @@
-"""Draws a picture beside every results file: epochs, and seconds, to the target against the samples of a round.
-
-python experiments/batch_size/plot.py
-"""
+"""Draws a picture beside every results file: epochs, and seconds, to the target against the samples of a round."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.batch_size.report import Best, best_rates
-from experiments.batch_size.run import EXPERIMENT, LEARNERS, ONE
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
+from experiments.batch_size.run import LEARNERS, ONE
+from experiments.grids.summary import Result
+from experiments.tables.pictures import beside
 
 _COLORS = {ONE: "#0072B2", LEARNERS: "#E69F00"}
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
 
 
 def draw(result: Result) -> Figure:
@@ -61,5 +48,4 @@ def _finish(axes: Axes, key: str, best: list[Best]) -> None:
     axes.legend(fontsize="small")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

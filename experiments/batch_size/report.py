@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from experiments.batch_size.run import LEARNER_BATCH, LEARNERS, ONE
-from experiments.common.cells.report import notes, when
-from experiments.common.cells.summary import Reached, Result, by_cell, reached
-from experiments.common.markdown import NONE, markdown_table
+from experiments.grids.report import notes, when
+from experiments.grids.summary import Reached, Result, by_cell, reached
+from experiments.tables.markdown import NONE, markdown_table
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Best:
 
 
 def best_rates(result: Result) -> list[Best]:
-    """By side and samples a round: the rate with which most seeds reached the target, then from the fewest samples."""
+    """Find the best rate by side and samples a round: most seeds reach the target, then from the fewest samples."""
     found: dict[tuple[str, int], Best] = {}
     for runs in by_cell(result).values():
         labels = runs[0]["labels"]
@@ -62,3 +62,6 @@ def _cells(best: Best | None) -> list[str]:
 def result_text(result: Result) -> str:
     """All there is to say about a result."""
     return f"![{result['title']}](results/{result['grid']}.png)\n\n{batches_table(result)}\n\n{notes(result)}"
+
+
+TABLES = {"all": result_text}

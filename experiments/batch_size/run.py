@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Cell, Grid, merged
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Cell, Grid, merged
 
-EXPERIMENT = "batch_size"
 ONE, LEARNERS = "one model", "learners of 32"
 BATCH_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 LEARNER_BATCH = 32
@@ -67,11 +66,7 @@ GRIDS = {
     )
 }  # fmt: skip
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "batch_size", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

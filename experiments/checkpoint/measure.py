@@ -1,4 +1,4 @@
-"""What a checkpoint costs training, in seconds lost: written beside it, and with training standing still."""
+"""The cost of a checkpoint in seconds of training lost: written beside it, and with training standing still."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.models import MODELS
 from crossbow_py.train.checkpoints.writer import CheckpointWriter, save
+from experiments.bench.windows import MAX_FOREIGN_SHARE
 from experiments.checkpoint.training import BATCH_SIZE, Training
-from experiments.common.windows import MAX_FOREIGN_SHARE
 
 TARGET = 0.02
 # Images and classes of the data sets they are made for.
@@ -120,7 +120,7 @@ def _rate(training: Training) -> float:
 
 
 def figures(rate: float, snapshot_s: float, write_s: float, rounds: float, still_s: float) -> dict[str, float]:
-    """Of a repetition: seconds lost are those in which the rounds that are missing would have been trained.
+    """Work out a repetition: seconds lost are those in which the rounds that are missing would have been trained.
 
     Args:
         rate: rounds a second without a checkpoint.

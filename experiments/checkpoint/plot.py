@@ -1,27 +1,13 @@
-"""Draws cost.png: seconds of training a checkpoint costs, written beside it and with training standing still.
-
-python experiments/checkpoint/plot.py
-"""
+"""Draws cost.png: seconds of training a checkpoint costs, written beside it and with training standing still."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
-
-EXPERIMENT = "checkpoint"
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_picture(EXPERIMENT, "results/cost.png", draw, keep=lambda result: bool(result["n"]))
+from experiments.tables.pictures import one
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -44,5 +30,4 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one("results/cost.png", draw, keep=lambda result: bool(result["n"]))

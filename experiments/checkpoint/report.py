@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 PERIODS_S = (60, 300, 600)
@@ -24,7 +24,7 @@ def cost_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """What it was, in a few sentences."""
+    """Say what was measured, in a few sentences."""
     found = result["figures"]
     what = (
         f"{result['num_learners']} learners of {result['model']}, {result['gb']:.2f} GB, beside {result['threads']} "
@@ -58,3 +58,6 @@ def _row(result: Result, name: str, label: str) -> list[str]:
 def _spread(spread: list[float], form: str) -> str:
     middle, smallest, largest = (format(value, form) for value in spread)
     return f"{middle} ({smallest}–{largest})"
+
+
+TABLES = {"all": result_text}

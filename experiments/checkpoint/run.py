@@ -7,7 +7,6 @@ README.md says what is measured and how.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,16 +14,16 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine, usable_cores
+from experiments.bench.results import show_and_write
 from experiments.checkpoint.measure import WRITTEN_MODELS, measure_checkpoints
 from experiments.checkpoint.report import result_text
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, usable_cores
-from experiments.common.results import show_and_write
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=WRITTEN_MODELS, default="resnet50", help="whose bank is written (default %(default)s)")
     add("--num-learners", type=count, default=10, help="in that bank (default %(default)s)")
@@ -32,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--threads", type=count, default=usable_cores(), help="that train, a learner each (default all cores)")
     add("--seconds", type=positive, default=300.0, help="of measuring (default %(default)s)")
     add("--folder", type=Path, help="on the disk to write to (default that for temporary files)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     facts = machine()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -28,7 +28,7 @@ class Training:
 
     @property
     def rounds(self) -> float:
-        """That a learner has trained, in the mean."""
+        """The rounds that a learner has trained, in the mean."""
         return sum(self._rounds) / len(self._rounds)
 
     @contextmanager

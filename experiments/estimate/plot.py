@@ -1,33 +1,20 @@
-"""Draws memory against the batch size: predicted as lines, what rounds really held as points.
-
-python experiments/estimate/plot.py experiments/estimate/results/estimate_cpu.json
-"""
+"""Draws memory against the batch size: predicted as lines, what rounds really held as points."""
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.common.pictures import draw_beside
 from experiments.estimate.report import Result, cells_of
+from experiments.tables.pictures import beside
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = ("#56B4E9", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#0072B2")
 _COLUMNS = 4
 _GIB = 2**30
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw one results file, beside it; returns the exit code."""
-    return draw_beside(__doc__, draw, argv)
 
 
 def draw(result: Result) -> Figure:
@@ -64,5 +51,4 @@ def _draw_model(axes: Axes, result: Result, model: str) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -99,7 +99,7 @@ def supply_table(result: Result) -> str:
 
 
 def notes(result: Result) -> str:
-    """What it comes to, as sentences."""
+    """Sum it up in sentences."""
     cells = result["cells"]
     above = sum(cell["estimated"] > cell["true"] for cell in cells)
     sentences = [
@@ -135,3 +135,6 @@ def _shown(cell: Row) -> str:
 def _kinds(result: Result) -> list[tuple[str, int, int]]:
     """(model, K, at once) of all cells, in their order."""
     return list(dict.fromkeys((cell["model"], cell["num_learners"], cell["at_once"]) for cell in result["cells"]))
+
+
+TABLES = {"all": result_text}

@@ -20,12 +20,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.engine.sizing.memory import LearnerModel
-from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import draw_after, show_and_write
-from experiments.estimate.estimated import estimate
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import draw_after, show_and_write
+from experiments.estimate.recommended import SECONDS, WorkerLoad, compare, estimate
 from experiments.estimate.report import result_text
-from experiments.estimate.supplied import SECONDS, Supply, compare
 from experiments.estimate.truth import SUBJECTS, Subject, TrainingRun
 
 GIB = 2**30
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["command"] = time_command(options.command_repetitions)
     show_and_write(result, result_text, options.json)
     if options.json:
-        draw_after(options.json, "experiments.estimate.plot")
+        draw_after("estimate", options.json)
     return 0
 
 
@@ -73,7 +72,7 @@ def compare_model(
             cells = [compare_cell(model, run, gib) for gib in limits_gib]
             result["cells"] += cells
             if at_once == learners and learners in {num_learners[0], num_learners[-1]}:
-                result["supply"] += compare_supply(subject, learners, run.largest_batch_size(SEARCH_GIB * GIB))
+                result["supply"] += compare_workers(subject, learners, run.largest_batch_size(SEARCH_GIB * GIB))
             shown = ", ".join(f"{cell['limit_gib']} GiB {cell['true']}/{cell['estimated']}" for cell in cells)
             print(f"{subject.model} K={learners}, {at_once} at once, true/estimated: {shown}", flush=True)
 
@@ -94,13 +93,13 @@ def compare_cell(model: LearnerModel, run: TrainingRun, limit_gib: int) -> dict[
     }
 
 
-def compare_supply(subject: Subject, num_learners: int, largest_batch: int) -> list[dict[str, Any]]:
+def compare_workers(subject: Subject, num_learners: int, largest_batch: int) -> list[dict[str, Any]]:
     """Batch size and workers for every size of the host's memory; nothing where no batch fits on the device."""
     fetch_s, step_s = SECONDS[subject.model]
-    supply = Supply(subject.sample_bytes, fetch_s, step_s, num_learners)
+    load = WorkerLoad(subject.sample_bytes, fetch_s, step_s, num_learners)
     about = {"model": subject.model, "num_learners": num_learners}
     return [
-        {**about, "host_gib": gib, **compare(supply, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch
+        {**about, "host_gib": gib, **compare(load, largest_batch, gib * GIB)} for gib in HOST_GIB if largest_batch
     ]
 
 
@@ -143,14 +142,13 @@ def _output_of(arguments: Sequence[str]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
     add = parser.add_argument
     add("--models", choices=list(SUBJECTS), nargs="+", default=list(SUBJECTS), help="default: all")
     add("--num-learners", type=count, nargs="+", default=NUM_LEARNERS, help="K (default 1 2 4)")
     add("--limits", type=count, nargs="+", default=LIMITS_GIB, metavar="GIB", help="default 2 4 8 16 32")
     add("--repetitions", type=int, default=3, help="of timed searches; 0 times nothing (default %(default)s)")
     add("--command-repetitions", type=count, default=5, help="of the timed command (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")
     return parser
 
 

@@ -20,9 +20,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.estimate.estimated import estimate
-from experiments.estimate.searching import doubling_search
-from experiments.estimate.truth import SUBJECTS, TrainingRun
+from experiments.estimate.recommended import estimate
+from experiments.estimate.truth import SUBJECTS, TrainingRun, doubling_search
 
 
 def by_estimate(model: str, num_learners: int, limit_bytes: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a training run really holds: the engine's own bank and rounds, run without memory, every byte counted.
+"""The bytes that a training run really holds: the engine's own bank and rounds, run without memory and counted.
 
 Nothing here knows how the estimator works. On the "meta" device tensors have shapes and storages and no memory, so a
 run can hold 32 GiB on any machine. The bank is a real `ReplicaBank`; a round is what `engine.rounds` does, without the
@@ -13,7 +13,6 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,8 @@ from crossbow_py.engine.update.row_update import Step, TorchUpdate
 from crossbow_py.models import MODELS
 from experiments.estimate.live_bytes import Ledger, LiveBytes, OverLimitError
 from experiments.estimate.relay import run_in_step
-from experiments.estimate.searching import largest
+
+Fits = Callable[[int], bool]
 
 _DEVICE = torch.device("meta")
 _PROBES = (128, 256)  # batch sizes whose peaks give the first guess
@@ -43,7 +43,7 @@ class Subject:
 
     @property
     def sample_bytes(self) -> int:
-        """Of a sample as it is loaded."""
+        """The bytes of a sample as it is loaded."""
         return torch.Size(self.input_shape).numel()
 
     def make_model(self) -> nn.Module:
@@ -91,15 +91,14 @@ class TrainingRun:
         with LiveBytes(self._ledger):
             with _DEVICE:
                 template = subject.make_model()
-            with _host_generators():
-                self.bank = ReplicaBank(
-                    template, num_learners, device=_DEVICE, precision=FP32, state_names=SGD.STATE, order="blocks"
-                )
+            self.bank = ReplicaBank(
+                template, num_learners, device=_DEVICE, precision=FP32, state_names=SGD.STATE, order="blocks"
+            )
         self.held_bytes = self._ledger.live
         self.peaks: dict[int, int] = {}
 
     def fits(self, limit_bytes: int | None, batch_size: int) -> bool:
-        """Whether a round at that batch size stays within the limit: it is run, and ended once it goes past it."""
+        """Run a round at that batch size, and end it once it goes past the limit; return whether it stayed within."""
         ledger = self._ledger
         ledger.limit, ledger.peak = limit_bytes, ledger.live
         try:
@@ -124,7 +123,7 @@ class TrainingRun:
         return largest(partial(self.fits, limit_bytes), self._guess(limit_bytes))
 
     def _guess(self, limit_bytes: int) -> int:
-        """Where a line through the two known peaks nearest to the limit meets it. Only where to begin the search."""
+        """Guess where to begin the search: where a line through the two known peaks nearest to the limit meets it."""
         for batch_size in _PROBES:
             self.peak_bytes(batch_size)
         near = sorted(self.peaks.items(), key=lambda found: abs(found[1] - limit_bytes))[:2]
@@ -165,7 +164,36 @@ class TrainingRun:
             (output.detach().argmax(1) == targets).sum()
 
 
-def _host_generators() -> mock._patch[mock.MagicMock]:
-    """The "meta" device draws no numbers, so it has no generators; the bank makes one a learner."""
-    of_host = torch.Generator
-    return mock.patch.object(torch, "Generator", side_effect=lambda _: of_host())
+def largest(fits: Fits, guess: int) -> int:
+    """The largest b ≥ 0 that fits, 0 always does; what is larger than one that does not fit, does not fit either.
+
+    Outwards from the guess in steps of 1, 2, 4, ..., then halving what is between. Two questions where the guess is
+    right, and however wrong it is, the answer is one that was asked for, as is the next larger one.
+    """
+    assert guess >= 1, f"a batch has at least one sample, got {guess}"
+    step = 1
+    if fits(guess):
+        low = guess
+        while fits(low + step):
+            low, step = low + step, 2 * step
+        return bisect(fits, low, low + step)
+    high = guess
+    while high > step and not fits(high - step):
+        high, step = high - step, 2 * step
+    return bisect(fits, max(high - step, 0), high)
+
+
+def doubling_search(fits: Fits) -> int:
+    """The largest b ≥ 0 that fits, as batch size finders do: 1, 2, 4, ... until one does not, then halving."""
+    high = 1
+    while fits(high):
+        high *= 2
+    return bisect(fits, high // 2, high)
+
+
+def bisect(fits: Fits, low: int, high: int) -> int:
+    """The largest that fits of [low, high), where `low` is known to fit and `high` not to."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -62,7 +62,7 @@ class KilledRun:
     lines_are_equal: bool = False
 
     def to_plain(self) -> dict[str, Any]:
-        """For the results file."""
+        """Return plain values for the results file."""
         return asdict(self)
 
 
@@ -183,7 +183,7 @@ def _lines(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Of runs as in the results file: kills with a checkpoint to go on from, and what came of them."""
+    """Count kills with a checkpoint to go on from, and what came of them, in runs of a results file."""
     kills = [kill for run in runs for kill in run["kills"]]
     with_one = [kill for kill in kills if kill["whole"] is not None]
     return {

@@ -1,4 +1,4 @@
-"""What lies in a run's folder after a kill: how far the checkpoint was that was being written, and what is whole."""
+"""A run's folder after a kill: how far the checkpoint was that was being written, and which are whole."""
 
 from __future__ import annotations
 

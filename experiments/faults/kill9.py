@@ -7,7 +7,6 @@ README.md says what is killed, when, and what is looked at.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -17,9 +16,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine, machine_line
+from experiments.bench.results import write_result
 from experiments.faults.campaign import EXECUTORS, Campaign, figures
 from experiments.faults.report import kill9_text
 
@@ -28,14 +27,13 @@ _KILLS_A_RUN = 12
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Kill as often as asked for; prints the tables and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--kills", type=count, default=200, help="of one rank, with a checkpoint to go on from (default %(default)s)")
     add("--kills-of-two-ranks", type=int, default=40, help="of two ranks, so (default %(default)s)")
     add("--epochs", type=positive, default=10.0, help="of each run (default %(default)s)")
     add("--seed", type=int, default=0, help="of the moments (default %(default)s)")
     add("--folder", type=Path, help="on the disk to write to (default that for temporary files)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     facts, begin_s = machine(), time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -56,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _runs(campaign: Campaign, num_ranks: int, num_kills: int) -> list[dict[str, Any]]:
-    """As many as it takes to kill that often with a checkpoint to go on from; executors take turns."""
+    """Run until that many kills had a checkpoint to go on from; executors take turns."""
     runs: list[dict[str, Any]] = []
     while (missing := num_kills - (figures(runs)["kills"] if runs else 0)) > 0:
         executor = EXECUTORS[len(runs) % len(EXECUTORS)]

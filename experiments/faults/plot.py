@@ -1,38 +1,18 @@
-"""Draws kills.png: into which moment of a checkpoint the kills fell, and where in the run.
-
-python experiments/faults/plot.py
-"""
+"""Draws kills.png: into which moment of a checkpoint the kills fell, and where in the run."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.figure import Figure
 
-from experiments.common.results import EXPERIMENTS, read_results
 from experiments.faults.folder import BETWEEN, PHASES
 from experiments.faults.report import phases
+from experiments.tables.pictures import one
 
-EXPERIMENT = "faults"
-PICTURE = EXPERIMENTS / EXPERIMENT / "results" / "kills.png"
 _COLORS = {1: "#0072B2", 2: "#D55E00"}
 _BINS = 20
-
-
-def main() -> int:
-    """Draw the kills; returns the exit code."""
-    results = [result for result in read_results(EXPERIMENT).values() if result["kind"] == "kill9"]
-    if not results:
-        print("error: there are no results yet; run experiments/faults/kill9.py first.", file=sys.stderr)
-        return 2
-    draw(results[0]).savefig(PICTURE, dpi=130, metadata={"Software": None})
-    print(f"drawn to {PICTURE.relative_to(EXPERIMENTS.parent)}")
-    return 0
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
@@ -66,5 +46,6 @@ def draw(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one(
+    "results/kills.png", lambda results: draw(next(iter(results.values()))), lambda result: result["kind"] == "kill9"
+)

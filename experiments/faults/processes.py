@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from crossbow_py.train import __main__ as train
-from experiments.common.ports import free_port
+from experiments.bench.machine import free_port
 
 _PATIENCE_S = 60.0
 _PRELOADED = ["torch", "crossbow_py.train.__main__"]
@@ -29,7 +29,7 @@ class Start:
 
     @property
     def runs(self) -> bool:
-        """Whether any rank does."""
+        """True while any rank is running."""
         return any(process.is_alive() for process in self.processes)
 
     def kill(self, ranks: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ def start(arguments: Sequence[str], log: Path, num_ranks: int = 1) -> Start:
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What a launcher on this host tells a rank."""
+    """The environment that a launcher on this host gives a rank."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     numbers = {name: str(value) for name, value in names.items()}
     return {**numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}

@@ -56,7 +56,7 @@ class RecordingMLP(nn.Module):
 
 
 def _write(folder: Path, numbers: Sequence[int]) -> None:
-    """Without a buffer, which a kill would take along."""
+    """Append to this process's file, without a buffer, which a kill would take along."""
     path = folder / f"rank-{os.environ.get('RANK', '0')}.{os.getpid()}.jsonl"
     with path.open("ab", buffering=0) as file:
         file.write(json.dumps([time.monotonic(), *numbers]).encode() + b"\n")
@@ -64,7 +64,7 @@ def _write(folder: Path, numbers: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one process was trained on.
+    """The batches that one process was trained on.
 
     Attributes:
         rank, pid: the process.
@@ -79,7 +79,7 @@ class Recording:
 
 
 def read_recordings(folder: Path, batch_size: int) -> list[Recording]:
-    """Of all processes, the first to train first. Batches are whole; what is smaller was a look at the outputs."""
+    """Read the recordings of all processes, the first to train first. Smaller batches were a look at the outputs."""
     found = []
     for path in folder.glob("rank-*.jsonl"):
         # The last line may be torn: its process was killed, and what it was about does not count.
@@ -93,7 +93,7 @@ def read_recordings(folder: Path, batch_size: int) -> list[Recording]:
 
 
 def starts_of(recordings: Sequence[Recording], num_ranks: int) -> list[dict[int, Recording]]:
-    """By rank, for each start of the run: the n-th process of every rank belongs to the n-th start."""
+    """Group recordings by start and rank: the n-th process of every rank belongs to the n-th start."""
     by_rank = [[each for each in recordings if each.rank == rank] for rank in range(num_ranks)]
     longest = max(map(len, by_rank), default=0)
     return [{rank: own[place] for rank, own in enumerate(by_rank) if place < len(own)} for place in range(longest)]

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import markdown_table
 from experiments.faults.campaign import figures
 from experiments.faults.folder import PHASES
+from experiments.tables.markdown import markdown_table
 
 Result = Mapping[str, Any]
 
 
 def phases(result: Result, num_ranks: int) -> Counter[str]:
-    """How many kills fell into each, of those with a checkpoint to go on from."""
+    """Count the kills with a checkpoint to go on from, by the phase into which they fell."""
     runs = [run for run in result["runs"] if run["num_ranks"] == num_ranks]
     return Counter(kill["phase"] for run in runs for kill in run["kills"] if kill["whole"] is not None)
 
@@ -103,5 +103,8 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def result_text(result: Result) -> str:
-    """Of either kind."""
+    """All there is to say about a result of either kind."""
     return kill9_text(result) if result["kind"] == "kill9" else restarts_text(result)
+
+
+TABLES = {"all": result_text}

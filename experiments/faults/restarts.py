@@ -7,7 +7,6 @@ README.md says what is killed, when, and what is looked at.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -22,9 +21,9 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.telemetry.records import read_summary
-from experiments.common.arguments import count, positive
-from experiments.common.machine import ROOT, machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import ROOT, machine, machine_line
+from experiments.bench.results import write_result
 from experiments.faults.folder import resumed_from
 from experiments.faults.recording import (
     NUM_SAMPLES,
@@ -47,13 +46,12 @@ _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Kill and restart as often as asked for; prints the tables and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--runs", type=count, default=10, help="under torchrun, a rank of each killed once (default %(default)s)")
     add("--starts", type=count, default=5, help="of one process with resume=auto (default %(default)s)")
     add("--epochs", type=positive, default=30.0, help="of each run (default %(default)s)")
     add("--seed", type=int, default=0, help="of the moments (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     facts, moments = machine(), random.Random(options.seed)
     with tempfile.TemporaryDirectory() as text:
@@ -126,7 +124,7 @@ def _await_batches(recorded: Path, name: str, number: int, process: subprocess.P
 
 
 def _outcome(run: Path, recordings: Sequence[Recording], killed_s: float) -> dict[str, Any]:
-    """What a run that has ended was trained on, and how soon it was again."""
+    """Return which samples a run that has ended was trained on, and how soon it trained again."""
     starts = starts_of(recordings, _NUM_RANKS)
     begins = [begin or 0 for begin in resumed_from((run / "console.log").read_text(encoding="utf-8"))]
     summary = read_summary(run)
@@ -146,7 +144,7 @@ def _outcome(run: Path, recordings: Sequence[Recording], killed_s: float) -> dic
 
 
 def first_round_s(recording: Recording) -> float:
-    """When a process had trained its first round: the second begins."""
+    """The time when a process had trained its first round: the second begins."""
     return recording.times_s[_NUM_LEARNERS]
 
 

@@ -9,12 +9,13 @@ newest checkpoint stands when the same command is given again; the results file 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.recorded_runs import RecordedRuns, record
+from experiments.grids.recorded_runs import RecordedRuns, record
+from experiments.tables.recorded_report import table_of
 
 # Five classes of equally many photographs: guessing gets one in five.
 RUNS = RecordedRuns(
@@ -25,12 +26,9 @@ RUNS = RecordedRuns(
     chance=0.2,
     shown_accuracy=(0.0, 1.0),
 )
+TABLES = {"summary": table_of(RUNS)}
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train every seed and write the result; returns the exit code."""
-    return record(RUNS, argv)
-
+main = partial(record, RUNS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,24 +1,16 @@
-"""Draws a picture beside every results file: four statistics of learning against samples seen, a line a rule.
-
-python experiments/gradient_noise/plot.py
-"""
+"""Draws a picture beside every results file: four statistics of learning against samples seen, a line a rule."""
 
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.cells.plot import UNITS, styles, unit_of
-from experiments.common.cells.summary import Result, by_cell
-from experiments.common.pictures import save_pictures
 from experiments.gradient_noise.report import by_evaluation, mean_of, noise_scale_samples
-from experiments.gradient_noise.run import EXPERIMENT
+from experiments.grids.plot import UNITS, styles, unit_of
+from experiments.grids.summary import Result, by_cell
+from experiments.tables.pictures import beside
 
 _NOISE = "gradient noise scale, samples"
 _PANELS = {
@@ -31,13 +23,8 @@ _LOGARITHMIC = (_NOISE, "spread of replicas")
 _TOTAL_BATCHES = (32, 128, 512, 1024)
 
 
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
-
-
 def draw(result: Result) -> Figure:
-    """Of one grid."""
+    """Draw a panel a statistic."""
     figure = Figure(figsize=(10, 6.4), layout="constrained")
     for axes, (title, key) in zip(figure.subplots(2, 2).flat, _PANELS.items(), strict=True):
         _draw_statistic(axes, result, key)
@@ -69,5 +56,4 @@ def _draw_statistic(axes: Axes, result: Result, key: str | None) -> None:
         )  # fmt: skip
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from experiments.common.cells.report import accuracy, notes
-from experiments.common.cells.summary import Result, Run, by_cell, estimate, has_diverged
-from experiments.common.markdown import markdown_table, number
+from experiments.grids.report import accuracy, notes
+from experiments.grids.summary import Result, Run, by_cell, estimate, has_diverged
+from experiments.tables.markdown import markdown_table, number
 
 Records = Sequence[Any]
 _THIRDS = ("first third", "second third", "last third")
@@ -29,7 +29,7 @@ def noise_scale_samples(records: Records) -> float | None:
 
 
 def mean_of(records: Records, key: str) -> float | None:
-    """Of a statistic, or of a value of the record itself; None where it was never measured."""
+    """The mean of a statistic, or of a value of the record itself; None where it was never measured."""
     values = [record[key] if key in record else record["learning"][key] for record in records]
     known = [value for value in values if value is not None]
     return mean(known) if known else None
@@ -58,7 +58,7 @@ def statistics_table(result: Result) -> str:
 
 
 def thirds(evaluations: Sequence[Records]) -> list[Sequence[Records]]:
-    """As even as they go."""
+    """Divide the evaluations into three parts, as even as they go."""
     bounds = [round(place * len(evaluations) / len(_THIRDS)) for place in range(len(_THIRDS) + 1)]
     return [evaluations[first:end] for first, end in pairwise(bounds)]
 
@@ -67,3 +67,6 @@ def result_text(result: Result) -> str:
     """All there is to say about a result."""
     picture = f"![{result['title']}](results/{result['grid']}.png)"
     return f"{picture}\n\n{statistics_table(result)}\n\n{notes(result)}"
+
+
+TABLES = {"all": result_text}

@@ -8,15 +8,14 @@ README.md says what is measured. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids.command import run_grid
+from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
 
-EXPERIMENT = "gradient_noise"
 ONE = "one learner"
 _MEASURED = f"{AS_RECORDED} batch_size=32 precision=fp32 learning_statistics=true"
 _RULES = {
@@ -39,11 +38,7 @@ GRIDS = {
     )
 }  # fmt: skip
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "gradient_noise", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

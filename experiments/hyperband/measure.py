@@ -18,13 +18,13 @@ from crossbow_py.cli.configuration import compose
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.data.datasets import as_pair
 from crossbow_py.data.sources.base import DataSource
-from crossbow_py.engine.device.denormals import flush_denormals
+from crossbow_py.engine.device.host import flush_denormals
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.build import SearchRun
 from crossbow_py.search.config import SearchConfig
 from crossbow_py.search.events import SearchListener
 from crossbow_py.search.folder import open_search_folder
-from experiments.common.windows import spread
+from experiments.bench.windows import spread
 from experiments.hyperband.default_loop import Images, search
 
 SIDES = ("default_loop", "one_at_a_time", "packed")
@@ -33,7 +33,7 @@ Side = Callable[[], dict[str, Any]]
 
 
 class _Messages(SearchListener):
-    """What a search says."""
+    """The messages of a search."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -80,7 +80,7 @@ def _warm_up(overrides: Sequence[str]) -> list[str]:
 
 
 def _said_at_first(overrides: Sequence[str], side: str, folder: Path) -> list[str]:
-    """What a search says before its first trial trains."""
+    """The messages of a search before its first trial trains."""
     messages = _Messages()
     with closing(_search_run(overrides, side, folder, messages)) as run:
         run.run(lambda: "stopped" if any(words.startswith("Trials of") for words in messages.said) else None)
@@ -94,13 +94,13 @@ def _search_run(overrides: Sequence[str], side: str, folder: Path, listener: Sea
 
 
 def _run_apart(side: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """In a process of its own: what a side sets in torch's threads is nothing to the others."""
+    """Run in a process of its own: a side's setting of torch's threads is nothing to the others."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_watched, side, overrides).result()
 
 
 def _watched(side: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """With what other programs took of the cores."""
+    """Run, and add the share of the cores that other programs took."""
     before = LoadSnapshot.take()
     outcome = _run(side, overrides)
     share = foreign_share(before, LoadSnapshot.take())

@@ -1,31 +1,19 @@
-"""Draws hyperband.png: the wall time of every side, split where it is known what took it; runs as points.
-
-python experiments/hyperband/plot.py
-"""
+"""Draws hyperband.png: the wall time of every side, split where it is known what took it; runs as points."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
 from experiments.hyperband.report import NAMES
+from experiments.tables.pictures import one
 
 _WHOLE = "all of it, not split"
 _COLORS = {"training": "#0072B2", "measuring": "#E69F00", "rest": "#999999", _WHOLE: "#56B4E9"}
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_picture("hyperband", "results/hyperband.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -43,7 +31,7 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
 
 
 def parts(run: Mapping[str, Any]) -> dict[str, float]:
-    """What took a run's seconds, as far as it is known."""
+    """Split a run's seconds, as far as it is known what took them."""
     if "train_s" not in run:
         return {_WHOLE: run["seconds"]}
     known = {"training": run["train_s"], "measuring": run["evaluation_s"]}
@@ -66,5 +54,4 @@ def _legend(axes: Axes) -> tuple[list[Any], list[str]]:
     return [shown[name] for name in names], names
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one("results/hyperband.png", draw)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.headline import cores
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 
@@ -30,9 +31,9 @@ def sides_table(result: Result) -> str:
             [
                 name,
                 _precision(result, side),
-                f"{seconds['median']:.0f} ({seconds['minimum']:.0f}–{seconds['maximum']:.0f})",
+                spread_text(seconds, ".0f"),
                 f"{samples / seconds['median']:,.0f}",
-                "" if ratio is None else _spread(ratio),
+                "" if ratio is None else spread_text(ratio),
                 f"≥ {goals[side]}" if side in goals else "",
                 f"{result['best'][side]:.4f}",
                 str(len(runs)),
@@ -43,12 +44,12 @@ def sides_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """How many times as fast packs are, and whether that is what was wanted."""
+    """Say how many times as fast packs are, and whether that is what was wanted."""
     sentences, goals = [], wanted(result)
     for side in list(NAMES)[:-1]:
         ratio = result["ratios"][f"{side}_over_packed"]
         own, theirs = (_precision(result, each) for each in ("packed", side))
-        said = f"Packs in {own} end the search {_spread(ratio)} times as fast as {NAMES[side]} in {theirs}"
+        said = f"Packs in {own} end the search {spread_text(ratio)} times as fast as {NAMES[side]} in {theirs}"
         said += f" (n={len(result['runs'][side])})"
         if side in goals:
             verdict = "and is reached" if ratio["median"] >= goals[side] else "and is missed"
@@ -59,12 +60,12 @@ def headline(result: Result) -> str:
 
 
 def wanted(result: Result) -> Mapping[str, float]:
-    """By side, how many times as fast packs were to be there; results of before there was a choice are of CPUs."""
+    """The speed-up of packs that was wanted, by side; results of before there was a choice are of CPUs."""
     return _WANTED[result.get("device", "cpu")]
 
 
 def overhead_text(result: Result) -> str:
-    """What a search takes besides training and measuring."""
+    """Say what a search takes besides training and measuring."""
     shares = [run["overhead_s"] / run["seconds"] for run in result["runs"]["packed"]]
     return (
         f"Sampling, storage, files of trials and changing seats took {median(shares):.1%} of the packed search's time "
@@ -79,10 +80,19 @@ def result_text(result: Result) -> str:
 
 
 def _precision(result: Result, side: str) -> str:
-    """Of its first run, as of all."""
+    """The precision of its first run, as of all."""
     precision: str = result["runs"][side][0].get("precision", "fp32")  # earlier results were all in that
     return precision
 
 
-def _spread(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
+def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
+    """The search on the first page: seconds of packs, of one tuned trial at a time and of the default loop."""
+    result = results["lenet_mnist"]
+    seconds = [f"{result['seconds'][side]['median']:,.0f}" for side in ("packed", "one_at_a_time", "default_loop")]
+    trials = {trial for trial, *_ in result["runs"]["packed"][0]["values"]}
+    title = f"Hyperband over {len(trials)} LeNets on MNIST, s"
+    return [[title, f"{seconds[0]} (packs)", *seconds[1:], str(result["repetitions"]), cores(result)]]
+
+
+TABLES = {"all": result_text, "headline": headline}
+HEADLINE = headline_rows

@@ -7,7 +7,6 @@ README.md says what the sides are.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +16,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.hyperband.measure import measure_hyperband
 from experiments.hyperband.report import result_text
 
@@ -30,11 +29,10 @@ SYNTHETIC = ("data=synthetic", "data.shape=[1,28,28]", "data.num_train=60000", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--repetitions", type=count, default=3, help="searches by each side (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     add("overrides", nargs="*", metavar="KEY=VALUE", help=f"of the search (default {' '.join(DEFAULTS)})")
     options = parser.parse_args(argv)
     try:

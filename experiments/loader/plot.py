@@ -1,29 +1,16 @@
-"""Draws images_per_s.png: images/s a core of every repetition of every side.
-
-python experiments/loader/plot.py
-"""
+"""Draws images_per_s.png: images/s a core of every repetition of every side."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
 from experiments.loader.sides import PILLOW
+from experiments.tables.pictures import one
 
-EXPERIMENT = "loader"
 _OURS, _PILLOW = "#0072B2", "#999999"
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_picture(EXPERIMENT, "results/images_per_s.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -45,5 +32,4 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one("results/images_per_s.png", draw)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 
 
 def headline(result: Result) -> str:
-    """What it was, in a line."""
+    """Say what was measured, in a line."""
     share = result["method"]["foreign_share"]
     busy = "" if share is None else f" Other programs had {share:.0%} of the core meanwhile."
     return (
@@ -44,4 +44,7 @@ def result_text(result: Result) -> str:
 def _ratio(ratio: Mapping[str, float]) -> str:
     if ratio["minimum"] == ratio["maximum"] == 1:
         return "1"
-    return f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
+    return spread_text(ratio)
+
+
+TABLES = {"all": result_text}

@@ -7,7 +7,6 @@ README.md says what is compared and how.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,22 +15,21 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.loader.measure import measure_loader
 from experiments.loader.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--folder", default="flowers_300", help="the images: a path, or a name in $CROSSBOW_DATA_DIR (%(default)s)")
     add("--size", type=count, default=224, help="height and width of crops (default %(default)s)")
     add("--resize", type=count, default=256, help="short side of cached images (default %(default)s)")
     add("--seconds", type=positive, default=60.0, help="of measuring (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory() as caches:

@@ -29,7 +29,7 @@ from torch.autograd.profiler import profile
 
 from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from experiments.common.rounds import Rounds, Setup
+from experiments.bench.rounds import Rounds, Setup
 
 ROUNDS_ON_HOST = 3
 # Eager rounds and the captures come first; the rounds after them are replays alone.
@@ -73,7 +73,7 @@ def probe(setup: Setup) -> dict[str, int]:
 
 
 def held_bytes(bank: ReplicaBank) -> int:
-    """What a bank's buffers take, padding and alignment included; each storage once."""
+    """The bytes of a bank's buffers, padding and alignment included; each storage once."""
     storages = {}
     for value in vars(bank).values():
         for rows in value.values() if isinstance(value, dict) else [value]:

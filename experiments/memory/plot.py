@@ -1,31 +1,17 @@
-"""Draws the memory of K learners: measured as points, predicted as lines.
-
-python experiments/memory/plot.py experiments/memory/results/memory_cpu.json
-"""
+"""Draws the memory of K learners: measured as points, predicted as lines."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from experiments.common.pictures import draw_beside
 from experiments.memory.report import Result, rows_of
+from experiments.tables.pictures import beside
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = {"serial": "#56B4E9", "fused": "#D55E00", "streams": "#009E73"}
 _MARKERS = {"serial": "s", "fused": "D", "streams": "^"}
 _MIB = 2**20
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw one results file, beside it; returns the exit code."""
-    return draw_beside(__doc__, draw, argv)
 
 
 def draw(result: Result) -> Figure:
@@ -56,5 +42,4 @@ def draw(result: Result) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

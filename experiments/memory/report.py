@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from crossbow_py.engine.sizing.learner_bytes import LearnerBytes
-from experiments.common.markdown import NONE, markdown_table
+from crossbow_py.engine.sizing.memory import LearnerBytes
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -16,7 +16,7 @@ _PARTS = ("weights", "gradients", "corrections", "state", "shadow", "buffers", "
 
 
 def result_text(result: Result) -> str:
-    """What a learner is made of, and what K of them need."""
+    """All there is to say about a result: the bytes of a learner, and of K of them."""
     failures = [f"{_name(row)} failed: {row['failure']}" for row in result["rows"] if row.get("failure")]
     return "\n\n".join([parts_table(result), peaks_table(result), *failures])
 
@@ -53,7 +53,7 @@ def peaks_table(result: Result) -> str:
 
 
 def extra_learner_bytes(result: Result, row: Row) -> float | None:
-    """What each learner added since the next smaller K costs; None for the smallest."""
+    """The bytes of each learner added since the next smaller K; None for the smallest."""
     before = [other for other in rows_of(result, row["model"], row["executor"])
               if other["num_learners"] < row["num_learners"]]  # fmt: skip
     if row["measured_bytes"] is None or not before:
@@ -63,7 +63,7 @@ def extra_learner_bytes(result: Result, row: Row) -> float | None:
 
 
 def whole_bytes(result: Result, model: str) -> int:
-    """What one learner of a model is by its parts."""
+    """The bytes of one learner of a model, by its parts."""
     return next(LearnerBytes(**entry["learner"]).whole for entry in result["models"] if entry["model"] == model)
 
 
@@ -79,3 +79,6 @@ def _name(row: Row) -> str:
 
 def _mib(value: float | None, digits: int = 1) -> str:
     return NONE if value is None else f"{value / _MIB:,.{digits}f}"
+
+
+TABLES = {"all": result_text}

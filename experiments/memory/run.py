@@ -21,12 +21,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device, choose_precision
-from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
+from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
 from crossbow_py.models import MODELS
-from experiments.common.arguments import count
-from experiments.common.machine import ROOT, machine
-from experiments.common.results import draw_after, show_and_write
-from experiments.common.rounds import ExecutorName, Setup
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import draw_after, show_and_write
+from experiments.bench.rounds import ExecutorName, Setup
 from experiments.memory.report import result_text
 
 DEFAULT_MODELS = ("lenet", "resnet32", "vgg16")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure_model(setup, sorted(set(options.num_learners)), result)
     show_and_write(result, result_text, options.json)
     if options.json:
-        draw_after(options.json, "experiments.memory.plot")
+        draw_after("memory", options.json)
     return 0
 
 
@@ -87,7 +87,7 @@ def measure_model(setup: Setup, num_learners: Sequence[int], result: dict[str, A
 
 
 def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners: int, executor: str) -> dict[str, int]:
-    """What was measured, and beside it what was predicted."""
+    """Put the prediction beside what was measured."""
     at_once = 1 if executor == "serial" else num_learners
     return {
         **measured,
@@ -96,7 +96,7 @@ def with_prediction(measured: Mapping[str, int], own: LearnerBytes, num_learners
 
 
 def measure(asked: Mapping[str, Any]) -> dict[str, int]:
-    """What measure.py finds, in a fresh process. Raises MeasurementError."""
+    """Run measure.py in a fresh process. Raises MeasurementError."""
     done = subprocess.run(
         [sys.executable, str(_MEASURE), json.dumps(asked)],
         cwd=ROOT, env={**os.environ, **_QUIET}, capture_output=True, text=True, check=False,
@@ -109,7 +109,7 @@ def measure(asked: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
     add = parser.add_argument
     names = [name for name in MODELS if name != "custom"]
     add("--models", choices=names, nargs="+", default=DEFAULT_MODELS, help=f"default {' '.join(DEFAULT_MODELS)}")
@@ -117,7 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=count, default=BATCH_SIZE, help="images a learner takes (default %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="default %(default)s")
-    add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")
     return parser
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experiments.common.packs.comparison import PackCell
-from experiments.common.packs.running import executors_on, one_at_a_time, predictors_on
-from experiments.common.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, single
-from experiments.common.packs.workloads import PackWorkload
+from experiments.bench.packs.comparison import PackCell
+from experiments.bench.packs.running import executors_on, one_at_a_time, predictors_on
+from experiments.bench.packs.side import DEFAULT, DEFAULT_ENSEMBLE, TUNED, PackSide, Work, packed, single
+from experiments.bench.packs.workloads import PackWorkload
 
 
 @dataclass(frozen=True)
 class ModelBatchFigure:
-    """How many of which model, what they do, and over which batch sizes."""
+    """A figure: how many of which model, what they do, and over which batch sizes."""
 
     title: str
     model: str
@@ -40,7 +40,7 @@ FIGURES = {
 
 
 def sides_of(figure: ModelBatchFigure, device: str) -> list[PackSide]:
-    """Those of one model, and the packs."""
+    """The sides of one model, and the packs."""
     if figure.work == "layers":  # here all of the models are gone through in every tick
         return [PackSide(name, figure.num_models, work=figure.work) for name in (DEFAULT, TUNED, "fused")]
     training = figure.work == "training"

@@ -1,27 +1,15 @@
-"""Draws a picture beside every results file: images/s of all sides, and what packs gain, against the batch size.
-
-python experiments/model_batch/plot.py
-"""
+"""Draws a picture beside every results file: images/s of all sides, and what packs gain, against the batch size."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.figure import Figure
 
-from experiments.common.packs.plot import rate_lines, ratio_lines
-from experiments.common.packs.report import bases_of
-from experiments.common.pictures import save_pictures
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures("model_batch", draw)
+from experiments.bench.packs.plot import rate_lines, ratio_lines
+from experiments.bench.packs.report import bases_of
+from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
@@ -38,5 +26,4 @@ def draw(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

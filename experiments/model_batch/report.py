@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.common.markdown import markdown_table
-from experiments.common.packs.report import (
+from experiments.bench.packs.report import (
     Result,
     bases_of,
     best_pack,
@@ -11,14 +10,14 @@ from experiments.common.packs.report import (
     grouped,
     how,
     left_out,
-    ratio_text,
     summary_header,
     summary_row,
 )
+from experiments.tables.markdown import markdown_table, spread_text
 
 
 def headline(result: Result) -> str:
-    """What it was, and the largest gains of a pack."""
+    """Say what was measured, and the largest gains of a pack."""
     figure = result["figure"]
     text = f"{figure['title']}: {figure['num_models']} models ({figure['model']})."
     packs = [best_pack(rows) for rows in grouped(result["rows"], "batch_size").values()]
@@ -27,7 +26,7 @@ def headline(result: Result) -> str:
         if found:
             best = max(found, key=lambda pack: float(pack["over"][base]["median"]))
             text += (
-                f" The largest gain over {base} is {ratio_text(best['over'][base])}, with batches of "
+                f" The largest gain over {base} is {spread_text(best['over'][base])}, with batches of "
                 f"{best['batch_size']} by {best['side']} (n={best['n']})."
             )
     return text
@@ -45,3 +44,6 @@ def result_text(result: Result) -> str:
     rows = result["rows"]
     parts = (headline(result), summary_table(result), cells_table(rows), how(result), left_out(rows))
     return "\n\n".join(part for part in parts if part)
+
+
+TABLES = {"all": result_text}

@@ -15,11 +15,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.packs.models import BUILDS
-from experiments.common.packs.running import device_of, measure_panels, measuring_parser
-from experiments.common.packs.workloads import prepare_packs
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.packs.models import BUILDS
+from experiments.bench.packs.running import device_of, measure_panels, pack_parser
+from experiments.bench.packs.workloads import prepare_packs
+from experiments.bench.results import show_and_write
 from experiments.model_batch.figures import FIGURES, panels_of
 from experiments.model_batch.report import result_text
 
@@ -28,7 +28,7 @@ _QUICK_MODELS, _QUICK_BATCH_SIZE = 2, 4
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the tables and returns the exit code."""
-    parser = measuring_parser(__doc__, repetitions=5, seconds=0.5)
+    parser = pack_parser(__doc__, repetitions=5, seconds=0.5)
     parser.add_argument("figure", choices=FIGURES, help="what is measured")
     parser.add_argument("--batch-sizes", type=count, nargs="+", metavar="B", help="images in a batch of one model")
     parser.add_argument("--model", choices=BUILDS, metavar="MODEL", help="which model (default: the figure's)")

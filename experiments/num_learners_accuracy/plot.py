@@ -1,26 +1,12 @@
-"""Draws a picture beside every results file: accuracy against samples and against seconds, for every side.
-
-python experiments/num_learners_accuracy/plot.py
-"""
+"""Draws a picture beside every results file: accuracy against samples and against seconds, for every side."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
-
 from matplotlib.figure import Figure
 
-from experiments.common.cells.plot import accuracy_lines
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
-from experiments.num_learners_accuracy.run import EXPERIMENT
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
+from experiments.grids.plot import accuracy_lines
+from experiments.grids.summary import Result
+from experiments.tables.pictures import beside
 
 
 def draw(result: Result) -> Figure:
@@ -37,5 +23,4 @@ def draw(result: Result) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

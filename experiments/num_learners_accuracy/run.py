@@ -8,16 +8,16 @@ README.md says what is compared. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Cell, Grid, cells
+from experiments.grids import report
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Cell, Grid, cells
 
-EXPERIMENT = "num_learners_accuracy"
 NUM_LEARNERS = (1, 2, 4, 8)
 # The recipe of the digits is SMA, that of LeNet synchronous_sgd, both with the learning rate times √K. Other sides are
 # without label smoothing, which the recipes have since it was compared here.
@@ -58,12 +58,9 @@ GRIDS = {
              targets=(0.99,), reference=REFERENCE, alone=True),
     )
 }  # fmt: skip
+TABLES = report.TABLES
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "num_learners_accuracy", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

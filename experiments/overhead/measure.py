@@ -1,4 +1,4 @@
-"""What starting takes in processes of their own, and what telemetry takes of rounds, with and without by turns."""
+"""The cost of starting, in processes of their own, and of telemetry, in rounds with and without it by turns."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.models import MLP, LeNet
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
 from crossbow_py.train.run_folder.reporter import Reporter
-from experiments.common.machine import ROOT
-from experiments.common.windows import MAX_FOREIGN_SHARE, spread
+from experiments.bench.machine import ROOT
+from experiments.bench.windows import MAX_FOREIGN_SHARE, spread
 
 IMPORT_TORCH, IMPORT_OURS = "import torch", "import crossbow_py"
 STARTS = {

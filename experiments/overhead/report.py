@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table, spread_text
 
 Result = Mapping[str, Any]
 MOST_IMPORT_RATIO, MOST_HELP_S, MOST_TELEMETRY = 1.2, 3.0, 0.01
@@ -15,7 +15,7 @@ def starts_table(result: Result) -> str:
     """A row a command: seconds, and of the processor's."""
     starts = result["starts"]
     rows = [
-        [f"`{name}`", _spread(starts["wall_s"][name], ".2f"), _spread(starts["cpu_s"][name], ".2f"), str(starts["n"])]
+        [f"`{name}`", *(spread_text(starts[clock][name]) for clock in ("wall_s", "cpu_s")), str(starts["n"])]
         for name in starts["wall_s"]
     ]
     return markdown_table(["", "seconds", "seconds of the processor", "n"], rows)
@@ -28,8 +28,8 @@ def telemetry_table(result: Result) -> str:
         [
             name,
             NONE if own["round_ms"] is None else f"{own['round_ms']:.2f}",
-            _spread(own["share_of_training"], ".2%"),
-            _spread(own["throughput_ratio"], ".3f"),
+            spread_text(own["share_of_training"], ".2%"),
+            spread_text(own["throughput_ratio"], ".3f"),
             str(own["n"]),
             str(own["dropped"]),
         ]
@@ -39,7 +39,7 @@ def telemetry_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """Whether it is as little as was wanted."""
+    """Say whether it is as little as was wanted."""
     starts = result["starts"]
     ratio, longest = (
         starts["import_ratio"]["median"],
@@ -47,7 +47,7 @@ def headline(result: Result) -> str:
     )
     shares = [own["share_of_training"]["median"] for own in result["telemetry"].values() if own["n"]]
     said = [
-        f"Importing `crossbow_py` takes {_spread(starts['import_ratio'], '.2f')} times the processor's time of "
+        f"Importing `crossbow_py` takes {spread_text(starts['import_ratio'], '.2f')} times the processor's time of "
         f"importing torch (at most {MOST_IMPORT_RATIO} was wanted{_verdict(ratio <= MOST_IMPORT_RATIO)}).",
         f"The longest `--help` takes {longest:.1f} s (at most {MOST_HELP_S:g}{_verdict(longest <= MOST_HELP_S)}).",
     ]
@@ -68,8 +68,4 @@ def _verdict(reached: bool) -> str:
     return ": reached" if reached else ": missed"
 
 
-def _spread(spread: Mapping[str, float] | None, form: str) -> str:
-    if spread is None:
-        return NONE
-    middle, least, most = (format(spread[key], form) for key in ("median", "minimum", "maximum"))
-    return f"{middle} ({least}–{most})"
+TABLES = {"all": result_text, "headline": headline}

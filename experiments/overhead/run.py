@@ -7,27 +7,25 @@ README.md says what is measured and how.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine, machine_line
-from experiments.common.results import write_result
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine, machine_line
+from experiments.bench.results import write_result
 from experiments.overhead.measure import NETWORKS, measure_starts, measure_telemetry
 from experiments.overhead.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the tables and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--repetitions", type=count, default=15, help="of everything (default %(default)s)")
     add("--seconds", type=positive, default=2.0, help="of training, each time (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     result = {
         "machine": machine(),

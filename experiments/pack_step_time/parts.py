@@ -1,4 +1,4 @@
-"""What is measured of packs' step time: families, two of them side by side, and the limits. The panels of each."""
+"""The panels of each part of packs' step time: families, two of them side by side, and the limits."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from experiments.common.packs.comparison import PackCell
-from experiments.common.packs.models import FIVE_LAYERS_WIDTHS, MLP_UNITS
-from experiments.common.packs.running import executors_on, one_at_a_time
-from experiments.common.packs.side import CAPTURED, DEFAULT, TUNED, packed, single
-from experiments.common.packs.workloads import PackWorkload
+from experiments.bench.packs.comparison import PackCell
+from experiments.bench.packs.models import FIVE_LAYERS_WIDTHS, MLP_UNITS
+from experiments.bench.packs.running import executors_on, one_at_a_time
+from experiments.bench.packs.side import CAPTURED, DEFAULT, TUNED, packed, single
+from experiments.bench.packs.workloads import PackWorkload
 
 LIMIT_MODELS = 4
 LARGER_BATCHES = (4, 16, 64, 256)

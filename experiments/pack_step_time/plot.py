@@ -1,30 +1,18 @@
-"""Draws a picture beside every results file: gains in step time by number of models, batch size or width; mixed packs.
-
-python experiments/pack_step_time/plot.py
-"""
+"""Draws gains in step time by the number of models, by batch size or by width, and those of mixed packs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.packs.plot import ratio_lines
-from experiments.common.packs.report import Row, bases_of, grouped
-from experiments.common.packs.side import ONE_AT_A_TIME, TUNED
-from experiments.common.pictures import save_pictures
+from experiments.bench.packs.plot import ratio_lines
+from experiments.bench.packs.report import Row, bases_of, grouped
+from experiments.bench.packs.side import ONE_AT_A_TIME, TUNED
 from experiments.pack_step_time.parts import LARGER_MODELS
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures("pack_step_time", draw)
+from experiments.tables.pictures import beside
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
@@ -93,5 +81,4 @@ def _of(rows: Sequence[Row], models: Sequence[str]) -> list[Row]:
     return [row for row in _packs(rows) if row["model"] in models]
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

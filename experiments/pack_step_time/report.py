@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.packs.report import (
+from experiments.bench.packs.report import (
     Result,
     Row,
     best_pack,
@@ -17,11 +16,11 @@ from experiments.common.packs.report import (
     grouped,
     how,
     left_out,
-    ratio_text,
     summary_header,
     summary_row,
 )
-from experiments.common.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.bench.packs.side import DEFAULT, ONE_AT_A_TIME, TUNED
+from experiments.tables.markdown import NONE, markdown_table, spread_text
 
 
 def families_table(rows: Sequence[Row]) -> str:
@@ -52,7 +51,7 @@ def mixed_table(rows: Sequence[Row]) -> str:
             row["side"],
             str(row["num_models"]),
             " and ".join(NONE if rate is None else f"{rate:,.0f}" for rate in row["images_per_s"]),
-            *(ratio_text(row["gain"][base]) for base in (DEFAULT, TUNED, "in_turn")),
+            *(spread_text(row["gain"][base]) for base in (DEFAULT, TUNED, "in_turn")),
             str(row["n"]),
             str(row["dropped"]),
         ]
@@ -71,7 +70,7 @@ def headline(result: Result) -> str:
     best = max(packs, key=lambda pack: float(pack["over"][TUNED]["median"]))
     losing = [_name(pack) for pack in packs if pack["over"][TUNED]["median"] < 1]
     text = (
-        f"The largest gain over one tuned model at a time is {ratio_text(best['over'][TUNED])}, of {_name(best)} by "
+        f"The largest gain over one tuned model at a time is {spread_text(best['over'][TUNED])}, of {_name(best)} by "
         f"{best['side']} (n={best['n']})."
     )
     if not losing:
@@ -87,7 +86,7 @@ def _mixed_headline(rows: Sequence[Row]) -> str:
     paying = sum(row["gain"]["in_turn"]["median"] > 1 for row in found)
     return (
         f"Two packs side by side do their work faster than in turn in {paying} of {len(found)} cases, at best "
-        f"{ratio_text(best['gain']['in_turn'])} times ({' and '.join(best['models'])} by {best['side']}, "
+        f"{spread_text(best['gain']['in_turn'])} times ({' and '.join(best['models'])} by {best['side']}, "
         f"n={best['n']})."
     )
 
@@ -112,3 +111,6 @@ def result_text(result: Result) -> str:
     table = {"families": families_table(rows), "limits": limits_table(rows), "mixed": mixed_table(mixed)}
     parts = (headline(result), table[result["part"]], cells_table(rows), how(result), left_out([*rows, *mixed]))
     return "\n\n".join(part for part in parts if part)
+
+
+TABLES = {"all": result_text}

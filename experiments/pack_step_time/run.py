@@ -1,4 +1,4 @@
-"""How much faster packs of 2 to 16 models step than one model at a time: four families, mixed packs, and the limits.
+"""Measures packs of 2 to 16 models against one model at a time: four families, mixed packs, and the limits.
 
     python experiments/pack_step_time/run.py families [--json PATH]
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.packs.models import BUILDS
-from experiments.common.packs.running import device_of, measure_panels, measuring_parser
-from experiments.common.packs.workloads import prepare_packs
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count
+from experiments.bench.packs.models import BUILDS
+from experiments.bench.packs.running import device_of, measure_panels, pack_parser
+from experiments.bench.packs.workloads import prepare_packs
+from experiments.bench.results import show_and_write
 from experiments.pack_step_time.parts import PARTS, Plan, models_of
 from experiments.pack_step_time.report import result_text
 
@@ -28,7 +28,7 @@ _QUICK_PANELS = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the tables and returns the exit code."""
-    parser = measuring_parser(__doc__, repetitions=5, seconds=0.4)
+    parser = pack_parser(__doc__, repetitions=5, seconds=0.4)
     parser.add_argument("part", choices=PARTS, help="what is measured")
     parser.add_argument("--families", choices=BUILDS, nargs="+", default=Plan.families, metavar="MODEL",
                         help=f"default {' '.join(Plan.families)}")  # fmt: skip

@@ -8,15 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from crossbow_py.engine.device.intra_op import intra_op_threads
-from experiments.common.streamed_runs import (
-    SIZE,
-    Setup,
-    StreamedRun,
-    five_layers,
-    photographs,
-)
-from experiments.common.windows import MAX_FOREIGN_SHARE, Windows
+from crossbow_py.engine.device.host import intra_op_threads
+from experiments.bench.streamed_runs import SIZE, Setup, StreamedRun, five_layers, photographs
+from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows
 
 OWN, LOOP, WORKER = "own feed", "shared, in the loop", "shared, one worker"
 BATCH, WIDTH = 16, 16

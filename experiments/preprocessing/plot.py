@@ -1,31 +1,18 @@
-"""Draws shares.png: the share of preprocessing, and the speed-up of sharing, against the number of models.
-
-python experiments/preprocessing/plot.py
-"""
+"""Draws shares.png: the share of preprocessing, and the speed-up of sharing, against the number of models."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
 from experiments.preprocessing.measure import LOOP, OWN, WORKER
 from experiments.preprocessing.report import MODELBATCH, TARGET_SHARE
+from experiments.tables.pictures import one
 
-EXPERIMENT = "preprocessing"
 _COLORS = {OWN: "#999999", LOOP: "#0072B2", WORKER: "#009E73"}
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_picture(EXPERIMENT, "results/shares.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -65,5 +52,4 @@ def _lines(axes: Axes, side: str, rows: list[dict[str, Any]], what: str, scale: 
     axes.errorbar(counts, middle, yerr=[below, above], fmt="o-", color=_COLORS[side], capsize=3, label=side)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one("results/shares.png", draw)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
 from experiments.preprocessing.measure import OWN, WORKER
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 
@@ -16,7 +16,7 @@ TARGET_SHARE = 0.05
 
 
 def headline(result: Result) -> str:
-    """What it was, and what the largest number of models comes to."""
+    """Say what was measured, and what the largest number of models comes to."""
     method = result["method"]
     setting = (
         f"{result['images']} training images of {result['folder']}, crops of {result['size']} x {result['size']}; a "
@@ -43,7 +43,7 @@ def shares_table(result: Result) -> str:
             "any" if row["side"] == OWN else str(row["num_models"]),
             _share(row["wait_share"]),
             "–" if row["images_per_s"] is None else f"{row['images_per_s']:,.0f}",
-            "1" if row["side"] == OWN else _speedup(row["speedup"]),
+            "1" if row["side"] == OWN else spread_text(row["speedup"]),
             str(row["n"]),
             str(row["dropped"]),
         ]
@@ -67,5 +67,4 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _speedup(ratio: Mapping[str, float] | None) -> str:
-    return "–" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})"
+TABLES = {"all": result_text}

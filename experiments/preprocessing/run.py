@@ -7,7 +7,6 @@ README.md says what is compared and how.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.preprocessing.measure import measure_preprocessing
 from experiments.preprocessing.report import result_text
 
@@ -26,13 +25,12 @@ NUM_MODELS = (1, 2, 4, 8, 16)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--folder", default="flowers_300", help="the images: a path, or a name in $CROSSBOW_DATA_DIR (%(default)s)")
     add("--models", type=count, nargs="+", default=NUM_MODELS, metavar="K", help="models on one feed")
     add("--rounds", type=count, default=24, help="of a window (default %(default)s)")
     add("--repetitions", type=count, default=7, help="windows a side (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     try:
         measured = measure_preprocessing(options.folder, options.models, options.rounds, options.repetitions)

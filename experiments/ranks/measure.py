@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from experiments.common.ports import free_port
-from experiments.common.windows import spread
+from experiments.bench.machine import free_port
+from experiments.bench.windows import spread
 from experiments.ranks.sides import BUCKETS_MB, serve
 from experiments.scaling.ranks import Measured, RankPair
 

@@ -1,28 +1,14 @@
-"""Draws ranks.png: images/s of every side, windows as points.
-
-python experiments/ranks/plot.py
-"""
+"""Draws ranks.png: images/s of every side, windows as points."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
 from experiments.ranks.report import NAMES
-
-EXPERIMENT = "ranks"
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_picture(EXPERIMENT, "results/ranks.png", draw)
+from experiments.tables.pictures import one
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -41,5 +27,4 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one("results/ranks.png", draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
+from experiments.tables.markdown import markdown_table, spread_text
 
 Result = Mapping[str, Any]
 
@@ -48,10 +48,13 @@ def result_text(result: Result) -> str:
 
 
 def _rates(rates: Mapping[str, float] | None) -> str:
-    return "" if rates is None else f"{rates['median']:.1f} ({rates['minimum']:.1f}–{rates['maximum']:.1f})"
+    return "" if rates is None else spread_text(rates, ".1f")
 
 
 def _number(ratio: Mapping[str, float] | None, form: str) -> str:
     if ratio is None:
         return ""
     return f"{ratio['median']:{form}} ({ratio['minimum']:{form}}–{ratio['maximum']:{form}})"
+
+
+TABLES = {"all": result_text}

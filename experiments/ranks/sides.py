@@ -1,4 +1,4 @@
-"""What is compared, in a rank's process: training by this package, alone or together, and DistributedDataParallel."""
+"""The sides, in a rank's process: training by this package, alone or together, and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.process_group import joined
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from experiments.common.rounds import build_model, input_shape, num_classes
-from experiments.common.streamed_runs import MarkedRounds
+from experiments.bench.rounds import build_model, input_shape, num_classes
+from experiments.bench.streamed_runs import MarkedRounds
 from experiments.scaling.ranks import Measured
 
 WARM_UP_ROUNDS = 2
@@ -42,7 +42,7 @@ class Sides:
 
     @property
     def names(self) -> list[str]:
-        """Of all sides."""
+        """The names of all sides."""
         return [*self._trainers, *self._steps]
 
     def window(self, side: str, num_rounds: int) -> Measured:
@@ -53,9 +53,8 @@ class Sides:
         if side == "alone" and not self._ranks.is_first:
             return Measured(0.0, num_rounds)
         trainer, marks = self._trainers[side], MarkedRounds()
-        trainer.run.worker_autotuner = marks
-        trainer.fit(max_rounds=WARM_UP_ROUNDS + num_rounds)
-        times = [mark.elapsed_s for mark in marks.marks]
+        trainer.fit(max_rounds=WARM_UP_ROUNDS + num_rounds, after_round=marks)
+        times = [mark.elapsed_s for mark in marks]
         return Measured(times[-1] - times[WARM_UP_ROUNDS - 1], num_rounds)
 
     def _run_steps(self, step: Callable[[], None], num_rounds: int) -> Measured:

@@ -9,21 +9,19 @@ newest checkpoint stands when the same command is given again; the results file 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.recorded_runs import RecordedRuns, record
+from experiments.grids.recorded_runs import RecordedRuns, record
+from experiments.tables.recorded_report import table_of
 
 # The target is what Crossbow trains this network to.
 RUNS = RecordedRuns("resnet32_cifar10", experiment="resnet32_short", target_accuracy=0.88)
+TABLES = {"summary": table_of(RUNS)}
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train every seed and write the result; returns the exit code."""
-    return record(RUNS, argv)
-
+main = partial(record, RUNS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

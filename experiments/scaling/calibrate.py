@@ -7,7 +7,6 @@ README.md says how.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.scaling.fitting import between, fit_line, variation
 from experiments.scaling.ranks import NUM_RANKS, Case, RankPair, task_s, transfer_s
 from experiments.scaling.report import CALIBRATED, result_text
@@ -35,9 +34,8 @@ _LARGE_BYTES = 2**20  # from there on an all-reduce is long enough to see what i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; prints the tables and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--repetitions", type=count, default=3, help="windows of each kind (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     given = parser.parse_args(argv)
     load = os.getloadavg()[0]
     with RankPair() as pair:
@@ -137,7 +135,7 @@ def _sweep(found: Mapping[int, Sequence[float]]) -> dict[str, Any]:
 
 
 def all_reduce_s(calibration: Mapping[str, Any], num_bytes: float, kind: str) -> float:
-    """What was measured at a size, `idle` or `busy`."""
+    """The seconds that were measured at a size, `idle` or `busy`."""
     sweep = calibration["all_reduce"]
     return between(sweep["bytes"], [each / 1e6 for each in sweep[kind]["us"]], num_bytes)
 

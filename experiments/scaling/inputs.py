@@ -1,4 +1,4 @@
-"""What is simulated on GPUs: workloads with their images/s on one of them. Estimates: no GPU has been measured."""
+"""The workloads simulated on GPUs, with their images/s on one of them. Estimates: no GPU has been measured."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Workload:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Workload:
-        """From an entry of `WORKLOADS`."""
+        """Make it from an entry of `WORKLOADS`."""
         return cls(**values)
 
     @property
@@ -118,16 +118,16 @@ class Workload:
 
     @property
     def images_a_round(self) -> int:
-        """Of one GPU."""
+        """The images of a round of one GPU."""
         return self.batch_size * self.num_learners
 
     @property
     def vector_bytes(self) -> int:
-        """What is all-reduced: P values of float32."""
+        """The bytes that are all-reduced: P values of float32."""
         return 4 * self.parameters
 
     def tasks(self, gpu: Mapping[str, float] = GPU) -> Tasks:
-        """Of one GPU. A round without averaging is what `images_per_s` says, corrections included."""
+        """The tasks of one GPU. A round without averaging is what `images_per_s` says, corrections included."""
         correction_s = _pass_s(gpu, gpu["correction_bytes"] * self.num_learners * self.parameters)
         learning_s = self.images_a_round / self.images_per_s - correction_s
         assert learning_s > 0, f"{self.name}: corrections alone take longer than images_per_s allows"
@@ -142,7 +142,7 @@ class Workload:
 
 
 def last_bucket_bytes(num_bytes: int) -> float:
-    """Of gradients of that size: what is sent when the backward pass is over."""
+    """The bytes of gradients of that size that are sent when the backward pass is over."""
     rest = num_bytes - SYNCHRONOUS["first_bucket_bytes"]
     return min(rest, SYNCHRONOUS["bucket_bytes"]) if rest > 0 else num_bytes
 

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, by the α-β model: a step costs α seconds and a byte 1/β. Pure.
+"""The time of an all-reduce by the α-β model: a step costs α seconds and a byte 1/β. Pure.
 
     ring of n             2·(n − 1)·α + 2·(n − 1)/n · bytes/β
     double binary tree    2·⌈log₂ n⌉·α + 2 · bytes/β               # pipelined, as NCCL's
@@ -27,7 +27,7 @@ class Link:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Link:
-        """From an entry of `NETWORKS`."""
+        """Make it from an entry of `NETWORKS`."""
         return cls(values["alpha_us"] / 1e6, values["gb_per_s"] * 1e9, values["multiprocessors"])
 
 
@@ -47,7 +47,7 @@ class Network:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Network:
-        """From an entry of `NETWORKS`."""
+        """Make it from an entry of `NETWORKS`."""
         return cls(
             name=values["name"],
             gpus_per_node=values["gpus_per_node"],
@@ -67,7 +67,7 @@ class Network:
         return self.start_s + min(self._by_shares_s(nodes, num_bytes), self._by_roots_s(nodes, num_bytes))
 
     def multiprocessors(self, num_gpus: int) -> int:
-        """What an all-reduce takes of each of so many GPUs while it is under way."""
+        """The share of each of so many GPUs that an all-reduce takes while it is under way."""
         return (self.inside if num_gpus <= self.gpus_per_node else self.between).multiprocessors
 
     def inside_node_s(self, num_gpus: int, num_bytes: float) -> float:
@@ -86,7 +86,7 @@ class Network:
 
 
 def fastest_s(ranks: int, num_bytes: float, link: Link) -> float:
-    """Of ring and tree, as NCCL chooses: many bytes a rank favour the ring, many ranks the tree."""
+    """The faster of ring and tree, as NCCL chooses: many bytes a rank favour the ring, many ranks the tree."""
     return min(ring_s(ranks, num_bytes, link), tree_s(ranks, num_bytes, link))
 
 

@@ -1,47 +1,23 @@
-"""Draws gpus.png, efficiency and exposed averaging against the number of GPUs, and validation.png.
-
-python experiments/scaling/plot.py
-"""
+"""Draws gpus.png, efficiency and exposed averaging against the number of GPUs, and validation.png."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from experiments.common.results import EXPERIMENTS, read_results, results_folder
 from experiments.scaling.inputs import HIDDEN_SHARE
 from experiments.scaling.report import SIMULATED, TARGET_ERROR, VALIDATED
 
-EXPERIMENT = "scaling"
-PICTURES = {SIMULATED: "gpus.png", VALIDATED: "validation.png"}
 # Of each model the workload that is most like how it would be run.
 PANELS = ("ResNet-32 b=16 K=4", "VGG-16 b=16 K=2", "ResNet-50 b=16 K=2")
 _COLORS = ("#0072B2", "#D55E00")
 _STYLES: dict[str, Any] = {"τ=1": "-", "H": "--", "τ": "-.", "synchronous": ":"}
 _RING: dict[str, Any] = {"markersize": 11, "markerfacecolor": "none", "markeredgecolor": "black"}
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    results = [result for result in read_results(EXPERIMENT).values() if result["kind"] in PICTURES]
-    if not results:
-        print("error: there are no results yet; run experiments/scaling/run.py first.", file=sys.stderr)
-        return 2
-    for result in results:
-        path = results_folder(EXPERIMENT) / PICTURES[result["kind"]]
-        figure = draw(result) if result["kind"] == SIMULATED else draw_validation(result)
-        figure.savefig(path, dpi=130, metadata={"Software": None})
-        print(f"drawn to {path.relative_to(EXPERIMENTS.parent)}")
-    return 0
 
 
 def draw(result: Mapping[str, Any]) -> Figure:
@@ -123,5 +99,10 @@ def draw_validation(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _pictures(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
+    drawn = {SIMULATED: ("results/gpus.png", draw), VALIDATED: ("results/validation.png", draw_validation)}
+    found = [(drawn[result["kind"]], result) for result in results.values() if result["kind"] in drawn]
+    return {name: draw_it(result) for (name, draw_it), result in found}
+
+
+PICTURES = _pictures

@@ -32,8 +32,8 @@ from crossbow_py.distributed.collective import Collective, ProcessGroupCollectiv
 from crossbow_py.engine.executors import Executor
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.run import Run
-from experiments.common.rounds import build_model, input_shape, num_classes
-from experiments.common.windows import MAX_FOREIGN_SHARE
+from experiments.bench.rounds import build_model, input_shape, num_classes
+from experiments.bench.windows import MAX_FOREIGN_SHARE
 
 NUM_RANKS = 2
 _NUM_IMAGES = 512
@@ -50,13 +50,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As tables call it."""
+        """The name in tables."""
         return f"{self.model} b={self.batch_size}"
 
 
 @dataclass
 class Measured:
-    """What one rank has to say of a window: seconds of tasks, and of processor time it took."""
+    """A rank's figures of a window: seconds of tasks, and of processor time it took."""
 
     wall_s: float
     rounds: int = 0
@@ -72,7 +72,7 @@ class Measured:
 
 
 class Rank:
-    """What a rank can be asked for; every method is a window. Lives in the rank's own process."""
+    """The windows that a rank can be asked for, a method each. Lives in the rank's own process."""
 
     def __init__(self) -> None:
         self._parts: dict[Case, Run] = {}
@@ -258,11 +258,11 @@ class RankPair:
         return self
 
     def _serve_function(self) -> Callable[[int, int, str, Connection], None]:
-        """What the processes run."""
+        """The function that the processes run."""
         return _serve
 
     def _new_store(self) -> str:
-        """Where ranks meet."""
+        """The store at which ranks meet."""
         return str(Path(self._folder.name) / "store")
 
     def __exit__(self, *error: object) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table
 from experiments.scaling.inputs import HIDDEN_SHARE, PARAMETERS, SHOWN_COUNTS, Workload
+from experiments.tables.markdown import markdown_table, spread_text
 
 SIMULATED, CALIBRATED, VALIDATED = "simulated", "calibrated", "validated"
 TARGET_ERROR = 0.10
@@ -35,7 +35,7 @@ def simulated_text(result: Result) -> str:
 
 
 def inputs_table(result: Result) -> str:
-    """What is put in for one GPU of each workload."""
+    """The inputs for one GPU of each workload, a row each."""
     rows = []
     for values in result["inputs"]["workloads"]:
         workload = Workload.from_values(values)
@@ -136,7 +136,7 @@ def all_reduce_table(result: Result) -> str:
 
 
 def validated_text(result: Result) -> str:
-    """How near predictions come."""
+    """Say how near predictions come."""
     rows = [row for row in result["rows"] if row["n"]]
     near = [row for row in rows if abs(row["error"]["median"]) <= TARGET_ERROR]
     return (
@@ -155,22 +155,18 @@ def validation_table(result: Result) -> str:
             rows.append([*name, *["–"] * 6, "0"])
             continue
         times = [f"{row[key]:.4g}" for key in ("alone_ms", "measured_ms", "predicted_ms")]
-        shares = [_spread(row[key]) for key in ("error", "exposed", "predicted_exposed")]
+        shares = [spread_text(row[key], ".1%") for key in ("error", "exposed", "predicted_exposed")]
         rows.append([*name, *times, *shares, str(row["n"])])
     return markdown_table(header, rows)
 
 
 def quiet_line(result: Result) -> str:
-    """How quiet the machine was."""
+    """Say how quiet the machine was."""
     share = "unknown" if result["foreign_share"] is None else f"{result['foreign_share']:.1%}"
     return (
         f"Load average before: {result['load_before']}; others took {share} of the processor in the median window; "
         f"{result['dropped']} windows were dropped because they took more."
     )
-
-
-def _spread(values: Mapping[str, float]) -> str:
-    return f"{values['median']:.1%} ({values['minimum']:.1%}–{values['maximum']:.1%})"
 
 
 def _size(num_bytes: int) -> str:
@@ -179,3 +175,6 @@ def _size(num_bytes: int) -> str:
 
 def _listed(counts: tuple[int, ...]) -> str:
     return ", ".join(map(str, counts))
+
+
+TABLES = {"all": result_text}

@@ -7,16 +7,15 @@ README.md says what is assumed and what follows. Nothing is measured here.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.scaling.inputs import GPU, GPU_COUNTS, SYNCHRONOUS, WORKLOADS
 from experiments.scaling.network import NETWORKS
 from experiments.scaling.report import SIMULATED, result_text
@@ -27,9 +26,8 @@ _STRAGGLERS_OF = 1  # of WORKLOADS: short rounds, which have the least to spare
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate as asked for; prints the tables and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--rounds", type=count, default=512, help="a point, after as many to warm up (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     given = parser.parse_args(argv)
     workload = WORKLOADS[_STRAGGLERS_OF]
     result = {

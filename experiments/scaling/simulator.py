@@ -52,7 +52,7 @@ class Tasks:
 
 @dataclass(frozen=True)
 class Contention:
-    """What learning and averaging of one device do to each other while both run.
+    """The slowdown of learning and averaging of one device while both run.
 
     Attributes:
         slowdown: share of its speed that learning loses, below 1.
@@ -68,7 +68,7 @@ UNDISTURBED = Contention()
 
 @dataclass(frozen=True)
 class Averaging:
-    """When z moves, and what an all-reduce takes.
+    """The averaging: when z moves, and what an all-reduce takes.
 
     Attributes:
         all_s: all-reduce over all ranks.
@@ -215,7 +215,7 @@ class _Ranks:
 
 
 def averaging_ends(begins: Times, left: Times, work_s: float, contention: Contention) -> Times:
-    """When every rank is through `work_s` of averaging that starts at `begins`, beside `left` work of learning.
+    """Return when every rank is through `work_s` of averaging from `begins` on, beside `left` work of learning.
 
     Both run slowed until one is over; then the other has the device alone.
     """
@@ -226,7 +226,7 @@ def averaging_ends(begins: Times, left: Times, work_s: float, contention: Conten
 
 
 def learning_ends(starts: Times, work: Times, begins: Times, averaged: Times, contention: Contention) -> Times:
-    """When `work` begun at `starts` is done, slowed while averaging is under way, from `begins` to `averaged`."""
+    """Return when `work` begun at `starts` is done, slowed while averaging goes on, from `begins` to `averaged`."""
     speed = 1 - contention.slowdown
     meets = np.maximum(starts, begins)
     left = starts + work - meets  # when averaging begins
@@ -236,7 +236,7 @@ def learning_ends(starts: Times, work: Times, begins: Times, averaged: Times, co
 
 
 def _of_group(times: Times, group: int) -> Times:
-    """For every rank the latest time in its group of that many neighbours."""
+    """Return for every rank the latest time in its group of that many neighbours."""
     assert len(times) % group == 0, f"{len(times)} ranks are no whole number of groups of {group}"
     latest: Times = np.repeat(times.reshape(-1, group).max(1), group)
     return latest

@@ -23,7 +23,7 @@ PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class Mode:
-    """How ranks are kept together: SMA with its periods, or synchronous data parallelism."""
+    """The way ranks are kept together: SMA with its periods, or synchronous data parallelism."""
 
     period: int = 1
     node_period: int = 1
@@ -32,7 +32,7 @@ class Mode:
 
     @property
     def name(self) -> str:
-        """As tables and pictures call it."""
+        """The name in tables and pictures."""
         if self.synchronous:
             return "synchronous"
         if self.node_period > 1:
@@ -105,7 +105,7 @@ class Scene:
         }
 
     def exposed(self, mode: Mode, num_gpus: int) -> float:
-        """That share alone."""
+        """The share that is exposed, alone."""
         return 1 - self.alone_s / self.round_s(mode, num_gpus)
 
     def shortest(self, mode_of: Callable[[int], Mode], counts: Sequence[int]) -> int | None:
@@ -130,7 +130,7 @@ def study(
 
 
 def scene_values(scene: Scene, counts: Sequence[int] = GPU_COUNTS) -> dict[str, Any]:
-    """What `study` says of one scene."""
+    """The figures of one scene."""
     periods = {
         "period": scene.shortest(lambda period: Mode(period=period), counts),
         "waiting_period": scene.shortest(lambda period: Mode(period=period, patient=False), counts),

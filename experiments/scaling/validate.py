@@ -7,7 +7,6 @@ Reads what calibrate.py measured; README.md says how the prediction is made.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine
-from experiments.common.results import read_results, show_and_write
-from experiments.common.windows import spread
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import machine
+from experiments.bench.results import read_results, show_and_write
+from experiments.bench.windows import spread
 from experiments.scaling.calibrate import CASES, all_reduce_s
 from experiments.scaling.inputs import PARAMETERS
 from experiments.scaling.ranks import NUM_RANKS, Case, Measured, RankPair
@@ -33,9 +32,8 @@ PERIODS = (1, 2, 4, 8)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and compare; prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     parser.add_argument("--repetitions", type=count, default=5, help="windows of each kind (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there")
     given = parser.parse_args(argv)
     found = [result for result in read_results("scaling").values() if result["kind"] == CALIBRATED]
     if not found:

@@ -1,32 +1,8 @@
-"""Draws a picture beside every results file: final test accuracy with every setting.
-
-python experiments/sma_settings/plot.py
-"""
+"""Draws final test accuracies with every setting, without curves."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from experiments.grids.plot import draw_accuracies
+from experiments.tables.pictures import beside
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
-
-from matplotlib.figure import Figure
-
-from experiments.common.cells.plot import draw_accuracies
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
-from experiments.sma_settings.run import EXPERIMENT
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
-
-
-def draw(result: Result) -> Figure:
-    """Of one grid."""
-    return draw_accuracies(result, curves=False)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(lambda result: draw_accuracies(result, curves=False))

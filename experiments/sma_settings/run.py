@@ -8,15 +8,15 @@ README.md says what is compared. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import AS_RECORDED, RESNET8, Grid, cells
+from experiments.grids import report
+from experiments.grids.command import run_grid
+from experiments.grids.grid import AS_RECORDED, RESNET8, Grid, cells
 
-EXPERIMENT = "sma_settings"
 DEFAULT = "α=1/K, μ=0.9, τ=1"
 SETTINGS = {
     DEFAULT: "averaging=sma",
@@ -61,7 +61,7 @@ LENET = (
 
 
 def grid(name: str, title: str, common: str, milestones: str, seeds: tuple[int, ...], target: float) -> Grid:
-    """Of one data set and number of learners."""
+    """The grid of one data set and number of learners."""
     steps = f"{common} schedule=multistep schedule.milestones=[{milestones}]"
     every = (*cells(common, {**SETTINGS, **SMOOTHED}), *cells(steps, RESTARTS))
     return Grid(name, title, every, seeds=seeds, targets=(target,), reference=DEFAULT)
@@ -98,12 +98,9 @@ GRIDS = {
              f"{LENET} num_learners={k}", "1,1.5", (0, 1, 2), 0.99),
     )
 }  # fmt: skip
+TABLES = report.TABLES
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "sma_settings", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

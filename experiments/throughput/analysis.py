@@ -1,4 +1,4 @@
-"""What the suite's figures are to be held against: a roofline for every model, and the update's GB/s beside a copy's.
+"""The figures beside the suite's: a roofline for every model, and the update's GB/s beside a copy's.
 
 Measured after the cells, in the suite's own process, when the sides' processes have ended.
 """
@@ -22,7 +22,7 @@ _UPDATE_LEARNERS = 4
 
 
 def analysis_s(models: Sequence[str], device: str) -> float:
-    """What is to be put by for `analyse`."""
+    """The seconds to be put by for `analyse`."""
     return UPDATE_S + MODEL_S[device] * len(models)
 
 

@@ -13,30 +13,29 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from experiments.bench.gate import Window
+from experiments.bench.sides.side import AUTO, PEER_SIDES, Side
+from experiments.bench.workers import SideError, SideProcess
+from experiments.bench.workloads import Effort, Workload
 from experiments.throughput import planning
-from experiments.throughput.comparison import Measurement, clean_window
-from experiments.throughput.gate import Window
-from experiments.throughput.mps import SideGroup, start_side
-from experiments.throughput.peers import PEER_SIDES
+from experiments.throughput.comparison import Measurement
 from experiments.throughput.planning import Cell, Cells, LeftOut, Limits, ProcessKey
-from experiments.throughput.sides import AUTO, Side
-from experiments.throughput.workers import SideError, SideProcess
-from experiments.throughput.workloads import Effort, Workload
+from experiments.throughput.sides import start_side
 
 _RETRY_AFTER_S = 0.5
 # Beyond a model's time, after which a process that is at work is ended.
 _GRACE_S = 5.0
 _ORDER_SEED = 0
 
-Start = Callable[[Side, Workload, Effort, float], SideProcess | SideGroup]
+Start = Callable[[Side, Workload, Effort, float], SideProcess]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure of a model, and how.
+    """The plan for a model: what to measure, and how.
 
     `tuning_share` of a model's time is for the auto side to choose an executor and settle, and `peers_share` is kept
-    for the first cells of the peers. `mps_pipes` is where the suite's MPS daemon listens.
+    for the first cells of the peers.
     """
 
     cells: Cells
@@ -44,7 +43,6 @@ class Plan:
     max_foreign_share: float
     tuning_share: float = 0.55
     peers_share: float = 0.0
-    mps_pipes: str = ""
 
 
 class Campaign:
@@ -75,8 +73,8 @@ class Campaign:
         self._workload, self._plan, self._budget_s = workload, plan, budget_s
         self._start, self._clock, self._wait = start, clock, wait
         self._deadline_s = clock() + budget_s
-        self._effort = Effort(0.1, 3, 2.0, tuning_s=plan.tuning_share * budget_s, mps_pipes=plan.mps_pipes)
-        self._processes: dict[ProcessKey, SideProcess | SideGroup] = {}
+        self._effort = Effort(0.1, 3, 2.0, tuning_s=plan.tuning_share * budget_s)
+        self._processes: dict[ProcessKey, SideProcess] = {}
         self._failures: dict[ProcessKey, str] = {}
         self._rates: dict[Cell, float] = {}
         self._costs_s: dict[Cell, float] = {}
@@ -125,15 +123,15 @@ class Campaign:
         return max(0.0, (self._left_s() - self._promised_s()) / 2) + _GRACE_S
 
     def _one_pass_s(self, cells: Iterable[Cell]) -> float:
-        """What a window of each will take, as far as is known."""
+        """The seconds that a window of each will take, as far as is known."""
         return sum(self._costs_s.get(cell, 0.0) for cell in cells)
 
     def _promised_s(self) -> float:
-        """What the passes after the first will take with the cells so far."""
+        """The seconds that the passes after the first will take with the cells so far."""
         return (self._plan.limits.passes - 1) * self._one_pass_s(self.measurements)
 
     def _first_windows(self, cells: Iterable[Cell], reserved_s: float) -> None:
-        """Of the cells not measured yet that there is time for, beside what is reserved for others."""
+        """Measure the cells that were not yet, as far as there is time beside what is reserved for others."""
         for cell in cells:
             if cell in self.measurements:
                 continue
@@ -161,7 +159,7 @@ class Campaign:
             if cell.side.side == AUTO:
                 cell = Cell(cell.batch_size, process.side)
             measurement = Measurement(cell.side, process.ready)
-            measurement.windows.append(self._clean_window(cell, measurement, self._promised_s()))
+            self._take_window(cell, measurement, self._promised_s())
         except SideError as error:
             self._fail(cell, error)
             self.left_out[cell] = LeftOut("failure", str(error))
@@ -172,13 +170,15 @@ class Campaign:
 
     def _next_window(self, cell: Cell, later_s: float) -> None:
         """Take it if there is time and the process still lives; `later_s` are promised to others."""
-        measurement, window = self.measurements[cell], None
+        measurement = self.measurements[cell]
         if self._key(cell) not in self._failures and self._costs_s[cell] <= self._left_s():
             try:
-                window = self._clean_window(cell, measurement, later_s)
+                self._take_window(cell, measurement, later_s)
             except SideError as error:
                 self._fail(cell, error)
-        measurement.windows.append(window)
+            else:
+                return
+        measurement.windows.append(None)
 
     def _fail(self, cell: Cell, error: SideError) -> None:
         print(f"{self._workload.model} b={cell.batch_size}: {error}", flush=True)
@@ -187,7 +187,7 @@ class Campaign:
     def _key(self, cell: Cell) -> ProcessKey:
         return cell.process_key(self._plan.limits)
 
-    def _process(self, cell: Cell) -> SideProcess | SideGroup:
+    def _process(self, cell: Cell) -> SideProcess:
         key = self._key(cell)
         if key not in self._processes:
             side = replace(cell.side, num_learners=key.num_learners)
@@ -202,8 +202,8 @@ class Campaign:
             self._starts_s[key] = self._clock() - begun_s
         return self._processes[key]
 
-    def _clean_window(self, cell: Cell, measurement: Measurement, later_s: float) -> float | None:
-        def take(_: Side) -> Window:
+    def _take_window(self, cell: Cell, measurement: Measurement, later_s: float) -> None:
+        def take() -> Window:
             begun_s = self._clock()
             window = self._processes[self._key(cell)].window(
                 planning.visit(cell, self._plan.limits), self._patience_s()
@@ -218,4 +218,4 @@ class Campaign:
             self._wait(_RETRY_AFTER_S)
             return True
 
-        return clean_window(measurement, take, self._plan.max_foreign_share, may_retry)
+        measurement.add(take, self._plan.max_foreign_share, may_retry)

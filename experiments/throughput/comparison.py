@@ -1,19 +1,19 @@
-"""From windows to numbers: interleaving, what is dropped, medians, and ratios paired by repetition."""
+"""Numbers from windows: interleaving, what is dropped, medians, and ratios paired by repetition."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.throughput.gate import Ready, Window
-from experiments.throughput.peers import COMPILED, PEER_SIDES
-from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
+from experiments.bench.gate import Ready, Window
+from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
+from experiments.bench.windows import clean_window, wait_for_others
 
-ATTEMPTS = 3
 _ORDER_SEED = 0
 
 
@@ -25,6 +25,12 @@ class Measurement:
     ready: Ready
     windows: list[float | None] = field(default_factory=list)
     dropped: int = 0
+
+    def add(self, take: Callable[[], Window], max_foreign_share: float, may_retry: Callable[[], bool]) -> None:
+        """Add a window, see `clean_window`."""
+        window, dropped = clean_window(take, may_retry, max_foreign_share)
+        self.windows.append(None if window is None else window.images_per_s)
+        self.dropped += dropped
 
     @property
     def kept(self) -> list[float]:
@@ -42,35 +48,14 @@ def measure(
     take_window: Callable[[Side], Window],
     repetitions: int,
     max_foreign_share: float,
-    may_retry: Callable[[], bool],
+    may_retry: Callable[[], bool] = wait_for_others,
 ) -> None:
     """Add `repetitions` windows to every measurement, all sides taking turns in a new random order each time."""
     order, draw = list(measurements), random.Random(_ORDER_SEED)
     for _ in range(repetitions):
         draw.shuffle(order)
         for measurement in order:
-            measurement.windows.append(clean_window(measurement, take_window, max_foreign_share, may_retry))
-
-
-def clean_window(
-    measurement: Measurement,
-    take_window: Callable[[Side], Window],
-    max_foreign_share: float,
-    may_retry: Callable[[], bool],
-) -> float | None:
-    """Images/s of one window; None when none was clean.
-
-    A window during which others took more than `max_foreign_share` of the cores is dropped and tried again, up to
-    ATTEMPTS times in all; `may_retry` is where to wait for the others to be gone, or to say that there is no time.
-    """
-    for attempt in range(ATTEMPTS):
-        if attempt and not may_retry():
-            break
-        window = take_window(measurement.side)
-        if window.foreign_share is None or window.foreign_share <= max_foreign_share:
-            return window.images_per_s
-        measurement.dropped += 1
-    return None
+            measurement.add(partial(take_window, measurement.side), max_foreign_share, may_retry)
 
 
 def to_row(measurement: Measurement, model: str, batch_size: int) -> dict[str, Any]:
@@ -96,7 +81,7 @@ def paired_ratios(numerator: Sequence[float | None], denominator: Sequence[float
 
 
 def ratios(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """What the comparison is for; every entry is the median of the ratios within repetitions.
+    """Return the ratios that the comparison is for, each the median of the ratios within repetitions.
 
     Kinds: `throughput`, of a side to `default_loop` and to `tuned_single` of its precision, and of learners to peers;
     and `round_time`, of rounds with SMA to rounds of as many learners without averaging.
@@ -124,7 +109,7 @@ def _is_base(base: Side, side: Side) -> bool:
 
 
 def _is_peer(base: Side, side: Side) -> bool:
-    """Whether `base` is another way to train as many learners, or one compiled model on a batch of one or of all.
+    """Return whether `base` trains as many learners another way, or one compiled model on a batch of one or of all.
 
     The same learners eager in turn, `serial`, count as another way.
     """
@@ -135,7 +120,7 @@ def _is_peer(base: Side, side: Side) -> bool:
 
 
 def _ratio(kind: str, side: Side, base: Side, values: Sequence[float]) -> dict[str, Any]:
-    """Of `side` to `base`; `values` are the ratios within repetitions."""
+    """The entry of `side` to `base`; `values` are the ratios within repetitions."""
     return {
         "kind": kind,
         **asdict(side),

@@ -1,4 +1,4 @@
-"""Which cells of the suite are measured, given what is known of their speed and the time there is. Pure.
+"""The plan of the suite: which cells are measured, given what is known of their speed and the time there is. Pure.
 
 A cell is a side at a batch size with a number of learners. Nothing is guessed in place of a measurement: a cell that is
 not measured is left out, and its record says why.
@@ -7,14 +7,13 @@ not measured is left out, and its record says why.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.throughput.gate import Visit
-from experiments.throughput.peers import MPS, PEER_SIDES
-from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES, Side
+from experiments.bench.gate import Visit
+from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, Side
 
 # The batch size at which every K is measured first, and what auto settles on.
 MAIN_BATCH_SIZE = 16
@@ -24,8 +23,6 @@ MAIN_LEARNERS = (2, 8)
 _LEAD_IN_ROUNDS = {"threads": 2, "streams": 2, AUTO: 2}
 # Rounds of a new process until a CUDA graph is captured and was replayed.
 _CAPTURE_ROUNDS = 4
-# Processes of one side do not begin and end a window at quite the same moment, which short windows would show.
-_SHORTEST_WINDOW_S = {MPS: 0.5}
 # What a model takes of the time, roughly. On a CPU rounds of the large ones are long; on a GPU deep ones take long to
 # start, as they are captured and compiled.
 _WEIGHTS = {
@@ -53,7 +50,7 @@ class Limits:
 
 
 class ProcessKey(NamedTuple):
-    """What measures a cell: `num_learners` is OPEN where K changes from window to window."""
+    """The key of the process that measures a cell; `num_learners` is OPEN where K changes from window to window."""
 
     batch_size: int
     side: str
@@ -69,11 +66,11 @@ class Cell:
 
     @property
     def images_per_round(self) -> int:
-        """Of all learners."""
+        """The images of a round of all learners."""
         return self.batch_size * max(1, self.side.num_learners)
 
     def keeps_learners(self, limits: Limits) -> bool:
-        """Whether a process of its own measures the cell, with this K; else K changes from window to window."""
+        """Return whether a process of its own measures the cell, with this K; else K changes from window to window."""
         return self.side.side in (*SINGLE_SIDES, *PEER_SIDES) or (limits.captures and self.side.side != AUTO)
 
     def process_key(self, limits: Limits) -> ProcessKey:
@@ -92,11 +89,11 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Cells:
-    """In the order of their turn: one model, all K at the main batch size, auto there, its peers, and what remains.
+    """The cells in their order: one model, all K at the main batch size, auto there, its peers, what remains.
 
     `single` and `auto` are always measured, the others while there is time: from short rounds to long ones, at other
     batch sizes a few K first, and `serial` with K > 1 last (its learners take turns, so to leave it out loses least).
-    `peers` are what one K is compared with first; see peer_planning.py.
+    `peers` are what one K is compared with first; see `with_peers`.
     """
 
     single: Sequence[Cell]
@@ -127,7 +124,7 @@ def plan_cells(
         single=[Cell(main, side) for side in single],
         main=sorted(first, key=(lambda cell: _place_of_capture(cell, compared)) if captures else _place),
         auto=[Cell(main, Side(AUTO, OPEN, "sma", precision))],
-        others=sorted(others, key=lambda cell: (not is_first(cell.side), *_place(cell))),
+        others=sorted(others, key=lambda cell: (not _is_first(cell.side), *_place(cell))),
     )
 
 
@@ -142,7 +139,7 @@ def compared_learners(num_learners: Sequence[int]) -> int:
 
 
 def _is_distinct(executor: str, num_learners: int) -> bool:
-    """Whether it is not another executor by another name: groups of one learner each are `streams`."""
+    """Return whether it is an executor of its own: groups of one learner each are `streams` by another name."""
     return num_learners > getattr(EXECUTORS[executor], "STREAMS", 0)
 
 
@@ -159,21 +156,68 @@ def _is_repetitive(side: Side) -> bool:
     return side.side == "serial" and side.num_learners > 1
 
 
-def is_first(side: Side) -> bool:
-    """Whether a side comes before others at batch sizes that are not the main one."""
+def _is_first(side: Side) -> bool:
+    """Return whether a side comes before others at batch sizes that are not the main one."""
     few = side.num_learners in MAIN_LEARNERS or side.side in (*SINGLE_SIDES, "serial")
     return few and not _is_repetitive(side)
 
 
+def with_peers(
+    cells: Cells,
+    batch_sizes: Sequence[int],
+    num_learners: Sequence[int],
+    peers: Sequence[str],
+    precision: PrecisionName,
+) -> Cells:
+    """The same plan and the peers in it.
+
+    With one K, whatever is faster or slower can be told for every peer: those cells come right after `auto`, and the
+    same learners eager in turn (`serial`) with them. The other K follow when the first cells of the other batch sizes
+    have had their turn.
+    """
+    if not peers:
+        return cells
+    main, k = main_batch_size(batch_sizes), compared_learners(num_learners)
+    theirs = peer_cells(batch_sizes, num_learners, peers, precision)
+    first = [cell for cell in theirs if _is_first_peer(cell, main, k)]
+    in_turn = [cell for cell in cells.others if cell == Cell(main, Side("serial", k, "sma", precision))]
+    ours = [cell for cell in cells.others if cell not in in_turn]
+    return replace(
+        cells,
+        peers=[*first, *in_turn],
+        others=[
+            *(cell for cell in ours if _is_first(cell.side)),
+            *(cell for cell in theirs if cell not in first),
+            *(cell for cell in ours if not _is_first(cell.side)),
+        ],
+    )
+
+
+def peer_cells(
+    batch_sizes: Sequence[int], num_learners: Sequence[int], peers: Sequence[str], precision: PrecisionName
+) -> list[Cell]:
+    """`compiled` at every number of images a step that some (b, K) has, the others at the main batch size.
+
+    Numbers of images that several (b, K) have are measured once. To the others, K = 1 is of no interest.
+    """
+    main, several = main_batch_size(batch_sizes), [k for k in num_learners if k > 1] or num_learners
+    compiled: dict[int, Cell] = {}
+    for batch_size in [main, *sorted(set(batch_sizes) - {main})]:
+        for k in sorted({1, *num_learners}):
+            compiled.setdefault(batch_size * k, Cell(batch_size, Side(COMPILED, k, "none", precision)))
+    cells = list(compiled.values()) if COMPILED in peers else []
+    return cells + [Cell(main, Side(name, k, "none", precision)) for name in peers if name != COMPILED for k in several]
+
+
+def _is_first_peer(cell: Cell, main: int, num_learners: int) -> bool:
+    learners = (1, num_learners) if cell.side.side == COMPILED else (num_learners,)
+    return cell.batch_size == main and cell.side.num_learners in learners
+
+
 def visit(cell: Cell, limits: Limits) -> Visit:
-    """What to ask of the cell's process."""
+    """The visit to ask of the cell's process."""
     learners = None if cell.keeps_learners(limits) or cell.side.side == AUTO else cell.side.num_learners
-    return Visit(window_s(cell.side, limits), limits.lead_in_s, lead_in_rounds(cell.side), learners)
-
-
-def window_s(side: Side, limits: Limits) -> float:
-    """How long a window of a side is at least."""
-    return max(limits.window_s, _SHORTEST_WINDOW_S.get(side.side, 0.0))
+    return Visit(limits.window_s, limits.lead_in_s, lead_in_rounds(cell.side), learners)
 
 
 def lead_in_rounds(side: Side) -> int:
@@ -182,15 +226,15 @@ def lead_in_rounds(side: Side) -> int:
 
 
 def warm_up(side: Side, limits: Limits) -> Visit | None:
-    """What to ask of a new process before its first window, where it has to capture; its result means nothing."""
+    """The visit of a new process before its first window, where it has to capture; its result means nothing."""
     captures = limits.captures and side.side in EXECUTOR_SIDES
     return Visit(0.0, lead_in_s=0.0, lead_in_ticks=_CAPTURE_ROUNDS) if captures else None
 
 
 def visit_s(cell: Cell, images_per_s: float, limits: Limits) -> float:
-    """How long a window takes with its lead-in, at a throughput; both end with a round."""
+    """The seconds of a window with its lead-in, at a throughput; both end with a round."""
     round_s = cell.images_per_round / images_per_s
-    return max(limits.lead_in_s, lead_in_rounds(cell.side) * round_s) + max(window_s(cell.side, limits), round_s)
+    return max(limits.lead_in_s, lead_in_rounds(cell.side) * round_s) + max(limits.window_s, round_s)
 
 
 def expected_images_per_s(cell: Cell, known: Mapping[Cell, float]) -> float | None:
@@ -207,7 +251,7 @@ def expected_images_per_s(cell: Cell, known: Mapping[Cell, float]) -> float | No
 
 
 def expected_start_s(cell: Cell, known: Mapping[ProcessKey, float], limits: Limits) -> float:
-    """How long the cell's process takes to start: nothing where it runs, else by other processes of the same side.
+    """The seconds that the cell's process takes to start: none where it runs, else by other processes of the same side.
 
     `tuned_single` tries steps of its forms, which take longer with the batch size.
     """
@@ -233,6 +277,6 @@ def left_out(cell: Cell, images_per_s: float, start_s: float, left_s: float, lim
 
 
 def share_s(left_s: float, models: Sequence[str], device: str) -> float:
-    """What the first of the models gets of the time left for all of them; what it does not use, the others get."""
+    """The first model's share of the time left for all of them; what it does not use, the others get."""
     weights = [_WEIGHTS[device].get(model, _OTHER_WEIGHT) for model in models]
     return left_s * weights[0] / sum(weights)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.windows import dropped_windows
-from experiments.throughput.sides import AVERAGING_WORDS, SINGLE_SIDES
+from experiments.bench.sides.side import AVERAGING_WORDS, EXECUTOR_SIDES, SINGLE_SIDES
+from experiments.bench.windows import dropped_windows
+from experiments.tables.headline import cores
+from experiments.tables.markdown import NONE, markdown_table
+from experiments.throughput import suite_report
+from experiments.throughput.analysis import analysis_text
 
 Result = Mapping[str, Any]
+_MODELS = {"mlp": "MLP", "lenet": "LeNet", "resnet32": "ResNet-32", "vgg16": "VGG-16"}
 
 
 def sides_table(result: Result) -> str:
@@ -47,7 +51,7 @@ def rounds_table(result: Result) -> str:
 
 
 def notes(result: Result) -> str:
-    """What was measured and how, in a line or two."""
+    """Say what was measured and how, in a line or two."""
     method = result["method"]
     text = (
         f"{result['model']}, b={result['batch_size']}, {result['data']} images on {result['device']}: median of "
@@ -58,7 +62,7 @@ def notes(result: Result) -> str:
 
 
 def choices(result: Result) -> list[str]:
-    """What sides chose for themselves by measuring."""
+    """Say what sides chose for themselves by measuring."""
     chosen = [(row, row["detail"]) for row in result["rows"] if row["detail"]]
     return [f"{row['side']} {row['precision']} chose {detail}, threads: {row['threads']}." for row, detail in chosen]
 
@@ -92,3 +96,30 @@ def _throughput_ratio(result: Result, row: Mapping[str, Any], base: str) -> str:
         if entry["kind"] == "throughput" and same and entry["to"]["side"] == base:
             return f"{entry['ratio']:.2f}"
     return "1" if row["side"] == base else NONE
+
+
+def suite_text(result: Result) -> str:
+    """All there is to say about a suite, and what its figures are held against."""
+    return "\n\n".join(filter(None, [suite_report.result_text(result), analysis_text(result)]))
+
+
+def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
+    """Images/s on the first page, a row a model: the fastest executor beside the two single-model sides."""
+    result, rows = results["suite_cpu"], []
+    size = suite_report.main_batch_size(result)
+    for model, name in _MODELS.items():
+        own = suite_report.rows_of_model(result, model)
+        best = suite_report.best_row(own, batch_size=size, sides=EXECUTOR_SIDES)
+        single, loop = (
+            suite_report.best_row(own, batch_size=size, sides=[side]) for side in ("tuned_single", "default_loop")
+        )
+        assert best is not None, f"{model} was measured"
+        fastest = f"{best['images_per_s']:,.0f} (K={best['num_learners']}, {best['side']})"
+        rates = [f"{row['images_per_s']:,.0f}" if row else NONE for row in (single, loop)]
+        rows.append([f"{name}, batches of {size}, images/s", fastest, *rates, str(best["n"]), cores(result)])
+    return rows
+
+
+TABLES = {"all": result_text}
+TABLES_OF_KIND = {suite_report.KIND: {"all": suite_text, "summary": suite_report.summary_table}}
+HEADLINE = headline_rows

@@ -1,4 +1,4 @@
-"""How far a measured throughput is from what the device could do at most: a roofline.
+"""A roofline: how far a measured throughput is from what the device could do at most.
 
 A round of K learners with B images each must do so many FLOPs, move so many bytes and launch so many kernels
 (roofline_counts.py); the device does so many a second (roofline_device.py). The limit is where FLOPs or bytes alone
@@ -21,8 +21,8 @@ import torch
 
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.rounds import ExecutorName, Setup
+from experiments.bench.rounds import ExecutorName, Setup
+from experiments.tables.markdown import NONE, markdown_table
 from experiments.throughput.roofline_counts import batch_bytes, count_step, fused_kernels, update_bytes
 from experiments.throughput.roofline_device import Peaks, peaks, traced_rounds
 
@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What a round must do: FLOPs, and bytes with and without point-wise operators of their own."""
+    """The work of a round: FLOPs, and bytes with and without point-wise operators of their own."""
 
     num_images: int
     flops: float
@@ -48,7 +48,7 @@ def roofline_of(
     device: str | torch.device,
     executor: ExecutorName = "fused",
 ) -> dict[str, Any]:
-    """What a measured cell could have been, as plain values.
+    """Work out what a measured cell could have been, as plain values.
 
     Args:
         model: of the zoo.

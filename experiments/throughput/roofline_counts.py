@@ -1,4 +1,4 @@
-"""What training must do at least: FLOPs, bytes and kernels, counted operator by operator.
+"""The least work of training: FLOPs, bytes and kernels, counted operator by operator.
 
 A learner's step (forward, loss, backward) is counted on fake tensors, so no device and no time is needed. Kernels of a
 fused round are counted in a real one.
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from crossbow_py.core.triton_launch import recorded
 from crossbow_py.engine.modules.precision import Precision, PrecisionName, cast_module, choose_precision
-from experiments.common.rounds import Rounds, Setup, build_model, input_shape
+from experiments.bench.rounds import Rounds, Setup, build_model, input_shape
 
 # Places of arguments that are read twice: those whose sums are needed before the first output can be written, and the
 # gradient of a convolution's output, from which two kernels make the gradients of its input and of its weight.
@@ -115,7 +115,7 @@ def count_step_of(
 
 
 def update_bytes(num_learners: int, num_parameters: int, precision: PrecisionName) -> int:
-    """What a round's update moves at least, in one pass over the float32 rows of K learners with momentum.
+    """The bytes that a round's update moves at least, in one pass over the float32 rows of K learners with momentum.
 
     Weights, gradients and momentum are read, weights and momentum written: 20 bytes a value and learner; 2 more for a
     bfloat16 shadow; the average model and the one before are read and written: 16 bytes a value, once.
@@ -124,7 +124,7 @@ def update_bytes(num_learners: int, num_parameters: int, precision: PrecisionNam
 
 
 def batch_bytes(model: str, batch_size: int, num_learners: int, precision: PrecisionName) -> int:
-    """What making a round's batches moves: bytes are read, values of the compute format written."""
+    """The bytes that making a round's batches moves: bytes are read, values of the compute format written."""
     return num_learners * batch_size * prod(input_shape(model)) * (1 + (2 if precision == "bf16" else 4))
 
 
@@ -166,5 +166,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Of the values there are in memory: an expanded tensor's are there once."""
+    """The bytes of the values in memory: an expanded tensor's are there once."""
     return min(tensor.numel() * tensor.itemsize, int(tensor.untyped_storage().nbytes()))

@@ -1,4 +1,4 @@
-"""What a device can do at most, and how much of the time it does nothing.
+"""The peaks of a device, and the share of the time in which it does nothing.
 
 Peaks are known for the devices of a small table and measured for others. A few rounds are traced for the kernels that
 really ran and the time in which none did. Not one trace has been taken on a GPU yet.
@@ -19,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from crossbow_py.engine.modules.precision import PrecisionName
-from experiments.common.rounds import Rounds, Setup
+from experiments.bench.rounds import Rounds, Setup
 
 Interval = tuple[float, float]
 
@@ -35,7 +35,7 @@ _WARM_UP_ROUNDS, _TRACED_ROUNDS = 5, 20
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of a device at a precision. `known` lists what is from the table instead of measured."""
+    """The peaks of a device at a precision. `known` lists what is from the table instead of measured."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -44,7 +44,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of some rounds: kernels a round, and the share of the time in which none ran."""
+    """A trace of some rounds: kernels a round, and the share of the time in which none ran."""
 
     kernels_per_round: float
     idle_share: float
@@ -52,7 +52,7 @@ class Trace:
 
 @cache
 def peaks(device: torch.device, precision: PrecisionName) -> Peaks:
-    """What a copy and a matrix product reach, from the table or measured in a fraction of a second each.
+    """The speed of a copy and of a matrix product, from the table or measured in a fraction of a second each.
 
     Products are in the precision asked for, with torch's settings as they are.
     """
@@ -63,7 +63,7 @@ def peaks(device: torch.device, precision: PrecisionName) -> Peaks:
 
 
 def known_peaks(name: str) -> Mapping[str, float]:
-    """What the table holds for a device of that name; nothing for others."""
+    """The table's values for a device of that name; nothing for others."""
     return next((found for part, found in _KNOWN.items() if part in name), {})
 
 
@@ -80,7 +80,7 @@ def _product_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _fastest_s(device: torch.device, function: Callable[[], object]) -> float:
-    """Of as many calls as fit in the time for it, after one that does not count."""
+    """The seconds of the fastest of as many calls as fit in the time for it, after one that does not count."""
 
     def seconds() -> float:
         begun_s = time.perf_counter()

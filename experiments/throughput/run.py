@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,21 +20,19 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
-from experiments.common.windows import MAX_FOREIGN_SHARE
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.gate import Visit, Window
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
+from experiments.bench.sides.side import PEER_SIDES, Side
+from experiments.bench.windows import MAX_FOREIGN_SHARE
+from experiments.bench.workers import SideError, SideProcess
+from experiments.bench.workloads import WORKLOAD_MODELS, Effort, Workload, prepare
 from experiments.throughput.comparison import Measurement, measure, plan_sides, ratios, to_row
-from experiments.throughput.gate import Visit, Window
-from experiments.throughput.mps import MpsError, SideGroup, daemon, start_side
-from experiments.throughput.peers import MPS, PEER_SIDES, missing_on
 from experiments.throughput.report import result_text
-from experiments.throughput.sides import ALL_SIDES, Side, sides_on
-from experiments.throughput.workers import SideError, SideProcess
-from experiments.throughput.workloads import WORKLOAD_MODELS, Effort, Workload, prepare
+from experiments.throughput.sides import ALL_SIDES, sides_on, start_side
 
 _WARM_UP_S = 1.0
-_RETRY_AFTER_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,11 +62,10 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
     facts = machine()
     known = True
     with ExitStack() as stack:
-        processes: dict[Side, SideProcess | SideGroup] = {}
-        effort = _effort(sides, stack)
+        processes: dict[Side, SideProcess] = {}
         for side in sides:
             # One after another, so that a side tunes itself and warms up on a quiet machine.
-            process = start_side(side, workload, effort)
+            process = start_side(side, workload, Effort())
             stack.enter_context(process)
             processes[process.side] = process
             warm = process.window(Visit(_WARM_UP_S))
@@ -80,13 +76,7 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
             return processes[side].window(Visit(options.seconds))
 
         measurements = [Measurement(side, process.ready) for side, process in processes.items()]
-        measure(
-            measurements,
-            take_window,
-            options.repetitions,
-            options.max_foreign_share,
-            may_retry=_wait_for_others,
-        )
+        measure(measurements, take_window, options.repetitions, options.max_foreign_share)
     return {
         "machine": facts,
         "model": workload.model,
@@ -104,36 +94,19 @@ def compare(sides: Sequence[Side], workload: Workload, options: argparse.Namespa
     }
 
 
-def _effort(sides: Sequence[Side], stack: ExitStack) -> Effort:
-    """With an MPS daemon when a side needs one. Raises SideError when it cannot be had."""
-    if not any(side.side == MPS for side in sides):
-        return Effort()
-    try:
-        return Effort(mps_pipes=stack.enter_context(daemon()))
-    except MpsError as error:
-        raise SideError(f"side {MPS}: {error}") from error
-
-
 def _sides(options: argparse.Namespace, device: str, precisions: Sequence[PrecisionName]) -> list[Side]:
     """The sides that run on the device; on CPU the serial executor stands for one learner alone."""
-    fitting, missing = sides_on(device), missing_on(device)
+    fitting = sides_on(device)
     names = options.sides or fitting
     for name in names:
-        if name in missing:
-            raise UserError(f"side {name} cannot be measured, as {missing[name]}; leave it out of --sides.")
         if name not in (*fitting, *PEER_SIDES):
             raise UserError(f"side {name} does not run on {device}; leave it out of --sides.")
     learners = list(dict.fromkeys(options.num_learners))
     return plan_sides(names, learners, precisions, serial_learners=[1] if device == "cpu" else learners)
 
 
-def _wait_for_others() -> bool:
-    time.sleep(_RETRY_AFTER_S)
-    return True
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=WORKLOAD_MODELS, default="resnet32", help="what is trained (default %(default)s)")
     add("--batch-size", type=count, default=16, help="images in a batch of one learner (default %(default)s)")
@@ -145,7 +118,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     return parser
 
 

@@ -21,27 +21,26 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, PrecisionName, choose_device, choose_precision
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import draw_after, show_and_write
-from experiments.common.windows import MAX_FOREIGN_SHARE
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import draw_after, show_and_write
+from experiments.bench.sides.side import COMPILED, EXECUTOR_SIDES, PEER_SIDES
+from experiments.bench.windows import MAX_FOREIGN_SHARE
+from experiments.bench.workers import process_context
+from experiments.bench.workloads import WORKLOAD_MODELS, Workload, prepare_all
 from experiments.throughput import planning
-from experiments.throughput.ahead import compile_ahead
 from experiments.throughput.analysis import analyse, analysis_s, analysis_text
 from experiments.throughput.campaign import Campaign, Plan
-from experiments.throughput.mps import with_daemon
-from experiments.throughput.peer_planning import with_peers
-from experiments.throughput.peers import COMPILED, PEER_SIDES, missing_on, plan_peers
-from experiments.throughput.planning import Limits
-from experiments.throughput.sides import EXECUTOR_SIDES, sides_on
+from experiments.throughput.compiled import compile_ahead
+from experiments.throughput.planning import Limits, with_peers
+from experiments.throughput.sides import run_side, sides_on
 from experiments.throughput.suite_report import KIND, auto_of, left_out_of, ratios_of, result_text, rows_of
-from experiments.throughput.workers import process_context
-from experiments.throughput.workloads import WORKLOAD_MODELS, Workload, prepare_all
 
 MODELS = ("mlp", "lenet", "resnet32", "vgg16")
 BATCH_SIZES = (16, 32, 64)
 NUM_LEARNERS = (1, 2, 4, 8, 16)
 MINUTES = 5.0
+_PEERS_BY_DEFAULT = {"cuda": PEER_SIDES}
 # Of the time: starting Python before, and drawing after.
 _ASIDE_S = 10.0
 # Of what is left: compiling, at the start, for all models.
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = measure_models(options, device.type, precision, begun_s)
     show_and_write(result, lambda found: f"{result_text(found)}\n\n{analysis_text(found)}", options.json)
     if options.json:
-        draw_after(options.json, "experiments.throughput.suite_plot")
+        draw_after("throughput", options.json)
     return 0
 
 
@@ -76,13 +75,10 @@ def measure_models(
     budget_s = max(0.0, 60 * options.minutes - _ASIDE_S - analysis_s(models, device))
     parts: dict[str, list[Any]] = {"rows": [], "left_out": [], "auto": [], "ratios": []}
     with ExitStack() as stack:
-        process_context()  # starts what processes are forked from, so that it is there when the images are
-        peers, pipes = with_daemon(plan_peers(device, options.peers, missing_on(device)), stack)
-        for name, reason in peers.absent.items():
-            print(f"{name} is left out: {reason}", flush=True)
+        process_context(run_side.__module__)  # the server to fork from is there when the images are
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         workloads = prepare_all(models, min(options.batch_sizes), device, folder)
-        plans = {model: make_plan(options, device, precision, peers.of(model), pipes) for model in models}
+        plans = {model: make_plan(options, device, precision) for model in models}
         if device == "cuda":
             _compile_ahead(precision, workloads, plans, _AHEAD_SHARE * budget_s)
         for number, model in enumerate(models):
@@ -101,7 +97,6 @@ def measure_models(
         "device": device,
         "precision": precision,
         "data": {model: workloads[model].data for model in models},
-        "peers": {"sides": list(peers.sides), "absent": peers.absent},
         "method": {
             "minutes": options.minutes,
             "took_s": 0.0,
@@ -124,16 +119,18 @@ def default_models(device: str) -> tuple[str, ...]:
     return (*MODELS, "resnet50") if device == "cuda" else MODELS
 
 
-def make_plan(
-    options: argparse.Namespace, device: str, precision: PrecisionName, peers: Sequence[str], mps_pipes: str
-) -> Plan:
-    """What to measure of a model that has these peers."""
+def make_plan(options: argparse.Namespace, device: str, precision: PrecisionName) -> Plan:
+    """Plan what to measure of a model.
+
+    On a CPU peers are slow to build (Inductor) or to run (vmap), so they are measured there only if asked for by name.
+    """
+    peers = _PEERS_BY_DEFAULT.get(device, ()) if options.peers is None else tuple(dict.fromkeys(options.peers))
     batch_sizes, learners = (list(dict.fromkeys(values)) for values in (options.batch_sizes, options.num_learners))
     executors = [name for name in sides_on(device) if name in EXECUTOR_SIDES]
     captures = device == "cuda"
     cells = planning.plan_cells(batch_sizes, learners, executors, precision, captures)
     limits = Limits(passes=options.passes, window_s=options.window_s, captures=captures)
-    plan = Plan(cells, limits, options.max_foreign_share, mps_pipes=mps_pipes)
+    plan = Plan(cells, limits, options.max_foreign_share)
     if not peers:
         return plan
     cells = with_peers(cells, batch_sizes, learners, peers, precision)
@@ -165,7 +162,7 @@ def measure_model(workload: Workload, plan: Plan, budget_s: float) -> Campaign:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__, "write the results there, and draw them beside it")
     add = parser.add_argument
     add("--models", choices=WORKLOAD_MODELS, nargs="+", help=f"default {' '.join(MODELS)}, and resnet50 on CUDA")
     add("--peers", choices=PEER_SIDES, nargs="*", help="other ways to compare with; default all on CUDA, else none")
@@ -177,7 +174,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-foreign-share", type=positive, default=MAX_FOREIGN_SHARE,
         help="drop windows in which others take a larger share of the cores (default %(default)s)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
-    add("--json", type=Path, metavar="PATH", help="write the results there, and draw them beside it")
     return parser
 
 

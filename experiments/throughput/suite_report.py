@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.windows import dropped_windows
+from experiments.bench.sides.side import AUTO, COMPILED, EXECUTOR_SIDES, OPEN, PEER_SIDES, SINGLE_SIDES, VMAP
+from experiments.bench.windows import dropped_windows
+from experiments.tables.markdown import NONE, markdown_table
 from experiments.throughput.comparison import Measurement, paired_ratios, ratios, to_row
-from experiments.throughput.peer_report import absent, peers_table, with_equal_batches
-from experiments.throughput.peers import PEER_SIDES
 from experiments.throughput.planning import MAIN_BATCH_SIZE, Cell, LeftOut
-from experiments.throughput.sides import AUTO, EXECUTOR_SIDES, OPEN, SINGLE_SIDES
 
 KIND = "suite"
 Row = Mapping[str, Any]
@@ -44,6 +42,20 @@ def ratios_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict
     return entries
 
 
+def with_equal_batches(measurements: Mapping[Cell, Measurement], batch_size: int) -> list[Measurement]:
+    """The measurements at a batch size, and `compiled` ones of other batch sizes as what they are at this one.
+
+    One model on 64 images a step is as good a peer of two learners with batch size 32 as of four with 16.
+    """
+    same = {cell.side: found for cell, found in measurements.items() if cell.batch_size == batch_size}
+    for cell, found in measurements.items():
+        num_learners, rest = divmod(cell.images_per_round, batch_size)
+        if cell.side.side == COMPILED and num_learners and not rest:
+            side = replace(cell.side, num_learners=num_learners)
+            same.setdefault(side, replace(found, side=side))
+    return list(same.values())
+
+
 def left_out_of(model: str, left_out: Mapping[Cell, LeftOut]) -> list[dict[str, Any]]:
     """An entry a cell; K of the auto side is not known when it fails."""
     return [
@@ -59,7 +71,7 @@ def left_out_of(model: str, left_out: Mapping[Cell, LeftOut]) -> list[dict[str, 
 
 
 def auto_of(model: str, measurements: Mapping[Cell, Measurement]) -> list[dict[str, Any]]:
-    """What the auto side chose, how long that took, and its ratio to the best cell of its batch size."""
+    """An entry a model: what the auto side chose, how long that took, its ratio to the best cell of its batch size."""
     rows, entries = rows_of(model, measurements), []
     for cell, measurement in measurements.items():
         choice = measurement.ready.choice
@@ -94,7 +106,7 @@ def result_text(result: Result) -> str:
         parts += [f"**{model}**, {result['data'][model]} images", best_table(result, model)]
         parts.append(peers_table(rows_of_model(result, model), result["ratios"], main_batch_size(result)))
         parts += left_out(result, model)
-    return "\n\n".join(part for part in [*parts, absent(result), notes(result)] if part)
+    return "\n\n".join(part for part in [*parts, notes(result)] if part)
 
 
 def summary_table(result: Result) -> str:
@@ -130,7 +142,7 @@ def _auto_cells(auto: Mapping[str, Any] | None) -> list[str]:
 
 
 def best_table(result: Result, model: str) -> str:
-    """For every batch size, a row per side: an executor's with its fastest K."""
+    """A row a batch size and side: an executor's with its fastest K."""
     header = ["side", "b", "K", "images/s", "÷ tuned_single", "÷ default_loop", "n"]
     rows, own = [], rows_of_model(result, model)
     for batch_size in batch_sizes(result):
@@ -140,6 +152,34 @@ def best_table(result: Result, model: str) -> str:
                 base = (_ratio(result, row, name) for name in ("tuned_single", "default_loop"))
                 rows.append([side, str(batch_size), str(row["num_learners"]), _rate(row), *base, str(row["n"])])
     return markdown_table(header, rows)
+
+
+def peers_table(rows: Sequence[Row], ratios: Sequence[Row], batch_size: int) -> str:
+    """A row for every K at a batch size: its fastest executor, and how many times as fast as each peer that is.
+
+    Empty without peers.
+    """
+    if not any(row["side"] in PEER_SIDES for row in rows):
+        return ""
+    header = ["K", "fastest executor", "images/s", "÷ compiled b", "÷ compiled K·b", "÷ serial", "÷ vmap"]
+    ours = [row for row in rows if row["batch_size"] == batch_size and row["side"] in EXECUTOR_SIDES and row["n"]]
+    lines = []
+    for k in sorted({row["num_learners"] for row in ours}):
+        best = max((row for row in ours if row["num_learners"] == k), key=lambda row: float(row["images_per_s"]))
+        bases = [(COMPILED, 1), (COMPILED, k), ("serial", k), (VMAP, k)]
+        cells = [_ratio_to_peer(ratios, best, *base) for base in bases]
+        lines.append([str(k), best["side"], f"{best['images_per_s']:,.0f}", *cells])
+    return markdown_table(header, lines)
+
+
+def _ratio_to_peer(ratios: Sequence[Row], row: Row, base: str, num_learners: int) -> str:
+    keys = ("model", "batch_size", "side", "num_learners", "precision")
+    same = (entry for entry in ratios if all(entry[key] == row[key] for key in keys))
+    for entry in same:
+        to = entry["to"]
+        if entry["kind"] == "throughput" and (to["side"], to["num_learners"]) == (base, num_learners):
+            return f"{entry['ratio']:.2f}"
+    return NONE
 
 
 def left_out(result: Result, model: str) -> list[str]:
@@ -171,7 +211,7 @@ def _cells(entries: Iterable[Mapping[str, Any]]) -> str:
 
 
 def notes(result: Result) -> str:
-    """How it was measured."""
+    """Say how it was measured."""
     method = result["method"]
     text = (
         f"{result['device']}, {result['precision']} (default_loop fp32), medians of n windows of "
@@ -182,12 +222,12 @@ def notes(result: Result) -> str:
 
 
 def models(result: Result) -> list[str]:
-    """In the order they were measured."""
+    """The models in the order they were measured."""
     return list(dict.fromkeys(row["model"] for row in result["rows"]))
 
 
 def batch_sizes(result: Result) -> list[int]:
-    """Ascending."""
+    """The batch sizes, ascending."""
     return sorted({row["batch_size"] for row in result["rows"]})
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from experiments.common.machine import usable_cores
-from experiments.throughput.captured import DeviceFeed, Step, captured, few_ahead, train_for_ever
-from experiments.throughput.gate import Gate, Ready
-from experiments.throughput.updates import master_update, plain_update
-from experiments.throughput.workloads import Workload
+from experiments.bench.gate import Gate, Ready
+from experiments.bench.machine import usable_cores
+from experiments.bench.sides.captured import DeviceFeed, Step, captured, few_ahead, train_for_ever
+from experiments.bench.sides.updates import master_update, plain_update
+from experiments.bench.workloads import Workload
 
 _SGD = "fused"
 

@@ -31,7 +31,7 @@ from crossbow_py.engine.modules.precision import choose_device
 from crossbow_py.engine.update.optimizers import SGD, PerLearner
 from crossbow_py.telemetry.records import METRICS_FILE, SUMMARY_FILE, finite, write_atomically
 from crossbow_py.train.config import TrainConfig
-from experiments.common.cells.parts import stops
+from experiments.grids.parts import stops
 
 _WORKERS = 2
 _TEST_BATCH = 256
@@ -63,7 +63,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass
 class _Trained:
-    """Where training stands."""
+    """The state of training."""
 
     samples: int = 0
     seconds: float = 0.0

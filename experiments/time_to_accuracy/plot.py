@@ -1,29 +1,16 @@
-"""Draws a picture beside every results file: seconds to the targets by every side, and accuracy against seconds.
-
-python experiments/time_to_accuracy/plot.py
-"""
+"""Draws a picture beside every results file: seconds to the targets by every side, and accuracy against seconds."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from statistics import median
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.cells.plot import accuracy_lines, styles
-from experiments.common.cells.summary import Result
-from experiments.common.pictures import save_pictures
+from experiments.grids.plot import accuracy_lines, styles
+from experiments.grids.summary import Result
+from experiments.tables.pictures import beside
 from experiments.time_to_accuracy.report import times_of
-from experiments.time_to_accuracy.run import EXPERIMENT
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_pictures(EXPERIMENT, draw)
 
 
 def draw(result: Result) -> Figure:
@@ -53,5 +40,4 @@ def _bars(axes: Axes, result: Result, target: float, named: bool) -> None:
     axes.grid(alpha=0.3, axis="x")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = beside(draw)

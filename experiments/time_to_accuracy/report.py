@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 
-from experiments.common.cells.report import accuracy, notes
-from experiments.common.cells.summary import Result, Run, by_cell, first_at, summarize
-from experiments.common.markdown import NONE, markdown_table
-from experiments.common.windows import spread
-from experiments.time_to_accuracy.run import DEFAULT, TUNED
+from experiments.bench.windows import spread
+from experiments.grids.report import accuracy, notes
+from experiments.grids.summary import Result, Run, by_cell, first_at, summarize
+from experiments.tables.headline import cores
+from experiments.tables.markdown import NONE, markdown_table, spread_text
+from experiments.time_to_accuracy.run import DEFAULT, LEARNERS, TUNED
 
 Times = dict[int, float]
+
+_ON_FIRST_PAGE = (("resnet32", 0.88, "ResNet-32 on CIFAR-10 to {}, s"), ("lenet", 0.99, "LeNet on MNIST to {}, s"))
 
 
 def sides_table(result: Result, target: float) -> str:
@@ -27,8 +31,8 @@ def sides_table(result: Result, target: float) -> str:
                 name,
                 *(str(summary[key]) for key in ("num_learners", "batch_size", "precision", "executor")),
                 accuracy(summarize(name, own, ()).final),
-                _spread(list(times[name].values()), len(own), "{:.1f}"),
-                _spread(_epochs(own, target), len(own), "{:.2f}"),
+                _spread(list(times[name].values()), len(own), ".1f"),
+                _spread(_epochs(own, target), len(own), ".2f"),
                 *(_ratio(times[base], times[name]) if base else NONE for base in bases),
                 _foreign(own),
                 str(len(own)),
@@ -38,7 +42,7 @@ def sides_table(result: Result, target: float) -> str:
 
 
 def times_of(result: Result, target: float) -> dict[str, Times]:
-    """By cell and seed, the seconds of those that reached the target."""
+    """The seconds of the runs that reached the target, by cell and seed."""
     return {
         name: {run["seed"]: record["elapsed_s"] for run in runs if (record := first_at(run, target)) is not None}
         for name, runs in by_cell(result).items()
@@ -58,8 +62,7 @@ def result_text(result: Result) -> str:
 
 
 def _ratio(base: Times, own: Times) -> str:
-    found = spread([base[seed] / own[seed] for seed in own if seed in base])
-    return NONE if found is None else f"{found['median']:.2f} ({found['minimum']:.2f}–{found['maximum']:.2f})"
+    return spread_text(spread([base[seed] / own[seed] for seed in own if seed in base]))
 
 
 def _spread(values: list[float], n: int, form: str) -> str:
@@ -67,8 +70,7 @@ def _spread(values: list[float], n: int, form: str) -> str:
     found = spread(values)
     if found is None:
         return NONE
-    median_, least, most = (form.format(found[key]) for key in ("median", "minimum", "maximum"))
-    return f"{median_} ({least}–{most})" + ("" if len(values) == n else f", {len(values)} of {n}")
+    return spread_text(found, form) + ("" if len(values) == n else f", {len(values)} of {n}")
 
 
 def _epochs(runs: list[Run], target: float) -> list[float]:
@@ -76,6 +78,24 @@ def _epochs(runs: list[Run], target: float) -> list[float]:
 
 
 def _foreign(runs: list[Run]) -> str:
-    """Of the cores, in the median and at most."""
+    """The share of the cores that others took, in the median and at most."""
     shares = [run["foreign_share"] for run in runs if run["foreign_share"] is not None]
     return f"{median(shares):.0%} (≤ {max(shares):.0%})" if shares else NONE
+
+
+def headline_rows(results: Mapping[str, Result]) -> list[list[str]]:
+    """Seconds to an accuracy on the first page, a row a data set: the fastest cell of every side."""
+    rows = []
+    for name, target, title in _ON_FIRST_PAGE:
+        result = results[name]
+        times = times_of(result, target)
+        cells = [fastest(result, side, times) for side in (LEARNERS, TUNED, DEFAULT)]
+        values = [f"{median(times[cell].values()):,.1f}" if cell else NONE for cell in cells]
+        runs = max(len(times[cell]) for cell in cells if cell)
+        own = cells[0].removeprefix(f"{LEARNERS}, ") if cells[0] else ""
+        rows.append([title.format(target), f"{values[0]} ({own})", *values[1:], str(runs), cores(result)])
+    return rows
+
+
+TABLES = {"all": result_text}
+HEADLINE = headline_rows

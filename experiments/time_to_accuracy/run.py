@@ -8,16 +8,15 @@ README.md says what the sides are. Sides take turns, seed by seed; a run that is
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Cell, Grid, cells, merged
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Cell, Grid, cells, merged
 
-EXPERIMENT = "time_to_accuracy"
 LEARNERS, TUNED, DEFAULT = "learners", "one tuned model", "PyTorch's default loop"
 DEFAULT_LOOP = "experiments.time_to_accuracy.default_loop"
 
@@ -59,11 +58,7 @@ GRIDS = {
     )
 }  # fmt: skip
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "time_to_accuracy", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -8,15 +8,15 @@ README.md says what is compared. A cell that is done is not run again; `--list` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.cells.command import run_grid
-from experiments.common.cells.grid import Grid, cells
+from experiments.grids import report
+from experiments.grids.command import run_grid
+from experiments.grids.grid import Grid, cells
 
-EXPERIMENT = "tuner_accuracy"
 AUTO = "auto"
 LEARNERS = {
     "K=1": "num_learners=1",
@@ -36,12 +36,9 @@ GRIDS = {
              targets=(0.99,), reference=AUTO, alone=True),
     )
 }  # fmt: skip
+TABLES = report.TABLES
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a grid and write its result; returns the exit code."""
-    return run_grid(EXPERIMENT, GRIDS, argv)
-
+main = partial(run_grid, "tuner_accuracy", GRIDS)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -82,7 +82,7 @@ def _memcpy() -> Callable[[int, int, int], object] | None:
 
 
 def _streaming() -> Callable[[int, int, int], object] | None:
-    """None where there is no C compiler, or the processor is another than the source is for."""
+    """Build the streaming copy; None without a C compiler, or on another processor than the source is for."""
     compiler = shlex.split(os.environ.get("CC", "cc"))
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "streaming_copy.so"

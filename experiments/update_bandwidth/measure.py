@@ -8,21 +8,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from crossbow_py.core.host import LoadSnapshot, foreign_share
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.modules.precision import choose_precision
-from experiments.common.windows import MAX_FOREIGN_SHARE
+from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, wait_for_others
 from experiments.update_bandwidth.copies import copies, copy_bytes
 from experiments.update_bandwidth.updates import Part, device_parts, host_parts, make_bank, num_values
 
 UPDATE, COPY = "update", "copy"
 WHOLE = "whole"
 _WINDOW_S = 0.15
-_ATTEMPTS, _RETRY_AFTER_S = 3, 0.3
 
 
 @dataclass
@@ -119,8 +118,7 @@ def _measure(sides: Sequence[Side], clock: Any, seconds: float) -> bool:
     known = True
     for side in sides:
         _window(side, clock)  # first calls fault pages in
-        taken, _ = _window(side, clock)
-        side.calls = max(1, round(_WINDOW_S / sum(taken)))
+        side.calls = max(1, round(_WINDOW_S / sum(_window(side, clock).seconds)))
     end_s = time.monotonic() + seconds
     while not sides[0].windows or time.monotonic() < end_s:
         for side in sides:
@@ -130,24 +128,27 @@ def _measure(sides: Sequence[Side], clock: Any, seconds: float) -> bool:
 
 def _repetition(side: Side, clock: Any, end_s: float) -> bool:
     """Add a clean window, tried again while there is time; None when none was. Whether others' load is known."""
-    for attempt in range(_ATTEMPTS):
-        if attempt:
-            if time.monotonic() > end_s:
-                break
-            time.sleep(_RETRY_AFTER_S)
-        taken, share = _window(side, clock)
-        if share is None or share <= MAX_FOREIGN_SHARE:
-            by_part = {part.name: part.num_bytes / s / 1e9 for part, s in zip(side.parts, taken, strict=True)}
-            whole = sum(part.num_bytes for part in side.parts) / sum(taken) / 1e9
-            side.windows.append({WHOLE: whole, **by_part})
-            return share is not None
-        side.dropped += 1
-    side.windows.append(None)
-    return True
+    taken, dropped = clean_window(
+        lambda: _window(side, clock), lambda: time.monotonic() <= end_s and wait_for_others(), MAX_FOREIGN_SHARE
+    )
+    side.dropped += dropped
+    if taken is None:
+        side.windows.append(None)
+        return True
+    by_part = {part.name: part.num_bytes / s / 1e9 for part, s in zip(side.parts, taken.seconds, strict=True)}
+    whole = sum(part.num_bytes for part in side.parts) / sum(taken.seconds) / 1e9
+    side.windows.append({WHOLE: whole, **by_part})
+    return taken.foreign_share is not None
 
 
-def _window(side: Side, clock: Any) -> tuple[list[float], float | None]:
-    """Mean seconds of each part over the side's calls, and the share of the processor that others took."""
+class Spans(NamedTuple):
+    """Mean seconds of each part over a side's calls, and the share of the processor that others took."""
+
+    seconds: list[float]
+    foreign_share: float | None
+
+
+def _window(side: Side, clock: Any) -> Spans:
     before, marks = LoadSnapshot.take(), [clock.mark()]
     for _ in range(side.calls):
         for part in side.parts:
@@ -156,7 +157,7 @@ def _window(side: Side, clock: Any) -> tuple[list[float], float | None]:
     spans = [clock.seconds(*pair) for pair in pairwise(marks)]
     share = foreign_share(before, LoadSnapshot.take()) if clock.watches_load else None
     number = len(side.parts)
-    return [sum(spans[index::number]) / side.calls for index in range(number)], share
+    return Spans([sum(spans[index::number]) / side.calls for index in range(number)], share)
 
 
 def summary(sides: Sequence[Side]) -> dict[str, Any]:

@@ -1,29 +1,16 @@
-"""Draws bandwidth.png: GB/s of every window of the update and of the copies.
-
-python experiments/update_bandwidth/plot.py
-"""
+"""Draws bandwidth.png: GB/s of every window of the update and of the copies."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
+from experiments.tables.pictures import one
 from experiments.update_bandwidth.report import label
 
-EXPERIMENT = "update_bandwidth"
 _COLORS = {"update": "#0072B2", "copy": "#999999"}
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_picture(EXPERIMENT, "results/bandwidth.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -43,5 +30,4 @@ def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one("results/bandwidth.png", draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table, number
+from experiments.tables.markdown import NONE, markdown_table, number, spread_text
 
 Result = Mapping[str, Any]
 _NAMES = {"whole": "gate and update", "gate": "of this, the gate", "update": "of this, the update"}
@@ -34,7 +34,7 @@ def bandwidth_table(result: Result) -> str:
 
 
 def headline(result: Result) -> str:
-    """What it was, in a line."""
+    """Say what was measured, in a line."""
     counted = ", ".join(f"{name} {count}" for name, count in result["bytes_a_value"].items())
     return (
         f"{result['model']}, K = {result['num_learners']}, {result['precision']} on {result['device']}, "
@@ -48,6 +48,7 @@ def result_text(result: Result) -> str:
 
 
 def _ratio(row: Mapping[str, Any]) -> str:
-    if row["ratio"] is None:
-        return "–"
-    return f"{row['ratio']:.2f} ({row['minimum']:.2f}–{row['maximum']:.2f})"
+    return NONE if row["ratio"] is None else spread_text({**row, "median": row["ratio"]})
+
+
+TABLES = {"all": result_text}

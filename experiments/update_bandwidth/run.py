@@ -7,7 +7,6 @@ README.md says what is counted and how.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,23 +15,22 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enoug
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import choose_device
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
-from experiments.throughput.workloads import WORKLOAD_MODELS
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
+from experiments.bench.workloads import WORKLOAD_MODELS
 from experiments.update_bandwidth.measure import measure_update
 from experiments.update_bandwidth.report import result_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--model", choices=WORKLOAD_MODELS, default="vgg16", help="whose parameters (default %(default)s)")
     add("--num-learners", type=count, default=4, help="K (default %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default %(default)s")
     add("--seconds", type=positive, default=30.0, help="of measuring (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     options = parser.parse_args(argv)
     try:
         device = choose_device(options.device)

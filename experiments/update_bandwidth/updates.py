@@ -48,7 +48,7 @@ class Part:
 
 
 def make_bank(model: str, num_learners: int, device: torch.device, precision: Precision) -> ReplicaBank:
-    """In the order of executor=fused, with gradients like those of training."""
+    """Make a bank in the order of executor=fused, with gradients like those of training."""
     template = MODELS[model]().build(*_DATA.get(model, _CIFAR))
     bank = ReplicaBank(
         template, num_learners, device=device, precision=precision, state_names=_OPTIMIZER.STATE, order="blocks"

@@ -13,16 +13,10 @@ from typing import Any
 from crossbow_py.core.host import Host, read_host
 from crossbow_py.data.streaming.loader import BATCHES_A_WORKER
 from crossbow_py.data.streaming.streamed_data import Key
-from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.sizing.workers import Loading, recommend
-from experiments.common.streamed_runs import (
-    SIZE,
-    Photographs,
-    Setup,
-    StreamedRun,
-    photographs,
-)
-from experiments.common.windows import MAX_FOREIGN_SHARE, Windows
+from experiments.bench.streamed_runs import SIZE, Photographs, Setup, StreamedRun, photographs
+from experiments.bench.windows import MAX_FOREIGN_SHARE, Windows
 
 NETWORKS = {"light": 16, "heavy": 96}  # widths: starved of data by one worker, and not
 NEAR_BEST = 0.95
@@ -55,7 +49,7 @@ class Cell:
 
 @dataclass
 class Pace:
-    """How long a window is, for batches that take a while to make."""
+    """The length of a window, for batches that take a while to make."""
 
     seconds: float
     fetch_s: float
@@ -66,7 +60,7 @@ class Pace:
         return _WARM_UP_S + (BATCHES_A_WORKER * num_workers + _BUFFERED) * batch_size * self.fetch_s
 
     def window_s(self, batch_size: int, num_workers: int) -> float:
-        """As asked for, and more where batches of several workers would come in few bunches."""
+        """The length asked for, and more where batches of several workers would come in few bunches."""
         return max(self.seconds, _BATCHES_OF_EACH * num_workers * batch_size * self.fetch_s)
 
 
@@ -108,7 +102,7 @@ def measure_workers(
 
 
 def fetch_seconds(images: Photographs) -> float:
-    """Of loading a sample, once all files are in the page cache."""
+    """The seconds of loading a sample, once all files are in the page cache."""
     keys = [Key(0, sample) for sample in range(images.num_files)]
     for _ in range(2):
         begun_s = time.perf_counter()
@@ -130,7 +124,7 @@ def _repetition(cell: Cell, run: StreamedRun, pace: Pace) -> None:
 
 
 def summary(cell: Cell, sample_bytes: int, host: Host) -> dict[str, Any]:
-    """What was measured of a cell, what the rule makes of it, and how near to the best that comes.
+    """Sum up a cell: what was measured, what the rule makes of it, and how near to the best that comes.
 
     `at_recommended` is images/s with the recommended number of workers by those with the best, within repetitions; None
     where one of the two was not measured.

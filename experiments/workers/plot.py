@@ -1,31 +1,18 @@
-"""Draws images_per_s.png: images/s against the number of workers, a line a batch size.
-
-python experiments/workers/plot.py
-"""
+"""Draws images_per_s.png: images/s against the number of workers, a line a batch size."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.pictures import save_picture
+from experiments.tables.pictures import one
 from experiments.workers.measure import NETWORKS
 
-EXPERIMENT = "workers"
 _COLORS = ("#56B4E9", "#0072B2", "#009E73", "#E69F00", "#D55E00", "#CC79A7")
 _RING: dict[str, Any] = {"markersize": 13, "markerfacecolor": "none", "markeredgecolor": "black"}
-
-
-def main() -> int:
-    """Draw all results; returns the exit code."""
-    return save_picture(EXPERIMENT, "results/images_per_s.png", draw)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -55,5 +42,4 @@ def _cell(axes: Axes, cell: Mapping[str, Any], color: str) -> None:
         axes.plot(cell["recommended"], rates[numbers.index(cell["recommended"])], "o", **_RING)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+PICTURES = one("results/images_per_s.png", draw)

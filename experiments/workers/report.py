@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.common.markdown import markdown_table, number
+from experiments.tables.markdown import markdown_table, number, spread_text
 from experiments.workers.measure import NEAR_BEST
 
 Result = Mapping[str, Any]
 
 
 def headline(result: Result) -> str:
-    """What it was, and how often the rule is right."""
+    """Say what was measured, and how often the rule is right."""
     cells = result["cells"]
     judged = [cell for cell in cells if cell["at_recommended"] is not None]
     near = [cell for cell in judged if is_near(cell)]
@@ -24,7 +24,7 @@ def headline(result: Result) -> str:
 
 
 def is_near(cell: Mapping[str, Any]) -> bool:
-    """Whether the recommended number of workers does as well as the best."""
+    """Return whether the recommended number of workers does as well as the best."""
     return bool(cell["at_recommended"]["median"] >= NEAR_BEST)
 
 
@@ -42,7 +42,7 @@ def result_text(result: Result) -> str:
 
 
 def counts_line(result: Result) -> str:
-    """How many windows stand behind the numbers."""
+    """Say how many windows stand behind the numbers."""
     rows = [row for cell in result["cells"] for row in cell["rows"]]
     fewest, most, dropped = min(r["n"] for r in rows), max(r["n"] for r in rows), sum(r["dropped"] for r in rows)
     n = str(most) if fewest == most else f"{fewest} to {most}"
@@ -60,6 +60,9 @@ def _row(cell: Mapping[str, Any]) -> list[str]:
         number(cell["best"], "d"),
         number(cell["needed"], "d"),
         number(cell["recommended"], "d"),
-        "–" if ratio is None else f"{ratio['median']:.2f} ({ratio['minimum']:.2f}–{ratio['maximum']:.2f})",
+        spread_text(ratio),
         "–" if ratio is None else "yes" if is_near(cell) else "no",
     ]
+
+
+TABLES = {"all": result_text}

@@ -7,7 +7,6 @@ README.md says what is compared and how.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
 from crossbow_py.core.errors import UserError
-from experiments.common.arguments import count, positive
-from experiments.common.machine import machine
-from experiments.common.results import show_and_write
+from experiments.bench.arguments import count, measuring_parser, positive
+from experiments.bench.machine import machine
+from experiments.bench.results import show_and_write
 from experiments.workers.measure import measure_workers
 from experiments.workers.report import result_text
 
@@ -27,14 +26,13 @@ NUM_WORKERS = (1, 2, 3, 4)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure as asked for; prints the table and returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__)
     add = parser.add_argument
     add("--folder", default="flowers_300", help="the images: a path, or a name in $CROSSBOW_DATA_DIR (%(default)s)")
     add("--batch-sizes", type=count, nargs="+", default=BATCH_SIZES, metavar="B", help="samples a batch")
     add("--workers", type=count, nargs="+", default=NUM_WORKERS, metavar="W", help="processes, beside none")
     add("--seconds", type=positive, default=1.2, help="of a window (default %(default)s)")
     add("--repetitions", type=count, default=3, help="windows a point (default %(default)s)")
-    add("--json", type=Path, metavar="PATH", help="write the results there")
     given = parser.parse_args(argv)
     try:
         measured = measure_workers(given.folder, given.batch_sizes, given.workers, given.seconds, given.repetitions)

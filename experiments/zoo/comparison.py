@@ -18,7 +18,7 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.optimizers import SGD
@@ -36,7 +36,7 @@ Data = tuple[Tensor, Tensor]
 
 
 def compared(entry: Entry, executors: Sequence[str] = EXECUTOR_NAMES) -> dict[str, Any]:
-    """What each executor came to: `outcome` ok, refused, DIFFERENT or crash, with `difference` or `reason`.
+    """Compare by each executor: `outcome` ok, refused, DIFFERENT or crash, with `difference` or `reason`.
 
     `serial` comes first; where it crashes there is nothing to compare with.
     """

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experiments.common.torchvision import import_torchvision
+from experiments.bench.torchvision import import_torchvision
 
 PACKAGES = ("timm", "transformers")
 NUM_CLASSES = 5
@@ -148,7 +148,7 @@ class _Clip(nn.Module):
         self.register_buffer("captions", captions)
 
     def forward(self, images: Tensor) -> Tensor:
-        """How alike each image is to each caption, by the learned temperature `logit_scale`."""
+        """The similarity of each image to each caption, by the learned temperature `logit_scale`."""
         similarity: Tensor = self.model(input_ids=self.captions, pixel_values=images).logits_per_image
         return similarity
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.common.markdown import NONE, markdown_table
+from experiments.tables.markdown import NONE, markdown_table
 
 Result = Mapping[str, Any]
 
 
 def result_text(result: Result) -> str:
-    """What each executor serves of each package, and a row a model."""
+    """All there is to say about a result: what each executor serves of each package, and a row a model."""
     return "\n\n".join([summary_table(result), models_table(result), *_reasons(result)])
 
 
@@ -61,3 +61,6 @@ def _executors(result: Result) -> Sequence[str]:
 
 def _outcome(rows: Mapping[str, Mapping[str, Any]], executor: str) -> str:
     return str(rows[executor]["outcome"]) if executor in rows else NONE
+
+
+TABLES = {"all": result_text}

@@ -7,7 +7,6 @@ README.md says what is compared and how.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import multiprocessing
 import sys
@@ -19,9 +18,9 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout is enough, installed or not
 
-from experiments.common.arguments import count
-from experiments.common.machine import machine, usable_cores
-from experiments.common.results import show_and_write, write_result
+from experiments.bench.arguments import count, measuring_parser
+from experiments.bench.machine import machine, usable_cores
+from experiments.bench.results import show_and_write, write_result
 from experiments.zoo.comparison import BATCH_SIZE, CHANGE, MULTIPLE, NUM_LEARNERS, NUM_ROUNDS, TOLERANCE, compared
 from experiments.zoo.models import PACKAGES, TIMM, TRANSFORMERS, entry_of
 from experiments.zoo.report import result_text
@@ -29,11 +28,10 @@ from experiments.zoo.report import result_text
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare as asked for; prints the table and returns the exit code: 1 where something is different or crashes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring_parser(__doc__, "write the results there, after every model")
     add = parser.add_argument
     add("--models", nargs="+", metavar="NAME", help="by default all of them")
     add("--processes", type=count, default=usable_cores(), help="a model each (default all cores)")
-    add("--json", type=Path, metavar="PATH", help="write the results there, after every model")
     options = parser.parse_args(argv)
     packages = dict.fromkeys(TIMM, "timm") | dict.fromkeys(TRANSFORMERS, "transformers")
     wanted = options.models or list(packages)

@@ -10,8 +10,7 @@ from crossbow_py.averaging import SMA
 from crossbow_py.cli.configuration import compose
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.estimate.config import EstimateConfig
-from crossbow_py.estimate.estimation import estimate
-from crossbow_py.estimate.measuring import reserved_bytes, within
+from crossbow_py.estimate.estimation import estimate, reserved_bytes, within
 from crossbow_py.train.run_settings import RunSettings
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
-from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
+from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.fusion.units import unit_step
 from crossbow_py.engine.fusion.units.branches import graph_milliseconds
 from crossbow_py.engine.fusion.units.convolution import ConvolutionChoices

@@ -17,10 +17,10 @@ from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.device.memory import free_memory
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
 from crossbow_py.engine.modules.precision import FP32, FP64, Precision
-from crossbow_py.estimate.measuring import within
+from crossbow_py.estimate.estimation import within
 from crossbow_py.search.packs import trial_registry
 from crossbow_py.search.packs.pack import NON_FINITE, Member, Pack
-from crossbow_py.search.packs.side_by_side import advance
+from crossbow_py.search.packs.slots import advance
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.width import Width
 from crossbow_py.train import run_settings

@@ -12,10 +12,9 @@ from torch import nn
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.engine.executors import SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.subarrays import TwoSubArrays
+from crossbow_py.engine.executors.streams import TwoSubArrays
 from crossbow_py.engine.kernels import batch_norm
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.engine.update.optimizers import SGD, AdamW
@@ -156,7 +155,7 @@ def test_averaging_over_nodes_sums_moves_z_and_joins_nodes_alike_whoever_moves_z
     run(SerialExecutor(alone), alone, 2, rate=lambda n: 0.1)
     assert nodes.seen == [("sum", "total")] * 2 + [("mean", "z"), ("mean", "z_prev")]
     assert_learners_equal(tasks.bank, alone.bank)
-    assert correction_norm(tasks.bank) == pytest.approx(correction_norm(alone.bank), rel=1e-9)
+    assert tasks.bank.correction_norm() == pytest.approx(alone.bank.correction_norm(), rel=1e-9)
 
 
 def resnet32():

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.report import __main__ as report
-from crossbow_py.report import writing
 from crossbow_py.train import __main__ as train
 from tests.run_folders import write_run, write_unfinished
 
@@ -78,7 +77,7 @@ def test_without_matplotlib_the_remedy_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(Path("a"), epochs=1)
-    monkeypatch.setattr(writing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     assert report.main(["a"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 

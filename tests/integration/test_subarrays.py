@@ -8,9 +8,9 @@ import pytest
 
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.engine.executors import SerialExecutor
-from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays, groups_of
+from crossbow_py.engine.executors.base import even_groups
+from crossbow_py.engine.executors.streams import FourSubArrays, TwoSubArrays
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from tests.integration.test_kernel_rounds import images, residual
@@ -25,9 +25,9 @@ def tasks_for(make_model=norm_model, num_learners=3, **options):
 
 
 def test_groups_are_neighbours_as_even_as_they_go():
-    assert groups_of(7, 4) == [range(2), range(2, 4), range(4, 6), range(6, 7)]
-    assert groups_of(8, 2) == [range(4), range(4, 8)]
-    assert groups_of(1, 4) == [range(1)]
+    assert even_groups(7, 4) == [range(2), range(2, 4), range(4, 6), range(6, 7)]
+    assert even_groups(8, 2) == [range(4), range(4, 8)]
+    assert even_groups(1, 4) == [range(1)]
 
 
 @pytest.mark.parametrize("optimizer", [SGD(momentum=(0.5, 0.9, 0.3)), AdamW(clip_norm=1.0)], ids=["sgd", "adamw"])
@@ -72,7 +72,7 @@ def test_correction_norm_is_that_of_all_groups():
     ours, reference = (tasks_for() for _ in range(2))
     run(TwoSubArrays(ours, RecordingStreams()), ours, 3)
     run(SerialExecutor(reference), reference, 3)
-    assert math.isclose(correction_norm(ours.bank), correction_norm(reference.bank), rel_tol=1e-9)
+    assert math.isclose(ours.bank.correction_norm(), reference.bank.correction_norm(), rel_tol=1e-9)
 
 
 def test_groups_without_update_kernels_are_refused_in_one_line(monkeypatch):

@@ -1,7 +1,7 @@
-"""Modules whose values lie elsewhere: parameters and buffers as views of a bank's rows.
+"""Modules bound to a bank: their parameters and buffers are views of the bank's rows.
 
-A learner's row is what is stepped, averaged, evaluated and saved. A forward that gives a parameter other memory, say,
-would go on with values that nobody else sees, so whether a module is still bound is looked at now and then.
+A learner's row is stepped, averaged, evaluated and saved. A forward that, say, gives a parameter other memory would
+compute with values that nothing else sees, so bindings are checked from time to time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from crossbow_py.engine.modules.precision import full_precision_parameters
 
 _REPLACES_BUFFER = (
-    "the model replaces its buffer {} in forward, and a learner's buffers live in one place; write into it instead, "
-    "with copy_()."
+    "the model's forward replaces its buffer {}, and a learner's buffers must keep their memory; write into it "
+    "instead, with copy_()."
 )
 _REPLACES_PARAMETER = (
-    "the model's forward gives its parameter {} other memory, and a learner's weights live in one place; make it a "
+    "the model's forward gives its parameter {} other memory, and a learner's weights must keep theirs; make it a "
     "buffer, and write into that with copy_()."
 )
 _TOGGLES = (
-    "the model's forward changes requires_grad of its parameter {}, and what is trained is settled when a run begins; "
+    "the model's forward changes requires_grad of its parameter {}, and what is trained is fixed when a run begins; "
     "set it where the model is made, or, to freeze or thaw later, train on in a second run with init_from=."
 )
 WRITES_A_COPY = (
@@ -36,7 +36,7 @@ WRITES_FROZEN = (
 
 
 class Binding(NamedTuple):
-    """Where a tensor lies, how often it was written, and whether it is trained."""
+    """A tensor's address, how often it was written, and whether it is trained."""
 
     data_ptr: int
     version: int
@@ -46,16 +46,16 @@ class Binding(NamedTuple):
 def bind(
     module: nn.Module, master: Mapping[str, Tensor], shadow: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> None:
-    """Make an ordinary module work on views, in place.
-
-    Bound with `p.data = view`: a Parameter built on a view would share its version counter with every row. Buffers of
-    integers keep the values they have, in the view; the others take those of theirs.
+    """Replace a module's parameters and buffers by views, in place.
 
     Args:
-        module: of the architecture.
-        master, shadow: views of its parameters in master and compute precision; a parameter takes what it computes in.
-        buffers: views of its buffers; those that are not in it stay.
+        module: an ordinary module.
+        master, shadow: views of its parameters in master and in compute precision; each parameter takes the one that
+            it computes in.
+        buffers: views of its buffers; others stay as they are. The module's integer buffers keep their values, which
+            are copied to the view; floating-point ones take the view's.
     """
+    # `p.data = view`, because a Parameter built on a view would share its version counter with every row.
     full = full_precision_parameters(module)
     for name, parameter in module.named_parameters():
         parameter.data = master[name] if name in full else shadow[name]
@@ -66,13 +66,13 @@ def bind(
 
 
 def bindings_of(module: nn.Module) -> dict[str, Binding]:
-    """Return those of a module's parameters and buffers, by name."""
+    """Return the bindings of a module's parameters and buffers, by name."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return {name: Binding(own.data_ptr(), own._version, own.requires_grad) for name, own in tensors}
 
 
 def find_rebound(module: nn.Module, bound: Mapping[str, Binding]) -> str | None:
-    """Return a sentence on a parameter or buffer that lies elsewhere now, or whose requires_grad has changed."""
+    """Return a message about a parameter or buffer that has other memory now, or another requires_grad; else None."""
     for name, buffer in module.named_buffers():
         if name not in bound or bound[name].data_ptr != buffer.data_ptr():
             return _REPLACES_BUFFER.format(name)
@@ -85,12 +85,12 @@ def find_rebound(module: nn.Module, bound: Mapping[str, Binding]) -> str | None:
 
 
 def find_written(module: nn.Module, bound: Mapping[str, Binding], on_a_copy: bool, averages: bool) -> str | None:
-    """Return a sentence on a parameter that forward has written where that is lost.
+    """Return a message about a parameter that forward wrote and whose new value would be lost; else None.
 
     Args:
-        module, bound: as for `find_rebound`, which has found nothing.
-        on_a_copy: whether the module computes with a copy of the weights, in which what is written is lost.
-        averages: whether learners follow an average model, in which frozen parameters stay as they are.
+        module, bound: as for `find_rebound`, which must have found nothing.
+        on_a_copy: whether the module computes with a copy of the weights, where writes are lost.
+        averages: whether learners follow an average model, in which frozen parameters do not change.
     """
     full = full_precision_parameters(module) if on_a_copy else set()
     for name, parameter in module.named_parameters():

@@ -1,13 +1,13 @@
-"""Where a parameter lives: one allocation, blocks aligned to 128 bytes and ordered decayed | undecayed | frozen.
+"""The memory layout of parameters: one allocation of blocks aligned to 128 bytes: decayed | undecayed | frozen.
 
-The same layout serves the bank (rows = capacity) and flat vectors such as z (rows = 1), in one of two orders:
+The bank (rows = capacity) and flat vectors such as z (rows = 1) have the same layout, in one of two orders:
 
-    blocks   parameter by parameter, `[rows, numel]` each: a prefix of K rows, viewed as `[K·O, I, H, W]`, is one
+    blocks   parameter by parameter, `[rows, numel]` each: the first K rows, viewed as `[K·O, I, H, W]`, are one
              channels-last grouped-convolution weight without a copy. For devices that run learners in one operator.
-    rows     learner by learner, `[P]` each: what one learner does to its row is a few operators over two vectors
-             instead of a few for every parameter. For CPUs, where a call costs as much as 10,000 values, and where
-             threads hand the interpreter lock around with every call. Cutting rows into pieces that fit a core's cache
-             lost by that: LeNet, K = 2, batch size 16, 1,195 images/s against 1,510 uncut.
+    rows     learner by learner, `[P]` each: a learner's update of its row is a few operators on two vectors instead of
+             a few for every parameter. For CPUs, where a call costs as much as 10,000 values, and where threads pass
+             the interpreter lock around with every call. Cutting rows into pieces that fit a core's cache was slower
+             for that reason: LeNet, K = 2, batch size 16, 1,195 images/s against 1,510 uncut.
 
 4-D weights are channels-last inside their block in both.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 128
-ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; one number for all formats, so that rows of any two line up
+ALIGNMENT_VALUES = 64  # 128 bytes of bfloat16; the same for all dtypes, so that their rows line up
 Order = Literal["blocks", "rows"]
 Kind = Literal["decayed", "undecayed", "frozen"]
 _ORDER: tuple[Kind, ...] = ("decayed", "undecayed", "frozen")
@@ -37,7 +37,7 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class Block:
-    """One parameter or buffer: its name in the module, shape `[*shape]`, number of values, and place in the order."""
+    """A parameter or buffer: its name in the module, shape `[*shape]`, number of values, and kind, which orders it."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,34 +47,34 @@ class Block:
 
 @dataclass(frozen=True)
 class Layout:
-    """An order of blocks. Offsets follow from the number of rows, so bank and flat vectors share one description."""
+    """The blocks in order. It knows no number of rows, so that a bank and flat vectors share one layout."""
 
     blocks: tuple[Block, ...]
     channels_last: bool
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Block names, in order."""
+        """The names of the blocks, in order."""
         return tuple(block.name for block in self.blocks)
 
     @property
     def num_values(self) -> int:
-        """P: values of one replica, padding not counted."""
+        """P, the number of values of one replica without padding."""
         return sum(block.numel for block in self.blocks)
 
     def count(self, *kinds: Kind) -> int:
-        """How many blocks are of these kinds."""
+        """Return the number of blocks of these kinds."""
         return sum(block.kind in kinds for block in self.blocks)
 
 
 class Rows:
-    """A buffer of `rows` replicas of a layout: one tensor, and views by row, by name and stacked.
+    """One tensor that holds `rows` replicas of a layout, and views of it by row, by name and stacked.
 
     Args:
         layout: the blocks.
-        rows: number of rows; 1 makes a flat vector.
-        dtype, device: of the storage.
-        order: of the storage, see the module's first lines.
+        rows: the number of rows; 1 makes a flat vector.
+        dtype, device: those of the tensor.
+        order: the order of rows and blocks in memory, see the module's docstring.
     """
 
     def __init__(
@@ -101,57 +101,58 @@ class Rows:
     def _trained_views(self, row: int) -> list[Tensor]:
         if self.order == "blocks":
             return self._rows[row][: self.layout.count("decayed", "undecayed")]
-        return self._parts(self.storage[row * self._row_length : (row + 1) * self._row_length])
+        return self._pieces(self.storage[row * self._row_length : (row + 1) * self._row_length])
 
-    def _parts(self, whole: Tensor) -> list[Tensor]:
-        """The trained values of a storage, apart by whether they take weight decay."""
+    def _pieces(self, whole: Tensor) -> list[Tensor]:
+        """Return the trained values of a storage in two pieces: with weight decay and without; empty ones left out."""
         num_trained, num_decayed = self.layout.count("decayed", "undecayed"), self.layout.count("decayed")
         ends = [*self._bases, self._row_length]
-        parts = (whole[: ends[num_decayed]], whole[ends[num_decayed] : ends[num_trained]])
-        return [part for part in parts if len(part)]
+        pieces = (whole[: ends[num_decayed]], whole[ends[num_decayed] : ends[num_trained]])
+        return [piece for piece in pieces if len(piece)]
 
     def flat(self, row: int = 0) -> list[Tensor]:
-        """Views `[numel]` of a row, one a block, in layout order."""
+        """Return views `[numel]` of a row, one for each block, in layout order."""
         return self._rows[row]
 
     def trained(self, row: int = 0) -> list[Tensor]:
-        """The trained part of a row, as few vectors as the order allows; padding, always zero, may be in them.
+        """Return the trained values of a row in as few vectors as the order allows.
 
-        Those of all buffers of one layout and order match. The first `num_decayed` take weight decay.
+        The vectors of all `Rows` with one layout and order match. They may include padding, which is always zero. The
+        first `num_decayed` take weight decay.
         """
         return self._trained[row]
 
     @property
     def offsets(self) -> list[int]:
-        """Where each block begins in the storage; in `blocks` its rows follow one another."""
+        """The offset of each block in the storage; in `blocks` its rows follow one another."""
         return self._bases
 
     def end_to_end(self) -> list[Tensor]:
-        """The trained part of all rows in `blocks`, padding included: what takes weight decay, and what does not."""
-        assert self.order == "blocks", "rows of the other order are not apart by weight decay"
-        return self._parts(self.storage)
+        """Return the trained values of all rows, with padding, in two pieces: with weight decay and without."""
+        assert self.order == "blocks", "order=rows does not separate values by weight decay"
+        return self._pieces(self.storage)
 
     def whole(self) -> Tensor:
-        """The trained part of a flat vector (one row) in one piece, padding included."""
-        assert self.num_rows == 1, "only a single row lies in one piece whatever the order"
+        """Return the trained values of a flat vector (one row), with padding, as one view."""
+        assert self.num_rows == 1, "only a single row is contiguous in either order"
         num_trained = self.layout.count("decayed", "undecayed")
         return self.storage[: [*self._bases, self._row_length][num_trained]]
 
     @property
     def num_decayed(self) -> int:
-        """How many vectors of `trained`, from the first, take weight decay."""
+        """The number of vectors of `trained`, from the first, that take weight decay."""
         decayed = self.layout.count("decayed")
         return decayed if self.order == "blocks" else min(decayed, 1)
 
     def shaped(self, row: int = 0) -> dict[str, Tensor]:
-        """Views `[*shape]` of a row by name; 4-D ones are channels-last in memory."""
+        """Return views `[*shape]` of a row by name; 4-D ones are channels-last in memory."""
         return {
             block.name: self._shape(view, (), block)
             for block, view in zip(self.layout.blocks, self._rows[row], strict=True)
         }
 
     def stacked(self, num_rows: int, first: int = 0) -> dict[str, Tensor]:
-        """Views `[K, *shape]` of `num_rows` rows from the `first` by name; in `blocks` contiguous along K."""
+        """Return views `[K, *shape]` by name of K = `num_rows` rows from `first` on; in `blocks` contiguous along K."""
         views = {}
         for base, block in zip(self._bases, self.layout.blocks, strict=True):
             stride = block.numel if self.order == "blocks" else self._row_length
@@ -165,10 +166,10 @@ class Rows:
             out, channels, height, width = block.shape
             k = len(lead)
             return view.view(*lead, out, height, width, channels).movedim(-1, k + 1)
-        return view.view((*lead, *block.shape))  # a tuple: a single value has no sizes
+        return view.view((*lead, *block.shape))  # as a tuple, because a scalar has no sizes to unpack
 
     def load(self, row: int, values: Mapping[str, Tensor]) -> None:
-        """Copy tensors by name into a row; names the layout does not know are ignored.
+        """Copy tensors by name to a row, and ignore names that the layout does not have.
 
         Raises ValueError for a tensor of another shape.
         """
@@ -178,7 +179,7 @@ class Rows:
             view.copy_(values[name].detach())
 
     def copy_row(self, row: int, source: Rows, source_row: int = 0) -> None:
-        """row ← source's row."""
+        """Copy a row of another `Rows` with the same layout."""
         torch._foreach_copy_(self.flat(row), source.flat(source_row))
 
     def zero_row(self, row: int) -> None:
@@ -188,9 +189,10 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class TrainedRow:
-    """The trained part of one learner's row in every buffer: lists of vectors, side by side.
+    """The trained values of one learner's row in every buffer, as lists of matching vectors.
 
-    The first `num_decayed` of each list take weight decay. `shadow` is None where models run on the weights themselves.
+    The first `num_decayed` of each list take weight decay. `shadow` is None where the module computes with the weights
+    themselves.
     """
 
     weights: list[Tensor]
@@ -203,14 +205,14 @@ class TrainedRow:
 
 
 def _aligned_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose first byte is on the alignment: allocators on CPU promise 64 bytes only."""
+    """Return zeros that begin at a multiple of 128 bytes: CPU allocators guarantee only 64."""
     storage = torch.zeros(count + ALIGNMENT_VALUES, dtype=dtype, device=device)
     start = -storage.data_ptr() % ALIGNMENT_BYTES // dtype.itemsize
     return storage[start : start + count]
 
 
 def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:
-    """The layout of a module's parameters; tied parameters are stored once, under their first name."""
+    """Return the layout of a module's parameters; tied ones are stored once, under their first name."""
     norm_parameters = {id(p) for m in module.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)}
 
     def kind(parameter: nn.Parameter) -> Kind:
@@ -223,7 +225,7 @@ def parameter_layout(module: nn.Module, channels_last: bool) -> Layout:
 
 
 def buffer_layout(module: nn.Module) -> Layout:
-    """The layout of a module's floating-point buffers (BatchNorm running statistics and the like)."""
+    """Return the layout of a module's floating-point buffers, such as BatchNorm's running statistics."""
     blocks: Sequence[Block] = [
         Block(name, tuple(b.shape), b.numel(), "frozen")
         for name, b in module.named_buffers()
@@ -233,9 +235,9 @@ def buffer_layout(module: nn.Module) -> Layout:
 
 
 def copy_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copy gradients to their views, but for those that are there already; a missing one is zero.
+    """Copy gradients to views, unless they are these views; a missing gradient is zero.
 
-    Those of `nn.Embedding(sparse=True)` are sparse, and become dense.
+    Sparse gradients, as of `nn.Embedding(sparse=True)`, become dense.
     """
     gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
     pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not view]
@@ -248,5 +250,11 @@ def copy_present(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) ->
 
 
 def clone_all(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the host."""
+    """Return copies on the host."""
     return {name: value.detach().to("cpu", copy=True) for name, value in values.items()}
+
+
+def norm(vectors: Sequence[Tensor]) -> float:
+    """Return the norm of all values of some vectors, summed in float64. Host–device synchronisation on CUDA."""
+    norms = torch._foreach_norm(list(vectors))
+    return float(torch.stack(norms).double().square().sum().sqrt())

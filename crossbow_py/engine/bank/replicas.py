@@ -1,13 +1,14 @@
 """The bank of replicas: K models of one architecture, their gradients and optimizer state, and the average model z.
 
-Ownership: learner j's stream writes row j of every buffer; the averaging stream writes z, z_prev and `total`.
-Nothing here synchronises; executors order the accesses.
+Learner j's stream writes row j of every buffer; the averaging stream writes z, z_prev and `total`. The bank itself
+does not synchronise: executors order the accesses.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,9 +17,8 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
+from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.binding import bind, bindings_of, find_rebound, find_written
-from crossbow_py.engine.bank.central import Add, checksum, level, mean_buffers
-from crossbow_py.engine.bank.gradient_mean import align_groups, lost
 from crossbow_py.engine.bank.layout import (
     Order,
     Rows,
@@ -26,41 +26,49 @@ from crossbow_py.engine.bank.layout import (
     buffer_layout,
     clone_all,
     copy_present,
+    norm,
     parameter_layout,
 )
-from crossbow_py.engine.bank.saved_bank import num_saved
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.precision import Precision
 
+Add = Callable[[Tensor], None]  # sums a vector over devices in place
+CENTRAL = ("z", "z_prev", "velocity")  # keys of `state_dict()` that belong to no learner; not all rules have the last
 _COUNTER = "num_batches_tracked"
+_CHECKED_AT_ONCE = 2**20  # values a chunk in `checksum`, so that their integer copies take little memory
 
 
 class ReplicaBank:
     """K replicas of one architecture in one allocation.
 
     Args:
-        template: the architecture and the initial weights of z and of every replica; copied, never changed.
+        template: the architecture, and the initial weights of z and of every replica; copied, never changed.
         num_learners: K.
-        device, precision: where rows live; master dtype of rows, and compute dtype of the modules.
-        state_names: optimizer state rows to keep (`Optimizer.STATE`).
-        capacity: rows allocated, at least K (default K).
-        channels_last: store 4-D weights channels-last.
-        order: of the rows in memory, see `engine.layout`; default `rows` on CPU and `blocks` elsewhere.
-        num_devices: that have a bank each around one z, with as many learners.
-        device_index: of this one among them.
-        training: whether there is room for what training takes; without it a bank has weights and buffers alone, and no
-            z of its own.
-        has_velocity, gradient_mean: as the averaging rule says.
+        device: where the rows are.
+        precision: its master dtype is that of the rows, its compute dtype that of the modules.
+        state_names: the optimizer state to keep (`Optimizer.STATE`).
+        capacity: the number of rows allocated, at least K; K by default.
+        channels_last: whether 4-D weights are stored channels-last.
+        order: of rows in memory, see `engine/bank/layout.py`; `rows` by default on CPU, and `blocks` elsewhere.
+        num_devices: the number of devices that share one z, each with a bank of K learners.
+        device_index: the index of this bank's device among them.
+        training: whether to allocate what training needs. Without it the bank has only weights and buffers, and z,
+            z_prev and `total` are one row.
+        has_velocity: whether the averaging rule keeps a velocity of z.
+        gradient_mean: the averaging rule's groups of learners that share a gradient.
 
     Attributes:
-        weights, gradients, corrections: `Rows [capacity, P]`; state: name → Rows; buffers: float buffers likewise.
-        z, z_prev, total: `Rows` of one row, P values: average model, the one before, sum of the last corrections.
-        velocity: of z, likewise; None without.
-        total_squares: sums of squares of that sum, piece by piece, from an update that leaves `total` alone; else None.
-        step_counts: optimizer steps taken, per learner.
-        has_dropout: whether modules draw from the learners' generators.
-        dropout_rates: of each learner, in place of what its dropout layers say; None leaves it to these.
-        counters: `[capacity, n]`, the learners' own BatchNorm counters of batches, of `counter_names`.
+        weights, gradients, corrections: `Rows [capacity, P]`.
+        state: optimizer state, `Rows [capacity, P]` by name.
+        buffers: floating-point buffers, `Rows [capacity, buffer values]`.
+        z, z_prev, total: `Rows [1, P]`: the average model, the one before it, and the sum of the last corrections.
+        velocity: the velocity of z, `Rows [1, P]`, or None.
+        total_squares: the sum of squares of each piece of `total`, where an update computes these and does not write
+            `total`; else None.
+        step_counts: the number of optimizer steps each learner has taken.
+        has_dropout: whether the modules draw random numbers from the learners' generators.
+        dropout_rates: a dropout rate for each learner, or None for what its layers say.
+        counters: BatchNorm's counters of batches, int64 `[capacity, len(counter_names)]`.
     """
 
     def __init__(
@@ -100,32 +108,32 @@ class ReplicaBank:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one learner in all, on one device: plain SGD, where z is w."""
+        """Whether there is one learner on one device: plain SGD, where z is w."""
         return self.num_learners * self.num_devices == 1
 
     @property
-    def replicas_alike(self) -> bool:
-        """Whether z is any of the learners: there is one, or all step by the same gradients."""
+    def replicas_identical(self) -> bool:
+        """Whether all replicas are equal, so that z is any of them: there is one, or all step by the same gradients."""
         mean = self._gradient_mean
         return self.is_single or (mean is not None and mean.num_groups(self.num_learners, self.num_devices) == 1)
 
     @property
     def gradient_groups(self) -> list[range]:
-        """The learners here by who shares a gradient: each by itself, where none do."""
+        """This bank's learners in groups that share a gradient; a group each where none is shared."""
         return (self._gradient_mean or GradientMean(1)).groups(self.num_learners)
 
     @property
     def total_learners(self) -> int:
-        """K over all devices."""
+        """The number of learners on all devices."""
         return self.num_learners * self.num_devices
 
     @property
     def first_learner(self) -> int:
-        """Which learner of all devices' is this bank's first."""
+        """The index of this bank's first learner among those of all devices."""
         return self.num_learners * self.device_index
 
     def new_flat(self) -> Rows:
-        """Zeros like z: one row."""
+        """Return a row of zeros with the layout of z."""
         return self._rows(1)
 
     def _rows(self, rows: int) -> Rows:
@@ -141,7 +149,9 @@ class ReplicaBank:
         if self.precision.has_shadow:
             self.shadow = Rows(self.layout, capacity, self.precision.compute, self.device, self.order)
         self.step_counts = [0] * capacity
-        self.generators = [torch.Generator(self.device) for _ in range(capacity)]
+        # Shapes without memory, on "meta", have no generator of their own.
+        drawn_on = "cpu" if self.device.type == "meta" else self.device
+        self.generators = [torch.Generator(drawn_on) for _ in range(capacity)]
         self.dropout_rates: list[float | None] = [None] * capacity
         self.counter_names = [name for name, _ in self.template.named_buffers() if name.endswith(_COUNTER)]
         self.counters = torch.zeros(capacity, len(self.counter_names), dtype=torch.int64, device=self.device)
@@ -166,19 +176,26 @@ class ReplicaBank:
         )
 
     def _bind(self, learner: int) -> nn.Module:
-        """The learner's module on row `learner`, as it trains, or for evaluation where the bank is not for training."""
-        # Parameters of its own, which are bound to the row: their values need not be copied first.
+        """Return a copy of the template whose parameters and buffers are views of row `learner`."""
+        # New parameters in the copy's memo save a copy of their values, which `bind` replaces.
         parameters = [own for own in self.template.parameters() if type(own) is nn.Parameter]
         bound = {id(own): nn.Parameter(own.data, own.requires_grad) for own in parameters}
         module = copy.deepcopy(self.template, dict(bound))
         self.has_dropout = replace_dropout(module, self.generators[learner])
-        counters = {name: self.counters[learner, place] for place, name in enumerate(self.counter_names)}
+        counters = {name: self.counters[learner, index] for index, name in enumerate(self.counter_names)}
         master, shadow = self.weights.shaped(learner), self.shadow.shaped(learner)
         bind(module, master, shadow, {**self.buffers.shaped(learner), **counters})
         return module.train(self._training)
 
     def check_bindings(self, averages: bool) -> None:
-        """Raise UserError where a module has left its row, or was written where that is lost; see `find_written`."""
+        """Check that modules are still views of their rows.
+
+        Args:
+            averages: whether learners follow an average model.
+
+        Raises:
+            UserError: a forward replaced a parameter or buffer, or wrote where it is lost; see `find_written`.
+        """
         for learner in range(self.num_learners):
             module, bound = self._modules[learner], self._bound[learner]
             found = find_rebound(module, bound) or find_written(module, bound, self.precision.has_shadow, averages)
@@ -186,23 +203,23 @@ class ReplicaBank:
                 raise UserError(found)
 
     def module(self, learner: int) -> nn.Module:
-        """Learner's model on its row, in training mode, or in evaluation mode where the bank is not for training."""
+        """Return a learner's module, in training mode, or in evaluation mode where the bank is not for training."""
         return self._modules[learner]
 
     def trained_parameters(self, learner: int) -> list[nn.Parameter]:
-        """The parameters autograd differentiates, in layout order."""
+        """Return the parameters that autograd differentiates, in layout order."""
         return self._trained[learner]
 
     def store_gradients(self, learner: int, gradients: Sequence[Tensor | None]) -> None:
-        """G row ← gradients, cast to master precision; a missing gradient is zero."""
+        """Write gradients, in layout order, to a row of G in master precision; a missing gradient is zero."""
         copy_present(self._gradient_views[learner], gradients)
 
     def store_stacked_gradients(self, gradients: Sequence[Tensor | None], learners: range | None = None) -> None:
-        """G ← gradients `[K, *shape]` of learners, in layout order; as `store_gradients` does for one."""
+        """Write gradients `[K, *shape]`, in layout order, to the rows of `learners` as `store_gradients` does."""
         copy_present(self.stacked_gradients(learners), gradients)
 
     def stacked_gradients(self, learners: range | None = None) -> list[Tensor]:
-        """Views `[K, *shape]` of G, in layout order; of neighbouring learners, by default of all."""
+        """Return views `[K, *shape]` of the rows of G, in layout order. `learners` defaults to all."""
         learners = range(self.num_learners) if learners is None else learners
         if learners not in self._stacked_gradients:
             views = list(self.gradients.stacked(len(learners), learners.start).values())
@@ -210,26 +227,26 @@ class ReplicaBank:
         return self._stacked_gradients[learners]
 
     def trained_row(self, learner: int) -> TrainedRow:
-        """What a correction task works on."""
+        """Return the vectors that a correction task works on."""
         return self._trained_rows[learner]
 
     def refresh_shadow(self, learner: int) -> None:
-        """Write the compute-precision copy of a row after its weights moved. Nothing to do in one precision."""
+        """Update the compute-precision copy of a row, where there is one, after its weights have changed."""
         if self.precision.has_shadow:
             self.shadow.copy_row(learner, self.weights, learner)
 
     def stacked(self) -> dict[str, Tensor]:
-        """Active weights `{name: [K, *shape]}`, contiguous along K."""
+        """Return the active weights `{name: [K, *shape]}`, contiguous along K."""
         return self.weights.stacked(self.num_learners)
 
     def load_learner(self, learner: int, module: nn.Module) -> None:
-        """Start a learner from another module's weights and buffers than z's."""
+        """Copy the weights and buffers of a module to a learner."""
         self.weights.load(learner, dict(module.named_parameters()))
         self.buffers.load(learner, dict(module.named_buffers()))
         self.refresh_shadow(learner)
 
     def reset_learner(self, learner: int) -> None:
-        """w_j ← z with zero optimizer state: what a new learner starts from."""
+        """Set w_j ← z with zero optimizer state, as a new learner starts."""
         self.weights.copy_row(learner, self.z)
         self._zero_state(learner)
         self.refresh_shadow(learner)
@@ -237,10 +254,11 @@ class ReplicaBank:
     def resize(self, num_learners: int) -> None:
         """Grow or shrink to K = `num_learners`, between rounds. Within capacity no live row moves.
 
-        A new learner is a copy of z with zero state and the mean BatchNorm statistics. From replicas alike on, as from
-        1, z = z_prev = w first; where they become it, w = z. Learners that share a gradient are then made alike.
+        A new learner is a copy of z with zero state and the mean BatchNorm statistics. Where replicas were equal, as
+        one learner is, z = z_prev = w first; where they become equal, w = z. Learners that share a gradient are equal
+        afterwards.
         """
-        before, were_alike, groups = self.num_learners, self.replicas_alike, self.gradient_groups
+        before, were_alike, groups = self.num_learners, self.replicas_identical, self.gradient_groups
         if were_alike and num_learners > before:
             self.adopt_learner()
         buffers = self.central_buffers()
@@ -250,20 +268,20 @@ class ReplicaBank:
         for learner in range(before, num_learners):
             self.reset_learner(learner)
             self.buffers.load(learner, buffers)
-        for learner in range(num_learners) if self.replicas_alike and not were_alike else ():
+        for learner in range(num_learners) if self.replicas_identical and not were_alike else ():
             self.weights.copy_row(learner, self.z)
             self.refresh_shadow(learner)
             self.buffers.load(learner, buffers)
-        align_groups(self, groups)
+        self.align_groups(groups)
 
     def trim(self) -> None:
-        """Give back the rows of learners that are gone; where there is no room to do so, they stay."""
+        """Free the rows of learners that are gone. They stay if there is no memory to move the others."""
         if self.capacity > self.num_learners:
             with suppress(RuntimeError, MemoryError):
                 self._reallocate(self.num_learners)
 
     def _reallocate(self, capacity: int) -> None:
-        """Move the active rows to new memory. When memory does not hold it, the bank is as it was."""
+        """Move the active rows to new memory. If memory runs out, the bank is left unchanged."""
         before, rows = dict(self.__dict__), self._active_rows()
         try:
             self._allocate(capacity)
@@ -272,33 +290,39 @@ class ReplicaBank:
             raise
         self._load_rows(rows, self.num_learners)
 
-    def reseed(self, sick: Collection[int], buffers: Mapping[str, Tensor]) -> None:
-        """BatchNorm statistics as given, and w_j ← z with zero state for those that are lost."""
-        for learner in lost(self, sick):
+    def reseed(self, nonfinite: Collection[int], buffers: Mapping[str, Tensor]) -> None:
+        """Give non-finite learners these BatchNorm statistics, and z with zero state where their weights are lost."""
+        for learner in self._lost(nonfinite):
             self.reset_learner(learner)
-        for learner in sick:
+        for learner in nonfinite:
             self.buffers.load(learner, buffers)
 
-    def restart(self, momentum: str, add: Add | None = None, sick: Collection[int] = ()) -> None:
-        """Restart: w_j ← z, and z at rest. Optimizer state per `momentum`, see `settle_state`."""
+    def _lost(self, nonfinite: Collection[int]) -> list[int]:
+        """Return the non-finite learners whose weights are lost, because no finite one shares their gradients."""
+        groups = [] if self.replicas_identical else self.gradient_groups
+        return [learner for group in groups if all(other in nonfinite for other in group) for learner in group]
+
+    def restart(self, momentum: str, add: Add | None = None, nonfinite: Collection[int] = ()) -> None:
+        """Set w_j ← z and z at rest. Optimizer state changes as `momentum` says, see `settle_state`."""
         if self.is_single:
             return
-        self.settle_state(momentum, add, sick)
+        self.settle_state(momentum, add, nonfinite)
         for learner in range(self.num_learners):
             self.weights.copy_row(learner, self.z)
             self.refresh_shadow(learner)
         self._rest()
 
-    def settle_state(self, momentum: str, add: Add | None = None, sick: Collection[int] = ()) -> None:
-        """Learners' optimizer state: reset to zero, keep as it is, or average over learners.
+    def settle_state(self, momentum: str, add: Add | None = None, nonfinite: Collection[int] = ()) -> None:
+        """Change the learners' optimizer state: "reset" to zero, "keep" it, or "average" it over learners.
 
-        That of the `sick` whose gradients nobody shares is zero in the mean. For `add` see `central_buffers`.
+        In the average, the state of non-finite learners whose weights are lost counts as zero. `add` sums a vector
+        over devices in place.
         """
         for rows in self.state.values() if momentum == "average" else ():
-            for learner in lost(self, sick):
+            for learner in self._lost(nonfinite):
                 rows.zero_row(learner)
             for stacked in rows.stacked(self.num_learners).values():
-                level(stacked, add, self.num_devices)
+                _set_to_mean(stacked, add, self.num_devices)
         for learner in range(self.num_learners) if momentum == "reset" else ():
             self._zero_state(learner)
 
@@ -308,28 +332,33 @@ class ReplicaBank:
         self.step_counts[learner] = 0
 
     def adopt_learner(self) -> None:
-        """z ← w of the first learner, at rest: the only one (K = 1 is plain SGD: z is w), or one of replicas alike."""
+        """Set z ← w of the first learner, at rest, where it is the only one or all replicas are equal."""
         self.z.copy_row(0, self.weights, 0)
         self._rest()
 
     def _rest(self) -> None:
-        """z stands still: z_prev ← z, and no velocity."""
+        """Bring z to rest: z_prev ← z, and no velocity."""
         self.z_prev.copy_row(0, self.z)
         if self.velocity is not None:
             self.velocity.zero_row(0)
 
     def central_buffers(self, learners: Sequence[int] | None = None, add: Add | None = None) -> dict[str, Tensor]:
-        """Float buffers of z: the mean of the learners' (default all), variances with the between-learner term.
+        """Return the floating-point buffers of z: means over learners.
 
-        With `add`, which sums a vector over devices in place, of all devices' learners.
+        A mean of BatchNorm's variances includes the variance of the learners' means.
+
+        Args:
+            learners: those of this bank to average; all by default.
+            add: sums a vector over devices in place; with it the means are over all devices' learners.
         """
         chosen = list(range(self.num_learners) if learners is None else learners)
-        return mean_buffers({name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}, add)
+        stacked = {name: rows[chosen] for name, rows in self.buffers.stacked(self.num_learners).items()}
+        return _mean_buffers(stacked, add)
 
     def central_state(self, excluded: Sequence[int] = (), add: Add | None = None) -> dict[str, Tensor]:
-        """The average model as a module state dict (tied parameters once); with K = 1 it is the learner.
+        """Return the average model as a module's state dict, with tied parameters once; with K = 1, the learner.
 
-        The buffers of `excluded` learners do not count. For `add` see `central_buffers`.
+        The buffers of `excluded` learners are left out of the means. For `add` see `central_buffers`.
         """
         if self.is_single:
             return self.learner_state(0)
@@ -337,7 +366,7 @@ class ReplicaBank:
         return {**self._integer_buffers(0), **self.z.shaped(), **self.central_buffers(counted, add)}
 
     def learner_state(self, learner: int) -> dict[str, Tensor]:
-        """One learner's model as a module state dict (views of its row)."""
+        """Return a learner's model as a module's state dict of views of its row."""
         return {**self._integer_buffers(learner), **self.weights.shaped(learner), **self.buffers.shaped(learner)}
 
     def _integer_buffers(self, learner: int) -> dict[str, Tensor]:
@@ -345,7 +374,7 @@ class ReplicaBank:
         return {name: buffer for name, buffer in named if not buffer.is_floating_point()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything of the active rows, by name and stacked `[K, *shape]`: independent of capacity and alignment."""
+        """Return the active rows, `[K, *shape]` by name: independent of capacity and alignment."""
         rows = self._active_rows()
         return {
             "num_learners": self.num_learners,
@@ -360,7 +389,7 @@ class ReplicaBank:
         }
 
     def _active_rows(self) -> dict[str, Any]:
-        """What `_load_rows` takes: views of the learners' own values, stacked `[K, *shape]`."""
+        """Return views `[K, *shape]` of the active rows, for `_load_rows`."""
         k = self.num_learners
         return {
             "weights": self.weights.stacked(k),
@@ -371,14 +400,14 @@ class ReplicaBank:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore `state_dict()` of a bank with the same architecture and optimizer; K follows the saved one."""
+        """Restore the `state_dict()` of a bank with the same architecture and optimizer; K becomes the saved one."""
         if num_saved(saved) != self.num_learners:
             self.resize(num_saved(saved))
         self.load_central(saved)
         self._load_rows(saved, self.num_learners)
 
     def load_central(self, saved: Mapping[str, Any]) -> None:
-        """z, z_prev and the velocity alone, of `state_dict()`."""
+        """Restore only z, z_prev and the velocity of a `state_dict()`."""
         self.z.load(0, saved["z"])
         self.z_prev.load(0, saved["z_prev"])
         if self.velocity is not None:
@@ -389,7 +418,7 @@ class ReplicaBank:
             self.load_row(row, saved, row)
 
     def load_row(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
-        """One learner from a row of `state_dict()`, maybe another one's."""
+        """Restore a learner from any row of a `state_dict()`."""
         states = [(rows, saved["state"][name]) for name, rows in self.state.items()]
         for rows, values in [(self.weights, saved["weights"]), (self.buffers, saved["buffers"]), *states]:
             rows.load(row, {name: value[saved_row] for name, value in values.items()})
@@ -398,7 +427,7 @@ class ReplicaBank:
         self.refresh_shadow(row)
 
     def clone_learner(self, row: int, saved: Mapping[str, Any], saved_row: int) -> None:
-        """A new learner: w_j ← z with zero state, and the buffers of a row of `state_dict()`."""
+        """Make a new learner: w_j ← z with zero state, and the buffers of a row of a `state_dict()`."""
         self.reset_learner(row)
         self.buffers.load(row, {name: value[saved_row] for name, value in saved["buffers"].items()})
         self._load_counters(row, saved, saved_row)
@@ -407,6 +436,141 @@ class ReplicaBank:
         for name, buffer in self._integer_buffers(row).items():
             buffer.copy_(saved["integer_buffers"][saved_row][name])
 
+    @torch.no_grad()
+    def average_gradients(self, mean: GradientMean, collective: Collective) -> None:
+        """Set G_j ← Σ_i G_i / n over the n learners i of j's group.
+
+        Gradients are summed in learner order, and the rows of a group are equal bit for bit. Enqueued on the current
+        stream; the host waits only if the collective makes it. With several devices, `total` is scratch space.
+        """
+        for group in mean.groups(self.num_learners):
+            first, *others = (self.gradients.trained(learner) for learner in group)
+            for own in others:
+                torch._foreach_add_(first, own)
+            count = len(group)
+            if mean.group_size is None and collective.num_devices > 1:
+                count *= collective.num_devices
+                total = self.total.trained()
+                torch._foreach_copy_(total, first)
+                collective.all_reduce_sum(self.total.storage)
+                torch._foreach_copy_(first, total)
+            torch._foreach_div_(first, float(count))
+            for own in others:
+                torch._foreach_copy_(own, first)
+
+    def align_groups(self, before: Sequence[range] = ()) -> None:
+        """Give all learners of a group the weights, optimizer state and step count of one of them.
+
+        They differ where groups have new borders because learners came or went, and where memory ran out and only some
+        stepped. Given the groups there were `before`, as many of these as possible go on.
+        """
+        known = sum(map(len, before))
+        for number, group in enumerate(self.gradient_groups):
+            own = before[number] if number < len(before) else range(known, self.num_learners)
+            chosen = next((learner for learner in group if learner in own), group[0])
+            for learner in group:
+                if learner != chosen:
+                    for rows in (self.weights, *self.state.values()):
+                        rows.copy_row(learner, rows, chosen)
+                    self.step_counts[learner] = self.step_counts[chosen]
+                    self.refresh_shadow(learner)
+
+    def squared_distances(self, center: Rows | None = None, excluded: Collection[int] = ()) -> list[float]:
+        """Return |w_j − c|² / |c|² of this bank's learners over trained values; [] if c is zero.
+
+        Host–device synchronisation.
+
+        Args:
+            center: c, a row; z by default.
+            excluded: learners to leave out.
+        """
+        values = (center or self.z).trained()
+        length = norm(values)
+        learners = [learner for learner in range(self.num_learners) if learner not in excluded]
+        distances = [norm(torch._foreach_sub(self.weights.trained(j), values)) for j in learners if length]
+        return [(distance / length) ** 2 for distance in distances]
+
+    def correction_norm(self) -> float | None:
+        """Return |share · Σ_j c_j| of the last round that averaged, or None where replicas are equal.
+
+        Host–device synchronisation.
+        """
+        if self.is_single or self.replicas_identical:
+            return None
+        return norm(self.total.trained()) if self.total_squares is None else math.sqrt(float(self.total_squares.sum()))
+
     def z_checksum(self) -> int:
-        """52 bits that are others, in all likelihood, when a bit of z is. Host–device synchronisation."""
+        """Return the `checksum` of z. Host–device synchronisation."""
         return checksum(self.z.storage)
+
+
+def mean_weights(saved: Sequence[Mapping[str, Any]], nonfinite: Sequence[Collection[int]]) -> dict[str, Tensor]:
+    """Return the mean weights of the learners in several banks' `state_dict()`, without each bank's non-finite ones."""
+    rows = [[row for row in range(num_saved(one)) if row not in bad] for one, bad in zip(saved, nonfinite, strict=True)]
+    return {
+        name: torch.cat([one["weights"][name][own] for one, own in zip(saved, rows, strict=True)]).mean(0)
+        for name in saved[0]["weights"]
+    }
+
+
+def num_saved(saved: Mapping[str, Any]) -> int:
+    """Return the number of learners in a bank's `state_dict()`. Raises ValueError when it is not one."""
+    number, counts = saved["num_learners"], saved["step_counts"]
+    if not number or len(counts) != number or any(type(count) is not int for count in counts):
+        raise ValueError(f"{number!r} learners with the step counts {counts!r}")
+    return len(counts)
+
+
+def checksum(values: Tensor) -> int:
+    """Return 52 bits that almost surely change when any bit of `values` [n] does. Host–device synchronisation."""
+    # A float64 is two words: a 64-bit word times its index would lose the upper bits.
+    words, total = values.view(torch.int32), 0
+    for first in range(0, len(words), _CHECKED_AT_ONCE):
+        bits = words[first : first + _CHECKED_AT_ONCE].to(torch.int64)
+        factors = torch.arange(first, first + len(bits), device=bits.device) * 2 + 1
+        total += int((bits * factors).sum())  # wraps around, in the same way everywhere
+    return total % 2**52
+
+
+def _mean_buffers(stacked: Mapping[str, Tensor], add: Add | None) -> dict[str, Tensor]:
+    """Return means over rows `[K, *shape]`, see `ReplicaBank.central_buffers`."""
+    means_of = {name: name.removesuffix("running_var") + "running_mean" for name in stacked}
+    paired = {name: mean for name, mean in means_of.items() if name.endswith("running_var") and mean in stacked}
+    if add is not None:
+        return _mean_buffers_over_devices(stacked, paired, add)
+    # In float64 the mean of equal values is that value, even of the largest there are.
+    means = {name: rows.mean(0, dtype=torch.float64).to(rows) for name, rows in stacked.items()}
+    for name, mean in paired.items():
+        means[name] = means[name] + stacked[mean].var(0, correction=0)
+    return means
+
+
+def _mean_buffers_over_devices(
+    stacked: Mapping[str, Tensor], paired: Mapping[str, str], add: Add
+) -> dict[str, Tensor]:
+    """Return means over all devices' rows, summed in float64. `paired` maps variances to their means."""
+    first = next(iter(stacked.values()), None)
+    if first is None:
+        return {}
+    sums = {name: rows.double().sum(0) for name, rows in stacked.items()}
+    squares = {name: stacked[mean].double().square().sum(0) for name, mean in paired.items()}
+    count = torch.full((1,), float(len(first)), dtype=torch.float64, device=first.device)
+    terms = [count, *sums.values(), *squares.values()]
+    flat = torch.cat([term.flatten() for term in terms]).cpu()  # host–device synchronisation on CUDA
+    add(flat)
+    total, *added = torch.split(flat, [term.numel() for term in terms])
+    means = dict(zip(sums, (values / total for values in added), strict=False))
+    of_squares = dict(zip(squares, (values / total for values in added[len(sums) :]), strict=True))
+    for name, mean in paired.items():
+        means[name] = means[name] + (of_squares[name] - means[mean].square()).clamp(min=0)
+    return {name: means[name].view(rows.shape[1:]).to(rows) for name, rows in stacked.items()}
+
+
+def _set_to_mean(stacked: Tensor, add: Add | None, num_devices: int) -> None:
+    """Set every row `[K, ...]` to their mean, in place; with `add` to the mean of all devices' rows."""
+    mean = stacked.mean(0, keepdim=True)
+    if add is not None:
+        on_host = mean.to("cpu", copy=True) / num_devices
+        add(on_host)
+        mean = on_host.to(mean)
+    stacked.copy_(mean.expand_as(stacked))

@@ -1,9 +1,9 @@
-"""Task bodies that never make the host wait, over tensors that stay where they are: what a CUDA graph can hold.
+"""Task bodies that a CUDA graph can hold: they never block the host, and read and write tensors with fixed addresses.
 
-They compute what `RoundTasks` computes. The host hands a round over with `load` (batch, learning rate, dropout masks),
-outside any graph; the bodies then read static tensors alone; `report` sends what they found to the host, which reads it
-with `read` once the stream is past it. `DeviceTasks` goes learner by learner; `fused_device_tasks.py` has those that do
-several in one pass.
+They compute what `RoundTasks` computes. The host hands over a round with `load` (batch, learning rate, dropout masks),
+outside any graph; the bodies then read only static tensors; `report` copies their results to the host, which reads them
+with `read` once the stream has passed. `DeviceTasks` runs each learner by itself; `fused_device_tasks.py` has the
+bodies that run several in one pass.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
-from crossbow_py.engine.bank.gradient_mean import average_gradients
 from crossbow_py.engine.modules.dropout import MaskTape
-from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks, correct_of_batch
+from crossbow_py.engine.modules.losses import correct_of_batch
+from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.update.device_update import DeviceUpdate, OneLearner, keep_bits
 
 NUM_RESULTS = 4  # of a learner in a round
@@ -26,14 +26,14 @@ LOSS, NUM_CORRECT, FINITE, STEPPED = range(NUM_RESULTS)
 
 
 class RoundValues:
-    """What goes into rounds and comes out of them, K learners and one entry for values that are nobody's.
+    """The inputs and results of rounds on the device: K learners, and one more entry that belongs to no learner.
 
-    Bodies enqueue on the stream that is current, record nothing, and leave the order to the executor.
+    Bodies enqueue work on the current stream, record no events, and leave the order to the executor.
 
     Args:
         tasks: what to compute.
-        executor: the name for messages.
-        learners: K neighbouring ones; by default all.
+        executor: its name, for messages.
+        learners: K neighbouring learners; by default all.
 
     Raises UserError for an optimizer without a device update.
     """
@@ -46,8 +46,8 @@ class RoundValues:
         self._rates, self._counts = (torch.zeros(entries, dtype=torch.float64, device=bank.device) for _ in range(2))
         self._results = torch.zeros(entries, NUM_RESULTS, dtype=torch.float64, device=bank.device)
         self._classifies = [False] * len(self.learners)
-        # Who shares a gradient steps by its norm, and if its group is kept (`average_gated`): the learner's own loss
-        # does not count, and has been looked at.
+        # Learners that share a gradient step if it is finite and their group is kept (`average_gated`); their own
+        # losses do not count here, as `gate_gradients` has checked them.
         shares = tasks.gradient_mean is not None
         self._loss_gate, self._gate = (STEPPED, STEPPED) if shares else (LOSS, FINITE)
 
@@ -55,7 +55,7 @@ class RoundValues:
         self.tasks.seed_dropout(learner, plan)
 
     def _keep(self, static: Batch | None, batch: Batch) -> Batch:
-        """The batch where a graph reads it: in tensors like those of the first one. Raises UserError for another."""
+        """Copy the batch to static tensors, which the first one makes. Raises UserError if shape or dtype differ."""
         static = static or Batch(torch.empty_like(batch.inputs), torch.empty_like(batch.targets))
         for kept, given in zip(static, batch, strict=True):
             if (kept.shape, kept.dtype) != (given.shape, given.dtype):
@@ -67,11 +67,11 @@ class RoundValues:
         return static
 
     def average(self, outcome: RoundOutcome) -> None:
-        """See `RoundTasks.average`, which does not make the host wait."""
+        """See `RoundTasks.average`, which does not block the host."""
         self.tasks.average(outcome)
 
     def gate_gradients(self) -> None:
-        """Before gradients are averaged: those that are not finite, or whose loss is not, become zero."""
+        """Set to zero, before gradients are averaged, those that are not finite or whose loss is not."""
         for row, learner in enumerate(self.learners):
             own, results = OneLearner(learner, self.tasks.bank.trained_row(learner)), self._results[row]
             opened = torch.isfinite(own.gradient_norms()) & torch.isfinite(results[LOSS])
@@ -83,11 +83,11 @@ class RoundValues:
         average_gated(self.tasks, [self])
 
     def results_of(self, learner: int) -> Tensor:
-        """What a round leaves of the learner, `[NUM_RESULTS]`: a view."""
+        """Return the learner's results of a round, a view `[NUM_RESULTS]`."""
         return self._results[self.learners.index(learner)]
 
     def read(self, outcome: RoundOutcome, host: Tensor) -> None:
-        """Fill the outcome from `host` [K, 4], and count the steps in the bank. The host must have waited for it."""
+        """Fill the outcome from `host` [K, 4] and count the steps in the bank. The host must have waited for `host`."""
         for row, learner in enumerate(self.learners):
             values = host[learner].tolist()
             outcome.losses[learner] = values[LOSS]
@@ -97,31 +97,35 @@ class RoundValues:
             self.tasks.bank.step_counts[learner] += stepped
 
     def count_steps(self) -> None:
-        """Take the bank's step counts from the device. The host must have waited for all rounds."""
+        """Copy the step counts from the device to the bank. The host must have waited for all rounds."""
         bank = self.tasks.bank
         counts = self._counts[: len(self.learners)].tolist()  # host–device synchronisation
         bank.step_counts[self.learners.start : self.learners.stop] = [int(count) for count in counts]
 
 
-def average_gated(tasks: RoundTasks, parts: Sequence[RoundValues]) -> None:
-    """See `RoundTasks.average_gradients`; `parts` have the learners. The host waits only where the collective makes it.
+def average_gated(tasks: RoundTasks, values: Sequence[RoundValues]) -> None:
+    """See `RoundTasks.average_gradients`. The host waits only if the collective makes it.
 
-    A group of which nobody is finite will not step: its gate, which tells finite values from others, is then 0 / 0.
+    A group without a finite learner does not step: its gate, which lets only finite values pass, becomes 0 / 0.
+
+    Args:
+        tasks: of the bank.
+        values: those of all its learners.
     """
     mean = tasks.gradient_mean
-    assert mean is not None, "asked for where gradients are averaged"
-    for part in parts:
-        part.gate_gradients()
-    of = {learner: part.results_of(learner) for part in parts for learner in part.learners}
+    assert mean is not None, "called only if gradients are averaged"
+    for each in values:
+        each.gate_gradients()
+    of = {learner: each.results_of(learner) for each in values for learner in each.learners}
     for group in tasks.bank.gradient_groups if mean.group_size is not None else ():
         some = torch.stack([of[learner][FINITE] for learner in group]).amax()
         for learner in group:
             of[learner][STEPPED].copy_(some / some)
-    average_gradients(tasks.bank, mean, tasks.collective)
+    tasks.bank.average_gradients(mean, tasks.collective)
 
 
 class DeviceTasks(RoundValues):
-    """Bodies for one learner each: on a stream a learner, `average` after every learner's `correct`."""
+    """Bodies for one learner each, on a stream of its own; `average` comes after every learner's `correct`."""
 
     def __init__(self, tasks: RoundTasks) -> None:
         super().__init__(tasks, executor="streams")
@@ -133,21 +137,23 @@ class DeviceTasks(RoundValues):
         self._tapes = [MaskTape() for _ in learners]
 
     def variant(self, learner: int, plan: Round) -> None:
-        """What makes for another graph of `learn`: nothing."""
+        """Return what `learn` is captured separately for: nothing."""
 
     def load(self, learner: int, plan: Round, bank_changed: bool, masks_ahead: bool) -> None:
-        """Hand a round to a learner: its batch, dropout masks, and what has changed of learning rate and step count.
+        """Hand a round to a learner: its batch, dropout masks, and the learning rate and step count if they changed.
 
-        The batch is gathered and then copied to where the graph reads it. Whether the host waits is the feed's doing.
+        The batch is gathered and then copied to the static tensors that the graph reads. The host waits only if the
+        feed makes it.
 
         Args:
-            learner: whose.
-            plan: the round.
-            bank_changed: whether others had the bank since the last round, so that its step counts are to be taken.
-            masks_ahead: draw the masks that an earlier pass took of dropout, for one that is captured or replayed.
+            learner: the learner.
+            plan: the plan of the round.
+            bank_changed: whether the caller had the bank since the last round, so that step counts are read from it.
+            masks_ahead: whether to draw dropout masks now, as many as an earlier pass did, because `learn` will be
+                captured or replayed.
 
         Raises:
-            UserError: the batch has another shape or dtype than the one before.
+            UserError: the batch has another shape or dtype than earlier ones.
         """
         bank, rate = self.tasks.bank, plan.learning_rates[learner]
         if bank.has_dropout:
@@ -162,9 +168,9 @@ class DeviceTasks(RoundValues):
         self._batches[learner] = self._keep(self._batches[learner], self.tasks.feed.batch(plan.starts[learner]))
 
     def learn(self, learner: int, plan: Round, masks_ahead: bool) -> None:
-        """G_j ← gradient of the learner's loss on its loaded batch, at w_j; loss and correct predictions beside it.
+        """Write the gradient of the learner's loss on its loaded batch to G_j, at w_j.
 
-        `masks_ahead` as `load` was told.
+        The loss and the right predictions go to the results. `masks_ahead` is that of `load`.
         """
         bank, batch, results = self.tasks.bank, self._batches[learner], self._results[learner]
         assert batch is not None, "a learning task needs a loaded batch"
@@ -194,5 +200,5 @@ class DeviceTasks(RoundValues):
         )
 
     def report(self, learner: int, host: Tensor) -> None:
-        """Copy the learner's results to row `learner` of `host` [K, 4], pinned memory on CUDA; the host goes on."""
+        """Copy the learner's results to row `learner` of `host` [K, 4], pinned memory on CUDA, without blocking."""
         host[learner].copy_(self._results[learner], non_blocking=True)

@@ -1,4 +1,4 @@
-"""What errors of a device mean: that memory has run out, or that the device is lost to the process; and freeing it."""
+"""Errors that mean that memory has run out, or that the process has lost its device; and freeing memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from crossbow_py.core.errors import DeviceLostError
 
-# torch has an exception for its own CUDA allocator alone; the CPU allocator, pinned memory, CUDA graphs and the
-# libraries raise a plain RuntimeError, which differs from others in its words.
+# torch has an exception only for its own CUDA allocator; the CPU allocator, pinned memory, CUDA graphs and the
+# libraries raise a plain RuntimeError, which can be told from others only by its text.
 _WORDS = (
     "can't allocate memory",
     "not enough memory",
@@ -19,10 +19,10 @@ _WORDS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-# CUDA's errors after which "the process must be terminated and relaunched" or what lies on the device is not to be
-# relied on, by their numbers in the runtime and the driver.
+# CUDA errors after which "the process must be terminated and relaunched", or values on the device may be wrong, by
+# their numbers in the runtime and the driver.
 _LOST_CODES = frozenset((214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721))
-# And as CUDA says them: torch gives the number with its own exception alone, Triton and the libraries do not.
+# The same errors as text: only torch's own exception has the number, those of Triton and the libraries do not.
 _LOST_WORDS = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
@@ -40,7 +40,7 @@ _LOST_WORDS = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it was raised from, says that a device or the host has no memory left."""
+    """Return whether an error, or one of its causes, says that a device or the host has no memory left."""
     return any(_says_no_memory(each) for each in _causes(error))
 
 
@@ -51,10 +51,10 @@ def _says_no_memory(error: BaseException) -> bool:
 
 
 def is_device_lost(error: BaseException | None, device: torch.device) -> bool:
-    """Whether an error, or what it was raised from, leaves a CUDA device unusable for the rest of this process.
+    """Return whether an error, or one of its causes, leaves a CUDA `device` unusable for the rest of this process.
 
-    Every later call fails as well, whatever it is. Errors of a single call do not count: memory that is not there, a
-    launch that is too large, a capture that is refused. Of what runs on another `device` none does.
+    Every later call then fails as well. Errors of a single call do not count: missing memory, a launch that is too
+    large, a capture that is refused. False for other devices.
     """
     return device.type == "cuda" and any(_says_lost(each) for each in _causes(error))
 
@@ -67,7 +67,7 @@ def _says_lost(error: BaseException) -> bool:
 
 
 def raise_if_lost(error: BaseException, device: torch.device) -> None:
-    """Raise DeviceLostError from an error that leaves `device` unusable; ask before an error is made a trial's."""
+    """Raise DeviceLostError from an error that leaves `device` unusable; call it before a trial is blamed for it."""
     if is_device_lost(error, device):
         said = next((each for each in _causes(error) if _says_lost(each)), error)
         raise DeviceLostError(said) from error
@@ -75,7 +75,7 @@ def raise_if_lost(error: BaseException, device: torch.device) -> None:
 
 @contextmanager
 def raising_if_lost(device: torch.device) -> Iterator[None]:
-    """Have the block raise DeviceLostError in place of an error that leaves `device` unusable."""
+    """Have the block raise DeviceLostError instead of an error that leaves `device` unusable."""
     try:
         yield
     except DeviceLostError:
@@ -86,21 +86,21 @@ def raising_if_lost(device: torch.device) -> Iterator[None]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it was raised from, and so on."""
+    """Yield the error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Have an error, and what it came from, hold nothing any more of what was there when it was raised."""
+    """Drop the tracebacks of an error and its causes, which keep local variables alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what torch keeps for later; call it when what failed is no longer referred to."""
+    """Return the memory that torch caches; call it once nothing refers to what failed."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

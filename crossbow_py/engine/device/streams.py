@@ -1,7 +1,7 @@
-"""What `streams` and `fused` ask of a device: streams, events, and graphs that are captured once and replayed.
+"""The interface to a device for `streams` and `fused`: streams, events, and graphs captured once and replayed.
 
-The executor knows no other way to the device, so that a device that only writes down what it is asked for proves the
-order of launches, records and waits on a machine without a GPU (`tests/recording_streams.py`).
+Executors use nothing else, so that on a machine without a GPU a device that only records calls
+(`tests/recording_streams.py`) proves the order of launches, records and waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.core.host_randomness import host_state
 from crossbow_py.engine.executors.spans import Mark
 
-# Opaque to the executor: whatever the device made.
+# Opaque to the executor: each device has its own.
 Stream = Any
 Event = Any
 Graph = Any
@@ -31,51 +31,51 @@ _HIGH_PRIORITY = -1  # lower numbers go first; learners have 0
 
 
 class DeviceStreams(ABC):
-    """The narrow interface. Used from one thread; nothing blocks the host unless it says so."""
+    """The interface. Used from one thread; no method blocks the host unless its docstring says so."""
 
     @abstractmethod
     def new_stream(self, high_priority: bool = False) -> Stream:
-        """A stream that runs its work in order, beside every other stream."""
+        """Return a stream that runs its work in order, beside every other stream."""
 
     @abstractmethod
     def callers_stream(self) -> Stream:
-        """The stream the caller's own work is on, now."""
+        """Return the caller's current stream."""
 
     @abstractmethod
     def new_event(self) -> Event:
-        """A marker; it may be recorded again and again."""
+        """Return an event, which may be recorded any number of times."""
 
     @abstractmethod
     def record(self, event: Event, stream: Stream) -> None:
-        """Mark the end of all that is on the stream so far."""
+        """Record the end of all work on the stream so far."""
 
     @abstractmethod
     def timed_mark(self, stream: Stream) -> Mark:
-        """The end of all that is on the stream so far, as a moment that can be told; for traces alone."""
+        """Record the end of all work on the stream so far with its time; only for traces."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Work put on the stream from now on starts after what the event marks now."""
+        """Have later work on the stream wait for the event as it is recorded now."""
 
     @abstractmethod
     def new_pool(self) -> Pool:
-        """Memory for graphs that never run at the same time."""
+        """Return a memory pool for graphs that never run at the same time."""
 
     @abstractmethod
     def run(self, name: str, body: Body, stream: Stream) -> None:
-        """Call `body` now, its work going to `stream`; `name` labels it in traces."""
+        """Call `body`, which enqueues its work on `stream`; `name` labels it in traces."""
 
     @abstractmethod
     def capture(self, name: str, body: Body, stream: Stream, pool: Pool) -> Graph:
-        """Call `body` once and keep its work as a graph; nothing of it is done. One capture at a time a process.
+        """Call `body` once and return its work as a graph, without running it. A process captures one graph at a time.
 
-        Blocks the host until the device is idle. Raises what `body` raised, or what ended the capture; a process
-        that has seen this happen should not go on with CUDA.
+        Blocks the host until the device is idle. Raises the exception of `body` or of the capture; after one of the
+        latter the process should not go on with CUDA.
         """
 
     @abstractmethod
     def replay(self, graph: Graph, stream: Stream) -> None:
-        """Put a graph's work on the stream."""
+        """Enqueue a graph's work on the stream."""
 
     @abstractmethod
     def release(self, graph: Graph) -> None:
@@ -83,11 +83,11 @@ class DeviceStreams(ABC):
 
     @abstractmethod
     def is_over(self, event: Event) -> bool:
-        """Whether what the event marks is over. Raises what only the device saw."""
+        """Return whether the device has passed the event. Raises errors of the device."""
 
     @abstractmethod
     def synchronize_event(self, event: Event) -> None:
-        """Block the host until what the event marks is over."""
+        """Block the host until the device has passed the event."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -95,23 +95,23 @@ class DeviceStreams(ABC):
 
     @abstractmethod
     def host_values(self, *shape: int) -> Tensor:
-        """Zeros, float64, where the device can copy to without the host waiting."""
+        """Return float64 zeros on the host to which the device can copy without blocking the host."""
 
     def random_state(self) -> Hashable:
-        """The state of every generator a model may draw from unasked: it is another one after a draw.
+        """Return the state of every global generator that a model may draw from, which changes with every draw.
 
-        A graph would repeat what was drawn on the host, and graphs that draw on the device must not run side by side.
+        A graph would repeat numbers drawn on the host, and graphs that draw on the device must not run side by side.
         """
         own = torch.get_rng_state(), self._device_random_state()
         return host_state(), *(state.numpy().tobytes() for state in own)
 
     @abstractmethod
     def _device_random_state(self) -> Tensor:
-        """The state of torch's own generator for the device, uint8 on the host."""
+        """Return the state of torch's own generator of the device, uint8 on the host."""
 
 
 class CudaStreams(DeviceStreams):
-    """The interface over torch.cuda. Not one line of it has run on a GPU yet.
+    """The interface to torch.cuda. It has not run on a GPU yet.
 
     Raises UserError for a device that is not CUDA.
     """
@@ -122,7 +122,7 @@ class CudaStreams(DeviceStreams):
         self._device = device
 
     def new_stream(self, high_priority: bool = False) -> torch.cuda.Stream:
-        """See DeviceStreams. torch deals out 32 streams of a priority in turn: the 33rd is the first again."""
+        """See DeviceStreams. torch has 32 streams of a priority: the 33rd is the first again."""
         return torch.cuda.Stream(self._device, priority=_HIGH_PRIORITY if high_priority else 0)  # type: ignore[no-untyped-call]
 
     def callers_stream(self) -> torch.cuda.Stream:
@@ -130,7 +130,7 @@ class CudaStreams(DeviceStreams):
         return torch.cuda.current_stream(self._device)
 
     def new_event(self) -> torch.cuda.Event:
-        """See DeviceStreams; without timing, which would make records slower."""
+        """See DeviceStreams. The event has no timing, which would make records slower."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
@@ -159,8 +159,8 @@ class CudaStreams(DeviceStreams):
     def capture(self, name: str, body: Body, stream: torch.cuda.Stream, pool: Pool) -> torch.cuda.CUDAGraph:
         """See DeviceStreams.
 
-        Captured on the stream it will be replayed on: cuBLAS keeps a workspace a stream, and two graphs captured on
-        one stream would write to the same while running side by side.
+        The graph must be captured on the stream it will be replayed on: cuBLAS has a workspace for each stream, and two
+        graphs captured on one stream would write to the same one while running side by side.
         """
         graph = torch.cuda.CUDAGraph()
         raised: list[Exception] = []
@@ -174,8 +174,8 @@ class CudaStreams(DeviceStreams):
 
         failure: Exception | None = None
         try:
-            # Entering the graph synchronises with the host. The guard around it: when ending a capture fails, torch
-            # leaves the capture's stream as the current one.
+            # Entering the graph is a host–device synchronisation. The outer guard restores the current stream, which
+            # torch does not if ending a capture fails.
             with (
                 torch.cuda.stream(stream),
                 _RecordFunctionFast(f"capture {name}"),
@@ -183,11 +183,11 @@ class CudaStreams(DeviceStreams):
             ):
                 watched()
         except Exception as error:
-            # What the body raised says more than the end of the capture, which fails because of it.
+            # The body's exception says more than that of the capture, which fails because of it.
             failure = raised[0] if raised else error
         if failure is not None:
             with contextlib.suppress(Exception):
-                graph.reset()  # gives its pool back at once, while tracebacks may keep the graph itself
+                graph.reset()  # frees its pool at once, although tracebacks may keep the graph itself
             raise failure
         return graph
 
@@ -197,7 +197,7 @@ class CudaStreams(DeviceStreams):
             graph.replay()
 
     def release(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See DeviceStreams; the pool gives its memory back with its last graph."""
+        """See DeviceStreams; the pool's memory is freed with its last graph."""
         graph.reset()
 
     def is_over(self, event: torch.cuda.Event) -> bool:

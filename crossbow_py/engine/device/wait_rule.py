@@ -1,20 +1,20 @@
-"""Whether the threads that share an operator spin or sleep while they wait for each other: by throughput alone.
+"""The rule by which threads that share an operator spin or sleep while they wait for each other.
 
-OpenMP's threads spin, which is the fastest where each has a core of its own. Where another program takes a core, those
-that run wait actively for the one that does not, after every operator, and a small model trains up to a hundred times
-slower. Threads that sleep lose about their share of the cores then, and up to a quarter on a quiet machine. What is
-computed is the same to the bit.
+OpenMP's threads spin, which is fastest if each has a core of its own. If another program takes a core, the running
+threads spin for the one that does not run, after every operator, and a small model trains up to a hundred times slower.
+Sleeping threads then lose about their share of the cores, but up to a quarter of throughput on a quiet machine. The
+results are the same bit for bit.
 
-Pure: a state and a window of training in, a state and a sentence out; no clock, no torch. Either way of waiting is
-measured by the median of three windows, and changes by a trial of the other:
+The rule is pure: a state and a window of training in, a state and a message out; no clock, no torch. Each way of
+waiting is measured by the median of three windows, and the other one is tried:
 
-    spinning    tries sleep when three windows are below half of the best that the same learners have shown, or
-                when others held half a core in each of them; keeps it when it is 25 % faster;
-    sleeping    tries to spin when others held less than a quarter of a core in three windows, and at long
-                intervals whatever they held, as not every kernel tells; keeps it unless it is 5 % slower.
+    spinning    tries to sleep if three windows are below half of the best throughput of as many learners, or if
+                others held half a core in each of them; keeps sleeping if it is 25 % faster;
+    sleeping    tries to spin if others held less than a quarter of a core in three windows, and at long intervals in
+                any case, because not every kernel reports this; keeps spinning unless it is 5 % slower.
 
-Every trial doubles the wait before the next one, so that a load that comes and goes changes little. Throughput that
-collapses does not wait: it cannot collapse again before it has recovered, or the trial has shown it to be the usual.
+Every trial doubles the wait before the next one, so that a load that comes and goes has little effect. A collapse of
+throughput does not wait: there is none again before throughput has recovered, or the trial has shown it to be normal.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ import statistics
 from dataclasses import dataclass, replace
 
 _WINDOWS = 3
-_FEWEST = 2  # of them with the present learners: the auto-tuner goes on to the next number after four
+_FEWEST = 2  # windows with the current number of learners, which the auto-tuner changes after four
 _COLLAPSE = 0.5
-_GAIN = 1.25  # times the throughput of spinning threads: what makes sleep worth it
-_LOSS = 0.95  # times the throughput of sleeping threads: what spinning may come to, to be the usual way again
+_GAIN = 1.25  # times the throughput of spinning threads, from which sleeping is kept
+_LOSS = 0.95  # times the throughput of sleeping threads, from which spinning is kept
 _HELD_CORES = 0.5
 _FREE_CORES = 0.25
 _MAX_BACK_OFF = 8
-_ANYWAY = 64  # times the wait before a trial, after which sleeping threads try to spin whatever others hold
+_ANYWAY = 64  # times the wait before a trial, after which sleeping threads try to spin in any case
 
 
 @dataclass(frozen=True)
 class Window:
-    """A stretch of training: its throughput, with so many learners, and the cores that other processes held.
+    """A stretch of training.
 
-    `others` is None where the kernel does not tell.
+    Attributes:
+        images_per_s: its throughput.
+        num_learners: the number of learners.
+        others: the cores that other processes held, or None if the kernel does not report this.
     """
 
     images_per_s: float
@@ -47,11 +50,17 @@ class Window:
 
 @dataclass(frozen=True)
 class WaitState:
-    """How threads wait, and what is known; the default is the start of a run.
+    """The state of the rule; the default is that at the start of a run.
 
-    `sleeps` is how they wait now, also while that is `on_trial`; `recent` are the last windows of it, of which those
-    with as many learners as now tell of throughput. `usual` is that before the trial and `best` the highest of spinning
-    threads, both with `num_learners`. `waited` counts windows since the last trial.
+    Attributes:
+        sleeps: whether threads sleep now, also while that is on trial.
+        on_trial: whether the current way of waiting is on trial.
+        num_learners: the current number of learners.
+        recent: the last windows with this way of waiting; only those with `num_learners` count for throughput.
+        usual: the throughput before the trial, with `num_learners`.
+        best: the highest throughput of spinning threads with `num_learners`.
+        waited: the windows since the last trial.
+        num_trials: the number of trials so far.
     """
 
     sleeps: bool = False
@@ -65,9 +74,12 @@ class WaitState:
 
 
 def observe(state: WaitState, window: Window, num_windows: int = 1) -> tuple[WaitState, str]:
-    """Take a window, or a longer stretch that counts for several. Returns a sentence when the way of waiting changes.
+    """Take a window, or a longer stretch that counts as several.
 
     The first window with another number of learners is dropped, and ends a trial.
+
+    Returns:
+        The new state, and a message if the way of waiting has changed for good; else "".
     """
     if window.num_learners != state.num_learners:
         usual_way, recent = state.sleeps != state.on_trial, () if state.on_trial else state.recent
@@ -89,26 +101,26 @@ def observe(state: WaitState, window: Window, num_windows: int = 1) -> tuple[Wai
 
 
 def _is_due(state: WaitState) -> bool:
-    """Whether the other way of waiting is to be tried."""
+    """Return whether to try the other way of waiting."""
     patience = 1 << min(state.num_trials, _MAX_BACK_OFF)
     others = [window.others for window in state.recent if window.others is not None]
-    told = len(others) == len(state.recent)
+    known = len(others) == len(state.recent)
     if state.sleeps:
-        free = told and max(others) < _FREE_CORES
+        free = known and max(others) < _FREE_CORES
         return state.waited >= (patience if free else _ANYWAY * patience)
     if all(rate < _COLLAPSE * state.best for rate in _rates(state)):
         return True
-    return told and min(others) >= _HELD_CORES and state.waited >= patience
+    return known and min(others) >= _HELD_CORES and state.waited >= patience
 
 
 def _judge(state: WaitState) -> tuple[WaitState, str]:
-    """End a trial when it is over, one of spinning as soon as it has collapsed."""
+    """End a trial that is over, and one of spinning as soon as throughput has collapsed."""
     rate, wanted = _rate(state), state.usual * (_GAIN if state.sleeps else _LOSS)
     collapsed = not state.sleeps and rate < _COLLAPSE * state.usual
     if len(state.recent) < _WINDOWS and not collapsed:
         return state, ""
     if rate < wanted:
-        # What sleep did not mend is what spinning threads can do now.
+        # Sleeping did not help, so this is what spinning threads can reach now.
         best = state.usual if state.sleeps else state.best
         return replace(state, sleeps=not state.sleeps, on_trial=False, recent=(), best=best, waited=0), ""
     state = replace(state, on_trial=False, recent=(), best=state.best if state.sleeps else rate, waited=0)
@@ -116,7 +128,7 @@ def _judge(state: WaitState) -> tuple[WaitState, str]:
 
 
 def _rates(state: WaitState) -> list[float]:
-    """Return those of the last windows that had as many learners as now."""
+    """Return the throughputs of the recent windows with the current number of learners."""
     return [window.images_per_s for window in state.recent if window.num_learners == state.num_learners]
 
 

@@ -15,8 +15,7 @@ from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.executors.fused import FusedExecutor
 from crossbow_py.engine.executors.fused_threads import FusedThreadsExecutor
 from crossbow_py.engine.executors.serial import SerialExecutor
-from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.executors.subarrays import FourSubArrays, TwoSubArrays
+from crossbow_py.engine.executors.streams import FourSubArrays, StreamsExecutor, TwoSubArrays
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 
 for _module in pkgutil.iter_modules(__path__):

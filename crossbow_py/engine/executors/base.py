@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 
 from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.executors.spans import TaskSpans, spans_on
@@ -13,6 +14,14 @@ from crossbow_py.engine.rounds import Round, RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import Task
 from crossbow_py.telemetry.timeline import Timeline
+
+
+def even_groups(num_learners: int, num_groups: int) -> list[range]:
+    """Return neighbouring learners in groups as even as possible, larger ones first; no more groups than learners."""
+    groups = min(num_learners, num_groups)
+    small, larger = divmod(num_learners, groups)
+    starts = [j * small + min(j, larger) for j in range(groups + 1)]
+    return [range(first, end) for first, end in pairwise(starts)]
 
 
 class Executor(ABC):
@@ -31,7 +40,8 @@ class Executor(ABC):
 
     def __init__(self, tasks: RoundTasks) -> None:
         self.tasks = tasks
-        self.scheduler = self._new_scheduler(tasks.bank.num_learners)
+        self.groups = self.groups_of(tasks.bank.num_learners)
+        self.scheduler = Scheduler(len(self.groups), averages_gradients=tasks.gradient_mean is not None)
         self._in_flight: deque[RoundOutcome] = deque()
         self.running: dict[str, Task] = {}  # what host threads are at, by stream
         self.notes = tasks.notes  # sentences for the user, also of task bodies; `taken` after every round
@@ -39,9 +49,13 @@ class Executor(ABC):
         self._spans: TaskSpans | None = None
         self._spans_between: TaskSpans | None = None
 
-    def _new_scheduler(self, num_streams: int) -> Scheduler:
-        """Of as many learners, or groups of them, as have a stream each."""
-        return Scheduler(num_streams, averages_gradients=self.tasks.gradient_mean is not None)
+    @classmethod
+    def groups_of(cls, num_learners: int) -> list[range]:
+        """Return the groups of learners, or of models to predict with, that run as one; by default each is alone.
+
+        A group takes the place of a learner in tasks and streams.
+        """
+        return even_groups(num_learners, num_learners)
 
     def trace(self, timeline: Timeline) -> None:
         """Add a span to `timeline` for what runs from the next round on."""
@@ -67,15 +81,12 @@ class Executor(ABC):
     ) -> None:
         """Run a launch's body in the calling thread, as a span on the launch's stream when the executor traces.
 
-        `body` is for an executor that has another than `RoundTasks.run`.
+        `body` is for an executor with another body than that of `RoundTasks`.
         """
         self.running[launch.stream] = launch.task
         try:
             with self.span(launch.task.NAME, launch.stream, launch.task.round_index):
-                if body is None:
-                    self.tasks.run(launch.task, outcome)
-                else:
-                    body(outcome)
+                (body or self.tasks.body(launch.task))(outcome)
         finally:
             del self.running[launch.stream]
 

@@ -8,16 +8,16 @@ waits for the others, goes on beside the passes up to the next corrections that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError, LearnerError, one_line
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import keep_freed_memory
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams
-from crossbow_py.engine.executors.averaging_thread import AveragingThread
-from crossbow_py.engine.executors.base import Executor
+from crossbow_py.engine.executors.base import Executor, even_groups
 from crossbow_py.engine.executors.fused_device import ALL_LEARNERS, FusedRounds
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
@@ -79,6 +79,11 @@ class FusedExecutor(Executor):
         self._on_device = (
             FusedRounds(self.tasks, self._pass, device, self.notes, kernels, self.span) if device else None
         )
+
+    @classmethod
+    def groups_of(cls, num_learners: int) -> list[range]:
+        """Return one group of all learners."""
+        return even_groups(num_learners, 1)
 
     @property
     def looped(self) -> list[str]:
@@ -266,3 +271,43 @@ class FusedExecutor(Executor):
 
 def _lies_as(tensor: Tensor, other: Tensor) -> bool:
     return tensor.stride() == other.stride() and tensor.dtype == other.dtype
+
+
+class AveragingThread:
+    """One averaging at a time, on a thread that starts with the first. Used from one thread.
+
+    What an averaging raises is kept, and raised once by whoever waits for it next.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "crossbow averaging")
+        self._last: Future[None] | None = None
+
+    def begin(self, body: Callable[[], None]) -> None:
+        """Call `body` on the thread. The one before has been waited for."""
+        assert self._last is None, "an averaging reads what the one before wrote"
+        self._last = self._pool.submit(body)
+
+    def finish(self) -> None:
+        """Block until what was begun is over."""
+        last, self._last = self._last, None
+        try:
+            if last is not None:
+                last.result()
+        finally:
+            del last  # lets go of what an error's frames hold
+
+    def check(self) -> None:
+        """As `finish`, where that does not block."""
+        if self._last is not None and self._last.done():
+            self.finish()
+
+    def settle(self) -> None:
+        """Block until what was begun is over; raises nothing."""
+        if self._last is not None:
+            wait([self._last])
+
+    def close(self) -> None:
+        """Let what was begun end, as other ranks wait for its sum, and join the thread. Does not raise."""
+        self._pool.shutdown()
+        self._last = None

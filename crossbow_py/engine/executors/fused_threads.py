@@ -12,12 +12,11 @@ from functools import partial
 
 import torch
 
-from crossbow_py.engine.executors.subarrays import groups_of
+from crossbow_py.engine.executors.base import even_groups
 from crossbow_py.engine.executors.threads import ThreadsExecutor
 from crossbow_py.engine.fusion.fused_agreement import outdated, trusted_pass
 from crossbow_py.engine.fusion.fused_pass import FusedPass, PassNotes
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
-from crossbow_py.engine.scheduler import Scheduler
 from crossbow_py.engine.tasks import CorrectionTask, LearningTask, Task
 
 
@@ -32,13 +31,15 @@ class FusedThreadsExecutor(ThreadsExecutor):
     ORDER = "blocks"
 
     def __init__(self, tasks: RoundTasks) -> None:
-        self._groups = groups_of(tasks.bank.num_learners, torch.get_num_threads())
-        self._passes = [trusted_pass(tasks, learners=group) for group in self._groups]
+        # Before the threads start: a model that cannot be fused is refused here.
+        self._passes = [trusted_pass(tasks, learners=group) for group in self.groups_of(tasks.bank.num_learners)]
         self._pass_notes = PassNotes()
         super().__init__(tasks)
 
-    def _new_scheduler(self, num_streams: int) -> Scheduler:
-        return super()._new_scheduler(len(self._groups))
+    @classmethod
+    def groups_of(cls, num_learners: int) -> list[range]:
+        """Return as many groups as torch has intra-op threads."""
+        return even_groups(num_learners, torch.get_num_threads())
 
     def recheck(self) -> None:
         """See Executor; all passes have one model."""
@@ -50,7 +51,7 @@ class FusedThreadsExecutor(ThreadsExecutor):
         if isinstance(task, LearningTask):
             return partial(self._learn, self._passes[task.learner])
         if isinstance(task, CorrectionTask):
-            return partial(self._correct, self._groups[task.learner])
+            return partial(self._correct, self.groups[task.learner])
         return None
 
     def _learn(self, fused: FusedPass, outcome: RoundOutcome) -> None:

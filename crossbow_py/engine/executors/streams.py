@@ -15,7 +15,7 @@ scheduler names.
 from __future__ import annotations
 
 from functools import partial
-from typing import assert_never
+from typing import ClassVar, assert_never
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from crossbow_py.engine.bank.layout import Order
 from crossbow_py.engine.device.device_tasks import NUM_RESULTS, DeviceTasks
 from crossbow_py.engine.device.fused_device_tasks import SubArrayTasks
 from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Stream
-from crossbow_py.engine.executors.base import Executor
+from crossbow_py.engine.executors.base import Executor, even_groups
 from crossbow_py.engine.executors.on_device import DeviceRounds
 from crossbow_py.engine.executors.spans import TaskSpans
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
@@ -65,7 +65,7 @@ class StreamsExecutor(Executor):
         super().__init__(tasks)
         device = device or CudaStreams(tasks.bank.device)
         self._bodies = self._make_bodies(tasks)
-        learners = range(self.scheduler.num_learners)
+        learners = range(len(self.groups))
         names = [*map(learner_stream, learners), AVERAGING_STREAM]
         results, awaiting = (tasks.bank.num_learners, NUM_RESULTS), tasks.collective.awaiting
         between = [GradientMeanTask.NAME, *(f"learning({j})" for j in learners)] if tasks.gradient_mean else []
@@ -174,3 +174,40 @@ class StreamsExecutor(Executor):
     def close(self) -> None:
         """See `DeviceRounds.close`."""
         self._rounds.close(self._bodies.count_steps)
+
+
+class SubArraysExecutor(StreamsExecutor):
+    """An executor between `fused` and `streams`: groups of fused learners, each group on a stream of its own.
+
+    Fusing all learners launches the fewest kernels, but every operator then waits for the one before, and small
+    operators leave the device idle; groups on several streams fill each other's gaps. HFTA and μ-TWO call this
+    sub-array fusion. Experimental: no GPU has run it yet.
+
+    Args and errors are those of `StreamsExecutor`, and FusionError as from `FusedExecutor`.
+    """
+
+    ORDER = "blocks"
+    FUSES = True
+    STREAMS: ClassVar[int]
+
+    @classmethod
+    def groups_of(cls, num_learners: int) -> list[range]:
+        """Return as many groups as there are streams."""
+        return even_groups(num_learners, cls.STREAMS)
+
+    def _make_bodies(self, tasks: RoundTasks) -> SubArrayTasks:
+        return SubArrayTasks(tasks, self.groups, self.NAME)
+
+
+class TwoSubArrays(SubArraysExecutor):
+    """Two groups."""
+
+    NAME = "subarrays2"
+    STREAMS = 2
+
+
+class FourSubArrays(SubArraysExecutor):
+    """Four groups."""
+
+    NAME = "subarrays4"
+    STREAMS = 4

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from crossbow_py.core.errors import CrossbowError, LearnerError
-from crossbow_py.engine.device.denormals import flush_denormals
-from crossbow_py.engine.device.freed_memory import keep_freed_memory
+from crossbow_py.engine.device.host import flush_denormals, keep_freed_memory
 from crossbow_py.engine.executors.base import Executor
 from crossbow_py.engine.rounds import RoundOutcome, RoundTasks
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, learner_stream
@@ -49,7 +48,7 @@ class ThreadsExecutor(Executor):
         self._failure_lock = threading.Lock()
         self._events: dict[Task, threading.Event] = {}
         self._last_of_round: dict[int, list[threading.Event]] = {}
-        streams = [learner_stream(j) for j in range(self.scheduler.num_learners)] + [AVERAGING_STREAM]
+        streams = [learner_stream(j) for j in range(len(self.groups))] + [AVERAGING_STREAM]
         self._queues: dict[str, queue.SimpleQueue[_Entry | None]] = {name: queue.SimpleQueue() for name in streams}
         self._threads = [
             threading.Thread(target=self._serve, args=(entries,), name=f"crossbow {name}", daemon=True)
@@ -62,7 +61,7 @@ class ThreadsExecutor(Executor):
         self._set_intra_op(self._num_threads)
 
     def _body(self, task: Task) -> Callable[[RoundOutcome], None] | None:
-        """What runs a task, where that is not `RoundTasks.run`."""
+        """Return what runs a task, where it is not the body that `RoundTasks` has."""
         return None
 
     def _set_intra_op(self, num_threads: int) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,8 +48,9 @@ from crossbow_py.engine.modules.agreement import (
 )
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import Precision
-from crossbow_py.engine.rounds import Loss, RoundTasks
+from crossbow_py.engine.rounds import RoundTasks
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.engine.update.row_update import TorchUpdate
 
@@ -84,9 +86,9 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
 
     Raises FusionError for models that cannot be fused, or whose graph gives other numbers than they do.
     """
-    bank, shared = tasks.bank, not tasks.update.rule.has_central_model or tasks.bank.num_learners == 1
+    bank = tasks.bank
     compared = Comparison(
-        bank.template, tasks.feed, tasks.loss, bank.precision, bank.layout.channels_last, shared
+        bank.template, tasks.feed, tasks.loss, bank.precision, bank.layout.channels_last, _shares_batches(tasks)
     )  # fmt: skip
     require_agreement(compared)
     notes = []
@@ -100,49 +102,99 @@ def trusted_pass(tasks: RoundTasks, kernels: bool = False, learners: range | Non
     return found
 
 
+def _shares_batches(tasks: RoundTasks) -> bool:
+    return not tasks.update.rule.has_central_model or tasks.bank.num_learners == 1
+
+
+@contextlib.contextmanager
+def _moved_learner(bank: ReplicaBank, learner: int) -> Iterator[None]:
+    """Have the block run with a learner's weights moved by about one rounding, see `moved_weights`."""
+    try:
+        with moved_weights(list(bank.weights.shaped(learner).values()), bank.precision.compute):
+            bank.refresh_shadow(learner)
+            yield
+    finally:
+        bank.refresh_shadow(learner)
+
+
+class _Passes:
+    """Passes of a bank's learners, by their modules and by a fused graph, that leave buffers as they were.
+
+    All begin with the same random numbers.
+
+    Args:
+        tasks: the bank they run in, and the loss of a fused pass.
+        loss: the loss of a learner's outputs and targets; by default that of `tasks`.
+    """
+
+    def __init__(self, tasks: RoundTasks, loss: Callable[[int, Tensor, Tensor], Tensor] | None = None) -> None:
+        self._bank, self._loss = tasks.bank, loss or tasks.loss_of
+        self.names = self._bank.layout.names[: self._bank.num_trained]
+
+    def seed(self) -> None:
+        """Seed the learners' generators, torch's, and those of Python and NumPy."""
+        for learner in range(self._bank.num_learners):
+            self._bank.generators[learner].manual_seed(learner)
+        torch.manual_seed(0)
+        random.seed(0)  # the export reports models that draw from it
+        np.random.seed(0)
+
+    def loss(self, learner: int, batch: Batch) -> Tensor:
+        """Return the loss of a learner's module on a batch."""
+        with OwnDraws(self._bank.generators[learner]):
+            output = self._bank.module(learner)(batch.inputs).to(self._bank.precision.master)
+        return self._loss(learner, output, batch.targets)
+
+    def alone(self, learner: int, batch: Batch) -> dict[str, Tensor]:
+        """Return what a learner's module gives on a batch, see `gradients_of`."""
+        self.seed()
+        module = self._bank.module(learner)
+        with kept_buffers(module):
+            return gradients_of(self.loss(learner, batch), module, self.names)
+
+    def alone_with_moved_weights(self, learner: int, batch: Batch) -> dict[str, Tensor]:
+        """Return what a learner's module gives on a batch with weights moved by about one rounding."""
+        with _moved_learner(self._bank, learner):
+            return self.alone(learner, batch)
+
+    def together(
+        self, fused: FusedPass, batch: Batch, shared: bool, rows: int | None = None, copies: bool = False
+    ) -> list[dict[str, Tensor]]:
+        """Return what a fused pass gives for its first `rows` learners, by default all.
+
+        `copies` has gradients copied, which may be the bank's own.
+        """
+        self.seed()
+        with kept_buffers(*(self._bank.module(learner) for learner in fused.learners)):
+            learned = fused.learn(batch, shared)
+            found = []
+            for row, learner in enumerate(fused.learners[:rows]):
+                own = [None if each is None else each[row] for each in learned.gradients]
+                own = [each if each is None else each.clone() for each in own] if copies else own
+                gradients = dict(zip(self.names, own, strict=True))
+                found.append(values_of(learned.losses[row], gradients, self._bank.module(learner)))
+        return found
+
+
 def outdated(tasks: RoundTasks, fused: FusedPass) -> str | None:
     """Return a sentence where a graph no longer gives the numbers of its model, on a learner's weights as they are now.
 
     A graph repeats what forward found outside the model when it was exported, such as a temperature that a callback
     changes. Nothing is in flight, and nothing is changed. None: they agree, or nobody can tell.
     """
-    bank, learner = tasks.bank, fused.learners.start
-    shared = not tasks.update.rule.has_central_model or bank.num_learners == 1
-    module, names = bank.module(learner), bank.layout.names[: bank.num_trained]
+    passes, learner = _Passes(tasks), fused.learners.start
+    shared = _shares_batches(tasks)
     batch = tasks.feed.for_measuring().batch(0)
-    weights = list(bank.weights.shaped(learner).values())
-
-    def seed() -> None:
-        torch.manual_seed(0)
-        for own in fused.learners:
-            bank.generators[own].manual_seed(0)
-
-    def values() -> dict[str, Tensor]:
-        seed()
-        with kept_buffers(module):
-            with OwnDraws(bank.generators[learner]):
-                output = module(batch.inputs).to(bank.precision.master)
-            return gradients_of(tasks.loss_of(learner, output, batch.targets), module, names)
-
-    def control() -> dict[str, Tensor]:
-        with moved_weights(weights, bank.precision.compute):
-            bank.refresh_shadow(learner)
-            moved = values()
-        bank.refresh_shadow(learner)
-        return moved
-
     try:
-        with kept_generators(), kept_buffers(*(bank.module(own) for own in fused.learners)):
-            seed()
-            each = [part if shared else torch.stack([part] * len(fused.learners)) for part in batch]
-            learned = fused.learn(Batch(*each), shared)
-            gradients = [None if own is None else own[0] for own in learned.gradients]
-            found = values_of(learned.losses[0], dict(zip(names, gradients, strict=True)), module)
         with kept_generators():
-            difference = furthest(found, values(), control, bank.precision.compute)
-    except Exception:  # memory that has run out, or a forward that fails now and says so where it trains
+            each = [values if shared else torch.stack([values] * len(fused.learners)) for values in batch]
+            found = passes.together(fused, Batch(*each), shared, rows=1)[0]
+            expected = passes.alone(learner, batch)
+            control = partial(passes.alone_with_moved_weights, learner, batch)
+            difference = furthest(found, expected, control, tasks.bank.precision.compute)
+    except Exception:  # memory has run out, or forward fails now, which training will report
         return None
-    if difference is None or not learned.losses.isfinite().all():
+    if difference is None or not found["the loss"].isfinite():
         return None
     return (
         f"The graph of the model that is trained with gives other numbers than the model itself by now ({difference}): "
@@ -175,24 +227,25 @@ def trusted_outputs(bank: ReplicaBank, inputs: Tensor, learners: range | None = 
     with kept_buffers(*modules), kept_generators():
         outputs = graph.run(inputs.clone(), shared=True)
     for learner in sorted({rows[0], rows[-1]}):
-        module, weights = bank.module(learner), list(bank.weights.shaped(learner).values())
-
-        def values(module: nn.Module = module) -> dict[str, Tensor]:
-            with kept_buffers(module), kept_generators():
-                return {"the output": module(inputs.clone())}
-
-        def control(learner: int = learner, weights: list[Tensor] = weights) -> dict[str, Tensor]:
-            with moved_weights(weights, bank.precision.compute):
-                bank.refresh_shadow(learner)
-                moved = values()
-            bank.refresh_shadow(learner)
-            return moved
-
-        found = furthest({"the output": outputs[learner - rows[0]]}, values(), control, bank.precision.compute)
+        found = _output_difference(bank, learner, inputs, outputs[learner - rows[0]])
         if found is not None:
             raise FusionError(f"its graph gives other numbers than the model itself ({found})")
     known[key] = None
     return graph
+
+
+def _output_difference(bank: ReplicaBank, learner: int, inputs: Tensor, found: Tensor) -> Difference | None:
+    module = bank.module(learner)
+
+    def values() -> dict[str, Tensor]:
+        with kept_buffers(module), kept_generators():
+            return {"the output": module(inputs.clone())}
+
+    def control() -> dict[str, Tensor]:
+        with _moved_learner(bank, learner):
+            return values()
+
+    return furthest({"the output": found}, values(), control, bank.precision.compute)
 
 
 def require_agreement(compared: Comparison, kernels: bool = False) -> None:
@@ -266,14 +319,13 @@ class _Pair:
         )  # fmt: skip
         for learner in _LEARNERS:
             self._bank.module(learner).train()
-        self._weights = [list(self._bank.weights.shaped(learner).values()) for learner in _LEARNERS]
-        move(self._weights[1], _APART)
+        move(list(self._bank.weights.shaped(1).values()), _APART)
         self._bank.refresh_shadow(1)
-        self._names = self._bank.layout.names[: self._bank.num_trained]
         self._tasks = RoundTasks(
             self._bank, update=TorchUpdate(SGD(), Independent()), feed=compared.feed, loss=compared.loss, seed=0,
             collective=Collective(),
         )  # fmt: skip
+        self._passes = _Passes(self._tasks, self._loss_without_draws)
         self._batches, self._shared, self._kernels = _two_batches(compared.feed), compared.shared, kernels
         self._expected: dict[int, dict[str, Tensor]] = {}
         self._moved: dict[int, dict[str, Tensor]] = {}
@@ -287,78 +339,53 @@ class _Pair:
         """Return what a graph cannot have and two passes of the first learner's module show; None: there is nothing."""
         module = self._bank.module(0)
         with kept_buffers(module):
-            self._seed()
+            self._passes.seed()
             with CallWatch() as watch:
-                loss = self._own_loss(0, self._batches[0])
+                loss = self._passes.loss(0, self._batches[0])
             if watch.hooks:
                 return f"it hooks its gradients at {watch.hooks[0]}, and a graph calls no hooks"
             if customs := custom_backwards(loss):
                 return f"it has a backward pass of its own, {customs[0]}, and a graph has none"
-            self._expected[0] = gradients_of(loss, module, self._names)
+            self._expected[0] = gradients_of(loss, module, self._passes.names)
             before = python_state(module)
-        again = self._alone(0)
+        again = self._passes.alone(0, self._batches[0])
         if (changed := changed_state(before, python_state(module))) is not None:
             return f"its forward changes {changed}, and a graph would repeat one value"
         # The same operators on the same values: any difference is one that the first pass made.
         found = furthest(again, self._expected[0], lambda: self._expected[0], torch.float32)
         return None if found is None else f"a second pass on the same batch differs ({found}), and a graph's would not"
 
-    def _alone(self, learner: int) -> dict[str, Tensor]:
-        """Return what a learner's module gives on its batch."""
-        self._seed()
-        module = self._bank.module(learner)
-        with kept_buffers(module):
-            return gradients_of(self._own_loss(learner, self._batches[learner]), module, self._names)
 
-    def _own_loss(self, learner: int, batch: Batch) -> Tensor:
-        """Return the loss of a learner's module; in place of one that draws numbers, which have an order, another."""
-        with OwnDraws(self._bank.generators[learner]):
-            output = self._bank.module(learner)(batch.inputs).to(self._precision.master)
+
+    def _loss_without_draws(self, learner: int, output: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss; if it draws random numbers, whose order a fused pass changes, use another from then on."""
         before = torch.random.get_rng_state()
-        loss = self._tasks.loss(output, batch.targets)
+        loss = self._tasks.loss_of(learner, output, targets)
         if torch.equal(before, torch.random.get_rng_state()):
             return loss
         self._tasks.loss = lambda output, _: projection(output)
         return projection(output)
 
     def together(self) -> list[dict[str, Tensor]]:
-        """Return what fused passes give for both; learners that share batches have a pass on the batch of each."""
-        fused = FusedPass(self._tasks, self._kernels)
+        """Return what fused passes give for both learners; if they share batches, a pass on the batch of each."""
+        passes, fused = self._passes, FusedPass(self._tasks, self._kernels)
         if not self._shared:
             both = Batch(*(torch.stack(each) for each in zip(*self._batches, strict=True)))
-            return self._learned(fused, both, shared=False)
-        return [self._learned(fused, self._batches[learner], shared=True)[learner] for learner in _LEARNERS]
-
-    def _learned(self, fused: FusedPass, batch: Batch, shared: bool) -> list[dict[str, Tensor]]:
-        self._seed()
-        with kept_buffers(*(self._bank.module(learner) for learner in fused.learners)):
-            learned = fused.learn(batch, shared)
-            found = []
-            for row, learner in enumerate(fused.learners):
-                own = [None if each is None else each[row] for each in learned.gradients]
-                own = [each if each is None else each.clone() for each in own] if self._kernels else own
-                gradients = dict(zip(self._names, own, strict=True))
-                found.append(values_of(learned.losses[row], gradients, self._bank.module(learner)))
-        return found
-
-    def _seed(self) -> None:
-        for learner in _LEARNERS:
-            self._bank.generators[learner].manual_seed(learner)
-        torch.manual_seed(0)
-        random.seed(0)  # of a model that draws there the export tells
-        np.random.seed(0)
+            return passes.together(fused, both, shared=False, copies=self._kernels)
+        return [
+            passes.together(fused, self._batches[learner], shared=True, copies=self._kernels)[learner]
+            for learner in _LEARNERS
+        ]
 
     def difference(self, learner: int, found: dict[str, Tensor], alike: bool = False) -> Difference | None:
-        """Where values differ from the learner's own by more than rounding explains; see `furthest`."""
+        """Return where values differ from the learner's own by more than rounding explains; see `furthest`."""
+        batch = self._batches[learner]
         if learner not in self._expected:
-            self._expected[learner] = self._alone(learner)
+            self._expected[learner] = self._passes.alone(learner, batch)
 
         def control() -> dict[str, Tensor]:
             if learner not in self._moved:
-                with moved_weights(self._weights[learner], self._precision.compute):
-                    self._bank.refresh_shadow(learner)
-                    self._moved[learner] = self._alone(learner)
-                self._bank.refresh_shadow(learner)
+                self._moved[learner] = self._passes.alone_with_moved_weights(learner, batch)
             return self._moved[learner]
 
         return furthest(found, self._expected[learner], control, self._precision.compute, alike)
@@ -366,7 +393,8 @@ class _Pair:
     def one_by_one(self) -> dict[str, Tensor]:
         """Return what the first learner gives by the graph's operators as they were exported."""
         single = FusedPass(self._tasks, learners=range(1), fuses=False)
-        (found,) = self._learned(single, Batch(*(each[None] for each in self._batches[0])), shared=False)
+        batch = Batch(*(each[None] for each in self._batches[0]))
+        (found,) = self._passes.together(single, batch, shared=False, copies=self._kernels)
         return found
 
 

@@ -13,8 +13,14 @@ from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.kernels.checks import serves
-from crossbow_py.engine.modules.label_smoothing import IGNORED, smoothed_cross_entropy
-from crossbow_py.engine.rounds import Round, RoundTasks, correct_of_batch, is_classification, scaled_to_batch
+from crossbow_py.engine.modules.losses import (
+    IGNORED,
+    correct_of_batch,
+    is_classification,
+    scaled_to_batch,
+    smoothed_cross_entropy,
+)
+from crossbow_py.engine.rounds import Round, RoundTasks
 
 _MOST_CLASSES = 16384  # of the loss kernel
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from crossbow_py.averaging.rule import AveragingRule
 from crossbow_py.engine.bank.layout import Order, buffer_layout, parameter_layout
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import Precision
-from crossbow_py.engine.rounds import Loss
 from crossbow_py.engine.sizing.memory import ModelSizes
 from crossbow_py.engine.update.optimizers import Optimizer
 

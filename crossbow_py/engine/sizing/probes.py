@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.engine.bank.layout import TrainedRow
 from crossbow_py.engine.modules.dropout import replace_dropout
+from crossbow_py.engine.modules.losses import correct_predictions
 from crossbow_py.engine.modules.precision import full_precision_parameters
-from crossbow_py.engine.rounds import correct_predictions
 from crossbow_py.engine.sizing.job import Job, Sample, model_sizes
 from crossbow_py.engine.sizing.memory import LARGEST_BATCH, LearnerModel, ModelSizes, Trace, activations
 from crossbow_py.engine.update.row_update import Step, TorchUpdate

@@ -13,7 +13,7 @@ from torch import nn
 from crossbow_py.core.host_randomness import kept_generators
 from crossbow_py.data.datasets import MapStyleDataset
 from crossbow_py.data.streaming.streamed_data import Key, StreamedData
-from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.device.host import intra_op_threads
 from crossbow_py.engine.modules.precision import cast_module
 from crossbow_py.engine.sizing.job import Job, Sample
 

@@ -11,7 +11,7 @@ from crossbow_py.averaging.rule import OuterStep
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.device.host import intra_op_threads
 
 # Values of all learners: more threads save them no time, and cost some where another program has one of the cores.
 _OF_ONE_THREAD = 2**20

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from crossbow_py.averaging.rule import AveragingRule, LinearRound
-from crossbow_py.engine.bank.central import norm
-from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.layout import TrainedRow, norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.update.native.library import Averaging, Learner, Vector
 from crossbow_py.engine.update.optimizers import Optimizer
@@ -195,7 +194,7 @@ class StackedRows:
     def __init__(self, bank: ReplicaBank) -> None:
         assert bank.order == "blocks", "one pass over all learners needs their values side by side"
         self.num_learners, self._bank = bank.num_learners, bank
-        self.share_gradient = bank.replicas_alike and not bank.is_single
+        self.share_gradient = bank.replicas_identical and not bank.is_single
         self.gradients = [bank.gradients.flat(0)[index] for index in range(bank.num_trained)]
         self.num_values = bank.num_learners * _num_values(self.gradients)
         self._array: Array[Vector] | None = None

@@ -18,7 +18,8 @@ from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, Executor
 from crossbow_py.engine.modules.dropout import set_dropout_rate
-from crossbow_py.engine.rounds import Draws, Loss, Round, RoundOutcome, RoundTasks, taken
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, taken
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.search.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row

@@ -13,12 +13,10 @@ from torch import nn
 from crossbow_py.core.errors import CrossbowError, DataError, DeviceLostError, one_line, text_of
 from crossbow_py.data.feed import Feed
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
-from crossbow_py.engine.rounds import Loss
-from crossbow_py.search.packs.compatible_trials import TrialsAlike
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.search.packs.policies import Waiting
 from crossbow_py.search.packs.trial import TrialSettings, own_dropout_rate, signature
-from crossbow_py.search.packs.width import Width
-from crossbow_py.search.packs.width_measurement import BUDGET_S, measured_width
+from crossbow_py.search.packs.width import BUDGET_S, TrialsAlike, Width, measured_width
 from crossbow_py.search.space import Space
 from crossbow_py.train.checks.probe import probe, probe_evaluation
 from crossbow_py.train.checks.seeded_model import faithful_copy

@@ -1,9 +1,31 @@
-"""How many trials of a signature train side by side, and by which executor: what is the fastest, by throughputs."""
+"""How many trials of a signature train side by side, and by which executor: measured once, and remembered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from crossbow_py.averaging import Independent
+from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.version import __version__
+from crossbow_py.data.feed import Feed
+from crossbow_py.distributed.collective import Collective
+from crossbow_py.engine.executors import EXECUTORS, Executor, SerialExecutor, candidates
+from crossbow_py.engine.fusion.fused_agreement import Comparison
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.rounds import Round, RoundTasks
+from crossbow_py.engine.update.update_choice import choose_update
+from crossbow_py.search.packs.trial import TrialSettings
+from crossbow_py.train.run_settings import Choices, RunSettings
+from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, calibrate, fingerprint
+from crossbow_py.train.tuning.executor_choice import new_bank, still_runs, why_not_fused
+from crossbow_py.train.tuning.learner_bound import learner_bound
 
 NEARLY = 1.25  # of a pack's size
 ASKED_FOR = "was asked for"
@@ -11,6 +33,42 @@ _WORTH = 1.05  # times the throughput of one at a time: what a pack has to reach
 _CLOSE = 0.95  # of the best throughput: where packs begin to gain no more
 _SLOW_START = 0.6  # of one trial's throughput is what an executor for packs has with one, where that is not measured
 Rates = Mapping[tuple[str, int], float]  # images/s of all trials together, by (executor, trials)
+# In the order they are measured: there may be time for the first alone, and an executor that is far behind the others
+# with it is not measured with more. Twice the largest, and so on, come before the small ones, while they still gain.
+_LARGE_SIZES, _SMALL_SIZES = (16, 8, 32), (4, 2)
+LARGEST_ALWAYS = max(_LARGE_SIZES)  # larger ones are measured while they gain
+_RATE = re.compile(r"(?<=Dropout\()p=[^,)]*|(?<=Dropout[123]d\()p=[^,)]*")  # trials have their own
+BUDGET_S = 20.0
+_LITTLE = "which is not measured, as there is little to train"
+
+
+@dataclass(frozen=True)
+class TrialsAlike:
+    """Trials of one signature.
+
+    Attributes:
+        settings, choices, loss: of the search.
+        like: one of the trials.
+        template: its model, on the device.
+        feed: training batches of its size.
+    """
+
+    settings: RunSettings
+    choices: Choices
+    like: TrialSettings
+    template: nn.Module
+    feed: Feed
+    loss: Loss
+
+    @property
+    def compared(self) -> Comparison:
+        """The comparison that comes before their models are fused; in packs they take the same batches."""
+        return Comparison(
+            self.template, self.feed, self.loss, self.choices.precision, self.settings.channels_last, shared=True
+        )
+
+    def __str__(self) -> str:
+        return f"{self.like.name} with batches of {self.like.batch_size}"
 
 
 @dataclass(frozen=True)
@@ -72,3 +130,273 @@ def choose_width(rates: Rates, what: str, bound: int, why_alone: str = ASKED_FOR
 def has_packs(rates: Rates) -> bool:
     """Whether trials side by side are among them."""
     return any(count > 1 for _, count in rates)
+
+
+def asked(names: Sequence[str], bound: int) -> list[tuple[str, int]]:
+    """What is to be measured, what tells most first: one trial at a time, and packs where they run side by side.
+
+    Trials that run apart on a CPU gain nothing from there being more of them than cores.
+    """
+    packed = [name for name in names if name != SerialExecutor.NAME or len(names) == 1]
+    sizes = {name: _apart_sizes(bound) if _is_apart(name) else _sizes(bound) for name in packed}
+    packs = [
+        (name, own[place]) for place in range(max(map(len, sizes.values()))) for name, own in sizes.items()
+        if place < len(own)
+    ]  # fmt: skip
+    first = [(names[0], 1), *packs[: len(packed)]]
+    order = [*first, *((name, 1) for name in names[1:]), *packs[len(packed) :]]
+    return list(dict.fromkeys(order))
+
+
+def _is_apart(name: str) -> bool:
+    """Whether an executor runs trials by themselves, each on a core."""
+    return not EXECUTORS[name].FUSES and EXECUTORS[name].DEVICE != "cuda"
+
+
+def _apart_sizes(bound: int) -> list[int]:
+    return sorted({min(size, bound) for size in (torch.get_num_threads(), 4, 8)})
+
+
+def _sizes(bound: int) -> list[int]:
+    """Packs of up to `bound` trials: some sizes, and doubled ones up to nearly all that there can be."""
+    doubled, size = [], LARGEST_ALWAYS
+    while NEARLY * size < bound:
+        size *= 2
+        doubled.append(size)
+    return list(dict.fromkeys(min(size, bound) for size in (*_LARGE_SIZES, *doubled, *_SMALL_SIZES)))
+
+
+def steady(bound: int) -> int:
+    """`bound` rounded down to 1, 2, 3, 4, 6, 8, 12 and so on: free memory is never quite the same."""
+    power = 1 << (bound.bit_length() - 1)
+    return power + power // 2 if 2 * bound >= 3 * power else power
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is remembered of measuring.
+
+    Attributes:
+        rates: throughputs.
+        why_no_packs: why no packs are among them, where some were to be.
+        bound: trials side by side that memory was thought to hold then.
+        most: that a pack may have.
+    """
+
+    rates: Rates
+    why_no_packs: str
+    bound: int
+    most: int
+
+    def within(self, bound: int) -> Found | None:
+        """What of it counts where memory holds no more trials than that; None where that is nothing."""
+        rates = {key: rate for key, rate in self.rates.items() if key[1] <= bound}
+        return replace(self, rates=rates, most=min(self.most, bound)) if rates else None
+
+
+class WidthMemory:
+    """What was measured for such trials before, in long searches and in those with little to train.
+
+    Args:
+        trials: the trials.
+        names: of the executors that may run them.
+        limit: trials side by side, at most.
+        is_alone: whether no other search takes part of the machine.
+    """
+
+    def __init__(self, trials: TrialsAlike, names: Sequence[str], limit: int, is_alone: bool) -> None:
+        key = _fingerprint(trials, names, limit, is_alone)
+        self._known, self._key, self._short_key = Remembered("packs.json"), key, f"{key} short"
+
+    def recall(self, effort: Effort, bound: int, *, beside_packs: bool) -> Found | None:
+        """What is known of as many trials as memory holds, `bound`; of what a short search measured only in another.
+
+        Where packs hold memory it is what memory held without them.
+        """
+        found = self._read(self._key)
+        if found is None or found.bound < bound:
+            found = self._read(self._short_key)
+            if not found or effort.seconds(max(found.rates.values())) >= effort.budget_s or found.bound < bound:
+                return None
+        return found if beside_packs else found.within(bound)
+
+    def keep(self, found: Found, *, is_short: bool) -> None:
+        """Keep it for the next time."""
+        rates = [[name, count, rate] for (name, count), rate in found.rates.items()]
+        plain = json.dumps(
+            {"rates": rates, "why_no_packs": found.why_no_packs, "bound": found.bound, "most": found.most}
+        )
+        self._known.remember(self._short_key if is_short else self._key, plain)
+
+    def _read(self, key: str) -> Found | None:
+        try:
+            plain = json.loads(self._known.recall(key) or "{}")
+            rates = {(str(name), int(count)): float(rate) for name, count, rate in plain["rates"]}
+            why, bound, most = str(plain["why_no_packs"]), int(plain["bound"]), int(plain["most"])
+        except (ValueError, TypeError, KeyError):
+            return None
+        return Found(rates, why, bound, most) if rates and all(name in EXECUTORS for name, _ in rates) else None
+
+
+def _fingerprint(trials: TrialsAlike, names: Sequence[str], limit: int, is_alone: bool) -> str:
+    trial, template, choices, inputs = trials.like, trials.template, trials.choices, trials.feed.first_samples(1).inputs
+    return fingerprint(
+        crossbow_py=__version__,
+        model=(trial.model_key, _RATE.sub("p=", f"{template}")),
+        parameters=[tuple(parameter.shape) for parameter in template.parameters()],
+        inputs=(tuple(inputs.shape[1:]), str(inputs.dtype), trial.batch_size),
+        device=str(choices.device),
+        precision=choices.precision.name,
+        optimizer=trial.optimizer.shared(),
+        packs=(list(names), limit),
+        **({} if is_alone else {"beside": "other workers"}),
+    )
+
+
+def measured_width(
+    trials: TrialsAlike,
+    limit: int,
+    announce: Callable[[str], None],
+    beside_packs: bool,
+    make_room: Callable[[], bool],
+    effort: Effort,
+) -> tuple[Width, list[str]]:
+    """The width for such trials, with at most `limit` side by side, and no more than memory holds.
+
+    Measured for a model, batch size and machine, which takes some seconds, and remembered; guessed when `effort` leaves
+    no time for that. Where memory is short for measuring, `make_room` gives back what it can, and says whether there
+    was any; `beside_packs` says whether packs hold some, which what is remembered need not fit beside. Also returns
+    sentences for the user.
+    """
+    choices, what = trials.choices, f"{trials}"
+
+    def memory_bound() -> tuple[int, list[str]]:
+        bound, notes = _memory_bound(trials, limit)
+        return (bound if bound >= limit else steady(bound)), notes
+
+    def recalled() -> Width | None:
+        found = memory.recall(effort, bound, beside_packs=beside_packs)
+        if found is None:
+            return None
+        width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
+        executor = width.executor(width.size)
+        return width if still_runs(executor, trials.compared) else None
+
+    bound, notes = memory_bound()
+    why_alone = ASKED_FOR if limit == 1 else "memory holds no more"
+    names = candidates(choices.device) if choices.executor == "auto" else [choices.executor]
+    memory = WidthMemory(trials, names, limit, effort.is_alone)
+    width = recalled()
+    if width is None and bound < limit and make_room():
+        beside_packs = False
+        bound, notes = memory_bound()
+        width = recalled()
+    if width is not None:
+        return width, [] if beside_packs else notes
+    every = asked(names, bound)
+    fuses = any(EXECUTORS[name].FUSES for name, _ in every)
+    is_exportable = fuses and why_not_fused(trials.compared) is None
+    if len(every) == 1 or effort.budget_s <= 0:
+        why = f"as {why_alone}" if len(every) == 1 else _LITTLE
+        return _unmeasured(every, what, is_exportable, why), notes
+    announce(f"Measuring how many trials of {what} pay side by side; it takes some seconds.")
+    attempts = [_candidate(*each, trials) for each in every]
+    result, is_whole = _calibrated(attempts, trials.feed.batch_size, choices.device, effort, make_room)
+    able = [each for each in every if each[0] not in {name for name, _ in result.refused}]
+    if result.is_short and not has_packs(result.images_per_s) and any(each in able for each in _late_packs(result)):
+        return _unmeasured(able, what, is_exportable, _LITTLE), notes
+    found = Found(dict(result.images_per_s), _why_no_packs(result), bound, _most(result, bound))
+    width = choose_width(found.rates, what, found.most, found.why_no_packs or why_alone)
+    if is_whole and _is_lasting(result, width, effort):
+        memory.keep(found, is_short=result.is_short)
+    return width, [*notes, *_notes(result, what)]
+
+
+def _candidate(name: str, count: int, trials: TrialsAlike) -> Candidate:
+    def build() -> tuple[Executor, Callable[[int], Round]]:
+        choices, optimizer, feed = trials.choices, trials.like.optimizer, trials.feed
+        bank = new_bank(trials.template, count, name, trials.settings, choices, optimizer)
+        update, _ = choose_update(optimizer, Independent(), choices.device, choices.precision.master)
+        tasks = RoundTasks(
+            bank, update=update, feed=feed.for_measuring(), loss=trials.loss, seed=0, collective=Collective()
+        )
+        return EXECUTORS[name](tasks), lambda index: _still_round(index, count, feed.batch_size)
+
+    return Candidate(name, count, build, needs_gain=count > LARGEST_ALWAYS)
+
+
+def _calibrated(
+    candidates: Sequence[Candidate],
+    batch_size: int,
+    device: torch.device,
+    effort: Effort,
+    make_room: Callable[[], bool],
+) -> tuple[Calibration, bool]:
+    """Once more, for what memory refused, where room can be made; and whether there was time for all of that."""
+    begun = time.perf_counter()
+    first = calibrate(candidates, batch_size, device, effort)
+    if not (_is_short_of_memory(first) and make_room()):
+        return first, True
+    left = effort.after(time.perf_counter() - begun)
+    second = calibrate(candidates, batch_size, device, left, first.images_per_s)
+    return replace(second, others=max(first.others, second.others)), not second.late
+
+
+def _late_packs(result: Calibration) -> list[tuple[str, int]]:
+    return [each for each in result.late if each[1] > 1]
+
+
+def _why_no_packs(result: Calibration) -> str:
+    """Why no packs were measured, where they were to be; empty where they were, or were not to be."""
+    left_out = [f"executor {name}: {reason}" for name, reason in result.left_out(fewest=2).items()]
+    if has_packs(result.images_per_s) or not left_out:
+        return ""
+    return f"no packs of them could be measured ({'; '.join(left_out)})"
+
+
+def _is_short_of_memory(result: Calibration) -> bool:
+    return any(refusal.is_passing for refusal in result.refused.values())
+
+
+def _is_lasting(result: Calibration, width: Width, effort: Effort) -> bool:
+    """Whether the next measurement would say the same: memory may hold more then, and there may be time for packs.
+
+    Memory that holds packs, but none so large as it was thought to, is no larger the next time, unless others had some.
+    """
+    measured = {name for name, count in result.images_per_s if count > 1}
+    may_fit = any(each.is_passing and name not in measured for (name, _), each in result.refused.items())
+    may_fit = may_fit or (_is_short_of_memory(result) and not effort.is_alone)
+    may_pay = width.size == 1 and bool(_late_packs(result))
+    return not (result.is_busy or may_fit or may_pay)
+
+
+def _most(result: Calibration, bound: int) -> int:
+    """Trials a pack may have: `bound`, or what was measured where memory refused more."""
+    return max(count for _, count in result.images_per_s) if _is_short_of_memory(result) else bound
+
+
+def _notes(result: Calibration, what: str) -> list[str]:
+    """For the user; where there are no packs at all, the width's own sentence says why."""
+    left_out = result.left_out(fewest=2).items() if has_packs(result.images_per_s) else ()
+    return [*(f"Executor {name} runs no packs of {what}: {reason}." for name, reason in left_out), *result.busy_notes]
+
+
+def _unmeasured(asked: Sequence[tuple[str, int]], what: str, is_exportable: bool, why: str) -> Width:
+    """What is likely to pay: a middling pack, fused where that can be."""
+    packs = [each for each in asked if each[1] > 1 and (is_exportable or not EXECUTORS[each[0]].FUSES)]
+    name, size = next((each for each in packs if EXECUTORS[each[0]].FUSES), [*packs, asked[0]][0])
+    how = f"in packs of {size}" if size > 1 else "one at a time"
+    return Width(size, {(name, size): 0.0}, f"Trials of {what} run {how} by executor {name}, {why}.")
+
+
+def _still_round(index: int, count: int, batch_size: int) -> Round:
+    """All take one batch, at a learning rate of 0."""
+    return Round(index, (index * batch_size,) * count, (0.0,) * count, None)
+
+
+def _memory_bound(trials: TrialsAlike, limit: int) -> tuple[int, list[str]]:
+    choices, like = trials.choices, trials.like
+    executor = "fused" if choices.executor == "auto" else choices.executor
+    settings = replace(trials.settings, num_learners="auto", max_learners=limit, batch_size=like.batch_size)
+    few, choices = trials.feed.first_samples(min(2, like.batch_size)), replace(choices, executor=executor)
+    return learner_bound(trials.template, few, settings, choices, trials.loss, like.optimizer, Independent())

@@ -6,22 +6,54 @@ Everything but the table also goes to console.log, which workers that share a fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from crossbow_py.search.events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
-from crossbow_py.search.report.lines import final_lines, header_lines, progress_line, value_line
-from crossbow_py.search.report.standing import last_epochs, leader, running_epochs, trained_epochs
-from crossbow_py.search.report.table import live_table
-from crossbow_py.search.rules import planned_epochs
+from crossbow_py.core.signals import StopSignal
+from crossbow_py.search.events import (
+    SEARCH_FILE,
+    BestTrial,
+    RunningTrial,
+    SearchInfo,
+    SearchListener,
+    SearchProgress,
+    SearchSummary,
+    TrialRecord,
+)
+from crossbow_py.search.hyperband import TrialState, bracket_of, planned_epochs
+from crossbow_py.search.report.standing import (
+    as_text,
+    last_epochs,
+    leader,
+    ranked,
+    running_epochs,
+    short_names,
+    trained_epochs,
+)
+from crossbow_py.telemetry.console import clock_time
+from crossbow_py.telemetry.records import TENSORBOARD_FOLDER
 from crossbow_py.telemetry.screen import Screen
 
 PLAIN_INTERVAL_S = 30.0  # of silence, before a line says where the search stands
 _WIDTH_FOR_A_BAR = 120  # columns: the bar takes 21, the line beside it 95 or so
+_INDENT = " " * 17
+_LINES_AROUND = 5  # two of the table's head, the counts, the progress line, and the cursor's
+_FEWEST_ROWS = 2
+_MOST_BEST = 10
+_RUNNING_SHARE = 2 / 3  # of the rows, when there are more trials than rows
+_BAR = 8
+_PADDING = 2
+_STATE_WIDTH = _BAR + 5
+_TRIAL_WIDTH, _BRACKET_WIDTH, _EPOCHS_WIDTH, _VALUE_WIDTH = 6, 7, 9, 8
+_MARK = "*"
 
 
 class SearchConsole(SearchListener):
@@ -120,3 +152,244 @@ class SearchConsole(SearchListener):
             return None
         left = max(0.0, planned_epochs(info.brackets) - trained)
         return (self._clock() - seconds) * left / (trained - before)
+
+
+def header_lines(info: SearchInfo) -> list[str]:
+    """The search's facts."""
+    brackets = f"{info.num_brackets} bracket{'s' if info.num_brackets > 1 else ''}"
+    rungs = sorted({epochs for bracket in info.brackets for epochs in bracket.epochs})
+    lines = [
+        f"{info.experiment}: {info.num_trials} trials on {info.data}, {info.sampler} sampling, {info.method} in "
+        f"{brackets}, measured at {_listed(rungs)} epochs",
+        f"{'greatest' if info.maximize else 'least'} {_metric(info)} wins · packing {info.policy} · {info.device} · "
+        f"{info.precision} · seed {info.seed} · worker {info.worker}",
+        f"storage {info.storage}",
+    ]
+    if info.output_dir:
+        lines.append(f"writing to {info.output_dir}")
+    if info.num_finished_segments:
+        planned = sum(sum(bracket.sizes) for bracket in info.brackets)
+        lines.append(f"going on: {info.num_finished_segments} of {planned} rungs are done")
+    return lines
+
+
+def value_line(info: SearchInfo, trial: TrialRecord, epochs: float, *, is_best: bool) -> str:
+    """A trial at a rung; `is_best` when no trial got further, and none that got as far has a better value."""
+    best = " (best so far at this rung)" if is_best else ""
+    parts = [f"trial {trial.trial} at {_epochs(epochs)}: {_metric(info)} {trial.values[epochs]:.4f}{best}"]
+    return " · ".join([*parts, *_parameters(trial.params or {})])
+
+
+def progress_line(progress: SearchProgress, remaining_s: float | None) -> str:
+    """Where the search stands, on one line."""
+    parts = [f"{progress.num_finished} of {progress.num_segments} rungs"]
+    if progress.best_trial is not None and progress.best_value is not None:
+        parts.append(f"best {progress.best_value:.4f} by trial {progress.best_trial}")
+    if remaining_s is not None:
+        parts.append(f"about {clock_time(remaining_s)} left")
+    return " · ".join([*parts, f"{clock_time(progress.elapsed_s)} so far", f"{progress.images_per_s:,.0f} images/s"])
+
+
+def final_lines(summary: SearchSummary) -> list[str]:
+    """How the search ended, the best trial, where the time went and where the files are."""
+    info = summary.info
+    counts = Counter(str(trial.state) for trial in summary.trials)
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    lines = ["", f"{info.experiment} {summary.status}: {len(summary.trials)} trials ({states})"]
+    lines += _leader_lines(summary) if summary.best is None else _best_lines(info, summary.best)
+    lines += [*_time_lines(summary), f"  throughput     {summary.images_per_s:,.0f} images/s while training"]
+    if info.output_dir:
+        lines.append(f"  folder         {info.output_dir}")
+        lines.append(f"  curves         tensorboard --logdir {Path(info.output_dir) / TENSORBOARD_FOLDER}")
+    if summary.status in StopSignal.REASONS:
+        lines.append("  to go on       the same command: what is finished is kept")
+    return lines
+
+
+def _leader_lines(summary: SearchSummary) -> list[str]:
+    """Of a search that did not come to choose its best."""
+    info = summary.info
+    best = leader(info.brackets, summary.trials, maximize=info.maximize)
+    if best is None:
+        return [f"  best           none: {_why_none(summary)}"]
+    at = last_epochs(best)
+    return [f"  best so far    trial {best.trial}: {_metric(info)} {best.values[at]:.4f} after {_epochs(at)}"]
+
+
+def _why_none(summary: SearchSummary) -> str:
+    failed = sum(trial.state is TrialState.FAILED for trial in summary.trials)
+    if not failed:
+        return "nothing was measured yet"
+    others = "" if failed == len(summary.trials) else ", and no other was measured yet"
+    return f"{failed} of {len(summary.trials)} trials failed{others}; {SEARCH_FILE} says why"
+
+
+def _best_lines(info: SearchInfo, best: BestTrial) -> list[str]:
+    lines = [f"  best           trial {best.trial}: {_metric(info)} {best.value:.4f} after {_epochs(best.epochs)}"]
+    if best.test_accuracy is not None:
+        lines.append(f"  test accuracy  {best.test_accuracy:.4f}")
+    elif best.test_loss is not None:
+        lines.append(f"  test loss      {best.test_loss:.4f}")
+    params = [f"{key}={as_text(value)}" for key, value in best.params.items()]
+    lines += [f"{_INDENT if n else '  parameters     '}{text}" for n, text in enumerate(params)]
+    lines.append(f"  model          {best.model_path or 'its files are not in this folder'}")
+    lines.append(f"  to train it    {best.command}")
+    if best.epochs < info.max_epochs:
+        lines.append(f"{_INDENT}as far as it came here; without max_rounds to its end, {_epochs(info.max_epochs)}")
+    return lines
+
+
+def _time_lines(summary: SearchSummary) -> list[str]:
+    wall_s = summary.wall_time_s
+    parts = {
+        "loading": summary.loading_time_s,
+        "training": summary.train_time_s,
+        "measuring": summary.evaluation_time_s,
+        "finding out how to pack": summary.tuning_time_s,
+        "waiting for other workers": summary.waiting_time_s,
+    }
+    share = summary.overhead_time_s / wall_s if wall_s else 0.0
+    said = [f"{seconds:.1f} s {what}" for what, seconds in parts.items() if seconds or what == "training"]
+    said.append(f"{summary.overhead_time_s:.1f} s overhead ({share:.1%})")
+    return [f"  time           {wall_s:.1f} s: {', '.join(said)}"]
+
+
+def _epochs(number: float) -> str:
+    return f"{number:.4g} epoch{'' if number == 1 else 's'}"
+
+
+def _metric(info: SearchInfo) -> str:
+    return info.metric.replace("_", " ")
+
+
+def _parameters(params: Mapping[str, Any]) -> list[str]:
+    return [f"{name} {as_text(params[key])}" for key, name in short_names(list(params)).items()]
+
+
+def _listed(numbers: list[float]) -> str:
+    texts = [f"{number:.4g}" for number in numbers]
+    return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial in the table; `running` where it trains here."""
+
+    trial: int
+    record: TrialRecord | None
+    running: RunningTrial | None = None
+
+
+def live_table(
+    info: SearchInfo,
+    trials: Sequence[TrialRecord],
+    progress: SearchProgress,
+    line: RenderableType,
+    size: tuple[int, int],
+) -> Group:
+    """The table, how many trials are in which state, and `line` under it, in at most `size`: columns and lines.
+
+    What runs comes first, then the best of the others; a `*` marks the best of all.
+    """
+    rows, hidden = choose_rows(trials, progress.running, size[1] - _LINES_AROUND, maximize=info.maximize)
+    names = short_names([parameter.key for parameter in info.space.parameters])
+    shown = _fitting(names, rows, size[0] - _fixed_width(info))
+    table = _new_table(info, {names[key]: width for key, width in shown.items()})
+    for row in rows:
+        is_best = row.trial == progress.best_trial
+        table.add_row(*_cells(info, row, list(shown), is_best=is_best), style="bold" if is_best else None)
+    left_out = [name for key, name in names.items() if key not in shown]
+    below = counts_line(trials, progress.running, info.num_trials, hidden)
+    below += f" · not shown: {', '.join(left_out)}" if left_out else ""
+    return Group(table, Text(below, style="dim", no_wrap=True, overflow="ellipsis"), line)
+
+
+def _new_table(info: SearchInfo, parameters: Mapping[str, int]) -> Table:
+    table = Table(box=None, padding=(0, _PADDING, 0, 0), pad_edge=False)
+    value = info.metric.rsplit("_", maxsplit=1)[-1]
+    columns: list[tuple[str, int, JustifyMethod]] = [("trial", _TRIAL_WIDTH, "right")]
+    columns += [("bracket", _BRACKET_WIDTH, "right")] if info.num_brackets > 1 else []
+    columns += [("epochs", _EPOCHS_WIDTH, "right"), ("state", _STATE_WIDTH, "left"), (value, _VALUE_WIDTH, "right")]
+    columns += [(_two_lines(name), width, "right") for name, width in parameters.items()]
+    for head, width, justify in columns:
+        table.add_column(head, justify=justify, vertical="bottom", width=width, no_wrap=True, header_style="dim")
+    return table
+
+
+def _two_lines(name: str) -> str:
+    return name.replace("_", "\n", 1)
+
+
+def choose_rows(
+    trials: Sequence[TrialRecord], running: Sequence[RunningTrial], room: int, *, maximize: bool
+) -> tuple[list[Row], int]:
+    """The rows that fit, those that run before the best of the others; and how many that run are left out."""
+    room = max(room, _FEWEST_ROWS)
+    records = {record.trial: record for record in trials}
+    here = {each.trial: each for each in sorted(running, key=lambda each: each.trial)}
+    best = [record for record in ranked(trials, maximize=maximize) if record.trial not in here]
+    num_best = min(len(best), _MOST_BEST, max(room - len(here), round(room * (1 - _RUNNING_SHARE))))
+    first = [Row(trial, records.get(trial), each) for trial, each in here.items()][: room - num_best]
+    return first + [Row(record.trial, record) for record in best[:num_best]], len(here) - len(first)
+
+
+def counts_line(
+    trials: Sequence[TrialRecord], running: Sequence[RunningTrial], num_trials: int, hidden: int = 0
+) -> str:
+    """How many trials are in which state; those that run elsewhere are waiting or promoted."""
+    here = {each.trial for each in running}
+    counts = Counter(record.state for record in trials if record.trial not in here)
+    counts[TrialState.WAITING] += num_trials - len(here | {record.trial for record in trials})
+    parts = [f"{len(here)} running" + (f" ({hidden} not shown)" if hidden else "")] if here else []
+    parts += [f"{counts[state]} {state}" for state in TrialState if counts[state]]
+    return f"{num_trials} trials: {', '.join(parts)}"
+
+
+def _fixed_width(info: SearchInfo) -> int:
+    widths = [_TRIAL_WIDTH, _EPOCHS_WIDTH, _STATE_WIDTH, _VALUE_WIDTH]
+    widths += [_BRACKET_WIDTH] if info.num_brackets > 1 else []
+    return sum(widths) + _PADDING * len(widths)
+
+
+def _fitting(names: Mapping[str, str], rows: Sequence[Row], room: int) -> dict[str, int]:
+    """The first parameters that find room, with the widths of their columns."""
+    found: dict[str, int] = {}
+    for key, name in names.items():
+        width = max(len(text) for text in (*_two_lines(name).split("\n"), *(_parameter(row, key) for row in rows)))
+        room -= width + _PADDING
+        if room < 0:
+            break
+        found[key] = width
+    return found
+
+
+def _cells(info: SearchInfo, row: Row, keys: Sequence[str], *, is_best: bool) -> list[RenderableType]:
+    bracket = bracket_of(info.brackets, row.trial)
+    value = "" if row.record is None or row.record.value is None else f"{row.record.value:.4f}"
+    return [
+        f"{_MARK} {row.trial}" if is_best else str(row.trial),
+        *([str(bracket.index)] if info.num_brackets > 1 else []),
+        _reached(row, bracket.epochs),
+        _state(row),
+        value,
+        *(_parameter(row, key) for key in keys),
+    ]
+
+
+def _reached(row: Row, rungs: Sequence[float]) -> str:
+    """Where it was measured last, and where it trains to."""
+    reached = 0.0 if row.record is None else last_epochs(row.record)
+    return f"{reached:.3g}" if row.running is None else f"{reached:.3g} > {rungs[row.running.rung]:.3g}"
+
+
+def _state(row: Row) -> RenderableType:
+    if row.running is None:
+        return "" if row.record is None else str(row.record.state)
+    done = round(_BAR * row.running.progress)
+    bar = Text("━" * done, style="green")
+    return bar.append("─" * (_BAR - done), style="dim").append(f" {row.running.progress:4.0%}", style="none")
+
+
+def _parameter(row: Row, key: str) -> str:
+    params = row.record.params if row.record is not None else None
+    return as_text(params[key]) if params and key in params else "–"

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from crossbow_py.search.events import RunningTrial, TrialRecord
-from crossbow_py.search.hyperband import Bracket, TrialStanding, TrialState, best_of, bracket_of
-from crossbow_py.search.rules import segment_lengths
+from crossbow_py.search.hyperband import Bracket, TrialStanding, TrialState, best_of, bracket_of, segment_lengths
 
 
 def ranked(trials: Iterable[TrialRecord], *, maximize: bool) -> list[TrialRecord]:

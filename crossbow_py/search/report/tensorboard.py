@@ -25,9 +25,9 @@ from crossbow_py.core.files import replacing
 from crossbow_py.core.settings import flat
 from crossbow_py.search.events import SearchInfo, SearchListener, SearchProgress, SearchSummary, TrialRecord
 from crossbow_py.search.hyperband import TrialState, bracket_of
-from crossbow_py.search.parameter import Parameter
+from crossbow_py.search.loop import epoch_samples
 from crossbow_py.search.report.standing import last_epochs, leader, num_results
-from crossbow_py.search.rules import epoch_samples
+from crossbow_py.search.space import Parameter
 from crossbow_py.telemetry.hyper_parameters import columns, ended, started
 
 BEST_TAG = "search/best_value_by_samples_of_all_trials"

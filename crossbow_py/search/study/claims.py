@@ -13,10 +13,13 @@ The search's identity is agreed on in the same way: the lowest-numbered record o
 
 from __future__ import annotations
 
+import os
+import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from optuna.exceptions import UpdateFinishedTrialError
@@ -26,12 +29,77 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from crossbow_py.core.errors import UserError, text_of
 from crossbow_py.core.settings import check
 from crossbow_py.search.hyperband import Outcome, Segment
-from crossbow_py.search.study.journal import BadStorageError
-from crossbow_py.search.study.leases import Lease
-from crossbow_py.search.study.storage import Patience
+from crossbow_py.search.study.storage import BadStorageError, Patience
 
+_LATE = 0.1  # of a lease: how much later it ends for others, for clocks that differ and calls that take time
 _RENEWED_AFTER = 1 / 3  # of a lease
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One worker's hold on all that it claimed.
+
+    It ends by the clock, in seconds since 1970, so the hosts' clocks are to agree to within a tenth of `lease_s`. On
+    the worker's own host it ends with its process: a search that was killed there goes on at once.
+
+    Attributes:
+        until: when it ends for its holder.
+        lease_s: how long it was given for.
+        host: where its process numbers mean something; empty where that cannot be told.
+        process: number of its process.
+        started: when that was started, in the kernel's ticks: numbers are used again.
+    """
+
+    until: float
+    lease_s: float
+    host: str
+    process: int
+    started: str
+
+    @classmethod
+    def taken(cls, now: float, lease_s: float) -> Lease:
+        """One for this process."""
+        return cls(now + lease_s, lease_s, _host(), os.getpid(), _started(os.getpid()))
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Lease:
+        """What `to_plain` gave. Raises UserError or TypeError for anything else."""
+        lease = cls(**plain)
+        check(lease)
+        return lease
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers and text by field."""
+        return asdict(self)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process runs on this host, in a container of its own or not."""
+        return self.host.partition(" ")[0] == _host().partition(" ")[0]
+
+    def is_over_for_others(self, now: float) -> bool:
+        """Whether what its holder had may be taken."""
+        return now >= self.until + _LATE * self.lease_s or self._has_ended()
+
+    def _has_ended(self) -> bool:
+        return bool(self.host) and self.host == _host() and _started(self.process) != self.started
+
+
+def _host() -> str:
+    """The running kernel, its space of process numbers (containers have their own), and the user: all of it is seen."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+    return ""
+
+
+def _started(process: int) -> str:
+    """When the process was started; empty when it has ended, also where nobody has waited for it yet."""
+    with suppress(OSError):
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in ("Z", "X") else fields[18]
+    return ""
 
 
 @dataclass(frozen=True)
@@ -316,3 +384,71 @@ def _unfinished(claims: Iterable[_Claim]) -> dict[Segment, list[_Claim]]:
 
 def _lease_key(holder: str) -> str:
     return f"lease of {holder}"
+
+
+class Heartbeat:
+    """Calls `beat` every so often, from `start` until nothing is needed any more, or `close`.
+
+    The thread is a daemon: the process may end without `close`.
+
+    Args:
+        beat: called with the lock held. What it raises is kept, and the next beat tries again.
+        is_needed: looked at before each beat, with the lock held; the thread ends when it is false.
+        lock: guards what these touch; one that its holder may take again.
+        every_s: seconds between beats, real ones.
+    """
+
+    def __init__(
+        self, beat: Callable[[], None], is_needed: Callable[[], bool], lock: AbstractContextManager[bool],
+        every_s: float,
+    ) -> None:  # fmt: skip
+        self._beat, self._is_needed, self._lock, self._every_s = beat, is_needed, lock, every_s
+        self._ended = threading.Event()  # of the thread there is; each has its own
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a thread."""
+        with self._lock:
+            return self._thread is not None
+
+    def start(self) -> None:
+        """Begin, where it has not begun."""
+        with self._lock:
+            if self._thread is None:
+                self._ended = threading.Event()
+                self._thread = threading.Thread(target=self._run, args=(self._ended,), name="heartbeat", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; a beat that is under way is waited for. It may be started again. The lock is not to be held.
+
+        Nothing is raised: what the last beat raised is kept on.
+        """
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._ended.set()
+        if thread is not None:
+            thread.join()
+
+    def raise_error(self) -> None:
+        """Raise what the last beat raised, once."""
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.wait(self._every_s):
+            with self._lock:
+                if ended.is_set():
+                    return
+                if not self._is_needed():
+                    self._thread = None
+                    return
+                try:
+                    self._beat()
+                    self._error = None
+                except Exception as error:  # for the thread that uses this; here nobody would see it
+                    self._error = error

@@ -17,14 +17,12 @@ from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.search.events import brought_up
 from crossbow_py.search.hyperband import Outcome, Segment, TrialState
+from crossbow_py.search.identity import brought_up
 from crossbow_py.search.space import Space
-from crossbow_py.search.study.claims import SegmentClaims, SegmentResult
-from crossbow_py.search.study.heartbeat import Heartbeat
-from crossbow_py.search.study.journal import BadStorageError
+from crossbow_py.search.study.claims import Heartbeat, SegmentClaims, SegmentResult
 from crossbow_py.search.study.sampling import SamplerName, Sampling
-from crossbow_py.search.study.storage import Patience, open_storage, shown_address, silence_optuna
+from crossbow_py.search.study.storage import BadStorageError, Patience, open_storage, shown_address, silence_optuna
 
 _STEPS_PER_EPOCH = 1000  # Optuna's steps are integers, and rungs are measured at fractions of epochs
 _CONCLUDED = {

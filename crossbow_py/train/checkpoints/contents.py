@@ -9,8 +9,7 @@ from crossbow_py.core.errors import CheckpointError
 from crossbow_py.core.plain_values import differences, filled
 from crossbow_py.core.settings import to_mapping
 from crossbow_py.data.augmentation import Augmentation
-from crossbow_py.engine.bank.gradient_mean import align_groups
-from crossbow_py.engine.bank.saved_bank import CENTRAL, mean_weights, num_saved
+from crossbow_py.engine.bank.replicas import CENTRAL, mean_weights, num_saved
 from crossbow_py.train.checkpoints.checkpoint import SavedCheckpoint, formerly, taking_from
 from crossbow_py.train.run import Run, RunState
 
@@ -107,18 +106,18 @@ def _spread_out(run: Run, checkpoint: SavedCheckpoint) -> dict[int, int]:
         gated = [part["state"]["sick_learners"] for part in parts]
         bank.z.load(0, mean_weights([part["bank"] for part in parts], gated))
     # Alike, learners are z with a state that goes on; else each is its own, as long as there are enough.
-    mean, goes_on = run.rule.gradient_mean, not bank.replicas_alike
-    if bank.replicas_alike and mean is not None:
+    mean, goes_on = run.rule.gradient_mean, not bank.replicas_identical
+    if bank.replicas_identical and mean is not None:
         goes_on = mean.num_groups(num_learners, checkpoint.num_ranks) == 1
     for row in range(bank.num_learners):
         learner = bank.first_learner + row
         rank, saved_row = divmod(learner % (num_learners * checkpoint.num_ranks), num_learners)
         saved = checkpoint.part(rank)
-        there = learner < num_learners * checkpoint.num_ranks or bank.replicas_alike
+        there = learner < num_learners * checkpoint.num_ranks or bank.replicas_identical
         (bank.load_row if there and goes_on else bank.clone_learner)(row, saved["bank"], saved_row)
         if (since := saved["state"]["sick_learners"].get(saved_row)) is not None:
             non_finite[row] = since  # its buffers, at least, are not to be used
-    align_groups(bank)
+    bank.align_groups()
     return non_finite
 
 

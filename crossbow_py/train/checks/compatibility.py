@@ -11,7 +11,7 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.process_group import launched
 from crossbow_py.distributed.ranks import ALONE, Ranks
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.train.checks.losses import settled_loss, untrained
 from crossbow_py.train.run_settings import RunSettings

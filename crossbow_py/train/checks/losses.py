@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from crossbow_py.data.datasets import Classes, has_integers
 from crossbow_py.engine.modules.agreement import graph_nodes
-from crossbow_py.engine.modules.label_smoothing import IGNORED
-from crossbow_py.engine.rounds import Loss, ignored_target
+from crossbow_py.engine.modules.losses import IGNORED, Loss, ignored_target
 
 _F = nn.functional
 _ELEMENTWISE = (

@@ -17,8 +17,8 @@ from crossbow_py.engine.bank.binding import WRITES_A_COPY, WRITES_FROZEN, bindin
 from crossbow_py.engine.modules.agreement import changed_state, fingerprint, furthest, projection, python_state
 from crossbow_py.engine.modules.call_watch import CallWatch
 from crossbow_py.engine.modules.dropout import OwnDraws, replace_dropout
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import Precision, cast_module, full_precision_parameters
-from crossbow_py.engine.rounds import Loss
 from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_parameter, misfit, remarks
 from crossbow_py.train.evaluation.evaluator import Metric
 

@@ -16,8 +16,8 @@ from crossbow_py.data.datasets import counted
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.ranks import ALONE, Ranks
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raising_if_lost
+from crossbow_py.engine.modules.losses import Loss, count_correct, ignored_target, non_finite_outputs
 from crossbow_py.engine.modules.precision import Precision, cast_module
-from crossbow_py.engine.rounds import Loss, count_correct, ignored_target, non_finite_outputs
 
 Metric = Callable[[Tensor, Tensor], Tensor | float]
 State = Mapping[str, Tensor]  # a module's state dict, tied parameters once

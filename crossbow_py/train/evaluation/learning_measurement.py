@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossbow_py.core.errors import CrossbowError, one_line
 from crossbow_py.data.feed import Batch, Feed
-from crossbow_py.engine.device.intra_op import faster_threads, intra_op_threads
+from crossbow_py.engine.device.host import faster_threads, intra_op_threads
 from crossbow_py.engine.device.memory import free_memory, raise_if_lost
-from crossbow_py.engine.modules.label_smoothing import smoothed_cross_entropy
-from crossbow_py.engine.rounds import Loss, is_classification
+from crossbow_py.engine.modules.losses import Loss, is_classification, smoothed_cross_entropy
 from crossbow_py.telemetry.events import LearningStatistics
 from crossbow_py.train.evaluation.evaluator import State
 from crossbow_py.train.evaluation.learning_statistics import (

@@ -13,8 +13,9 @@ from crossbow_py.data.feed import Feed
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
-from crossbow_py.engine.fusion.graph import FusedGraph, FusionError
-from crossbow_py.engine.rounds import correct_predictions, non_finite_outputs
+from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.fusion.writes import FusionError
+from crossbow_py.engine.modules.losses import correct_predictions, non_finite_outputs
 from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, count_targets, evaluation_from_sums
 
 

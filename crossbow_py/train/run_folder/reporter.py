@@ -15,7 +15,6 @@ from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.host import versions
 from crossbow_py.core.settings import apart_from_defaults, flat, to_mapping, written
 from crossbow_py.engine.auto_tuner import Decision
-from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
@@ -279,7 +278,7 @@ def run_info(run: Run, planned_samples: int | None) -> RunInfo:
         averaging_settings=averaging_settings(run.rule) if settings.several or run.ranks.num_ranks > 1 else (),
         several=settings.several or run.ranks.num_ranks > 1,
         has_accuracy=not (isinstance(run.data.train, tuple) and run.data.train[1].is_floating_point()),
-        replicas_differ=run.rule.has_central_model and not run.bank.replicas_alike,
+        replicas_differ=run.rule.has_central_model and not run.bank.replicas_identical,
         learning_statistics=settings.learning_statistics,
         hyper_parameters=hyper_parameters(run),
     )
@@ -337,7 +336,7 @@ def epoch_record(
         learning_rate=learning_rate,
         elapsed_s=state.elapsed_s,
         spread=run.spread() if central else None,
-        correction_norm=correction_norm(run.bank) if central else None,
+        correction_norm=run.bank.correction_norm() if central else None,
         data_wait_share=lap.wait_share if run.train_feed.STREAMS else None,
         num_workers=run.train_feed.num_workers if run.train_feed.STREAMS else None,
         metrics=evaluation.metrics if evaluation else {},

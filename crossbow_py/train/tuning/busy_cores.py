@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from crossbow_py.core.host import LoadSnapshot, foreign_share, usable_core_ids
-from crossbow_py.engine.device.intra_op import SleepingThreads, threads_spin
+from crossbow_py.engine.device.host import SleepingThreads, threads_spin
 from crossbow_py.engine.device.wait_rule import WaitState, Window, observe
 from crossbow_py.engine.executors import EXECUTORS
 

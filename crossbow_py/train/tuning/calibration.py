@@ -117,6 +117,7 @@ class Calibration:
         late: those that there was no time to measure.
         is_short: whether more would have been measured if more were to be trained.
         others: share of the cores that other programs took, 0 to 1; 0 where it does not matter.
+        seconds: how long measuring took.
     """
 
     executor: str
@@ -125,6 +126,7 @@ class Calibration:
     late: tuple[Key, ...] = ()
     is_short: bool = False
     others: float = 0.0
+    seconds: float = 0.0
 
     def left_out(self, fewest: int = 1) -> dict[str, str]:
         """Executors that were not measured with at least so many learners, though they were to be, and why."""
@@ -234,7 +236,7 @@ def calibrate(
     is_counted = effort.is_alone and device.type == "cpu"
     others = (foreign_share(before, LoadSnapshot.take()) or 0.0) if is_counted else 0.0
     is_short = bool(late) and effort.seconds(rates[best]) < effort.budget_s
-    return Calibration(best[0], rates, refused, tuple(late), is_short, others)
+    return Calibration(best[0], rates, refused, tuple(late), is_short, others, time.perf_counter() - begun)
 
 
 def _is_refused(key: Key, refused: Mapping[Key, Refusal]) -> bool:

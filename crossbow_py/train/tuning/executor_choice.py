@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ from crossbow_py.engine.device.memory import free_memory, is_out_of_memory
 from crossbow_py.engine.executors import EXECUTORS, Executor, candidates
 from crossbow_py.engine.executors.serial import SerialExecutor
 from crossbow_py.engine.fusion.fused_agreement import Comparison, require_agreement
-from crossbow_py.engine.fusion.graph import FusionError
-from crossbow_py.engine.rounds import Loss, Round, RoundTasks
+from crossbow_py.engine.fusion.writes import FusionError
+from crossbow_py.engine.modules.losses import Loss
+from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
@@ -43,12 +45,14 @@ def settle_executor(
     loss: Loss,
     announce: Callable[[str], None],
     num_ranks: int = 1,
+    cache: Path | None = None,
 ) -> tuple[Choices, list[str]]:
     """Try an executor that was asked for, or take the fastest; see `calibration`. Raises UserError.
 
     With several ranks on CPUs `serial` is left out: it would wait for the others where `threads` and `fused` go on.
 
-    `announce` is given a sentence when something is measured, which takes some seconds.
+    `announce` is given a sentence when something is measured, which takes some seconds. The choice is remembered in the
+    file `cache`; None is that of the user.
     """
     rule, loss = update.rule, copied_loss(loss)
     shared = not rule.has_central_model or settings.num_learners == 1
@@ -59,7 +63,7 @@ def settle_executor(
         raise UserError(f"executor={choices.executor} cannot run this model: {reason}; set executor=auto.")
     if choices.executor != "auto":
         return choices, []
-    known, key = RememberedChoices(), _fingerprint(template, settings, choices, update, feed, num_ranks)
+    known, key = RememberedChoices(cache), _fingerprint(template, settings, choices, update, feed, num_ranks)
     remembered = known.recall(key)
     possible = _candidates(settings, choices, num_ranks)
     if remembered in possible and still_runs(remembered, compared):
@@ -89,7 +93,8 @@ def settle_executor(
     )
     if found.is_lasting:
         known.remember(key, found.executor)
-    return dataclasses.replace(choices, executor=found.executor), [found.sentence, *found.notes]
+    chosen = dataclasses.replace(choices, executor=found.executor, executor_choice_s=found.seconds)
+    return chosen, [found.sentence, *found.notes]
 
 
 def _candidates(settings: RunSettings, choices: Choices, num_ranks: int) -> list[str]:

@@ -9,7 +9,7 @@ from crossbow_py.core.errors import UserError, one_line
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.executors.serial import SerialExecutor
-from crossbow_py.engine.rounds import Loss
+from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit
 from crossbow_py.engine.sizing.job import Job
 from crossbow_py.engine.update.optimizers import Optimizer

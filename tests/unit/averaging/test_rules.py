@@ -173,7 +173,7 @@ def test_rule_after_fifty_rounds_is_what_its_equations_give(case: str, executor:
     reference = Reference(tasks.feed)
     for index in range(ROUNDS):
         follow(reference, index)
-    if tasks.bank.replicas_alike:
+    if tasks.bank.replicas_identical:
         tasks.bank.adopt_learner()
     z = tasks.bank.z.shaped()
     found = np.concatenate([z["weight"].numpy().ravel(), z["bias"].numpy()])

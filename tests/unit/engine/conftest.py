@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from crossbow_py.engine.device.intra_op import intra_op_threads
+from crossbow_py.engine.device.host import intra_op_threads
 
 
 @pytest.fixture

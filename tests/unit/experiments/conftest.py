@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from crossbow_py.core import host
-from experiments.throughput import one_model, sides, tuned, vmapped, workloads
-from experiments.throughput.workloads import Workload
+from experiments.bench import workloads
+from experiments.bench.sides import tuned
+from experiments.bench.workloads import Workload
+from experiments.throughput import compiled, sides, vmapped
 from tests.unit.data.images.pictures import write_part
 from tests.unit.experiments.samples import BATCH
 
@@ -34,7 +36,7 @@ def workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worklo
     """LeNet on a few synthetic images; torch's global settings, which sides change in their own process, are kept."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    for module in (one_model, sides, tuned, vmapped):
+    for module in (compiled, sides, tuned, vmapped):
         monkeypatch.setattr(module, "usable_cores", lambda: 1)
     monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark

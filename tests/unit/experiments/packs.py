@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.common.packs.comparison import PackCell
-from experiments.common.packs.side import PackSide
-from experiments.common.packs.workloads import PackWorkload
-from experiments.throughput.gate import Ready, Visit, Window
-from experiments.throughput.workers import SideError
-from experiments.throughput.workloads import Effort
+from experiments.bench.gate import Ready, Visit, Window
+from experiments.bench.packs.comparison import PackCell
+from experiments.bench.packs.side import PackSide
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.workers import SideError
+from experiments.bench.workloads import Effort
 
 # Images/s that sides pretend to have, and of the members of a mixed one.
 RATES = {
@@ -20,12 +20,12 @@ MEMBERS = {0: 150.0, 1: 50.0}
 
 
 class PretendedProcess:
-    """Stands where a PackProcess would be. Sides in `absent` cannot be had."""
+    """Stands where a SideProcess would be. Sides in `absent` cannot be had."""
 
     absent: tuple[str, ...] = ()
     visits: list[tuple[str, Visit]] = []  # noqa: RUF012 - a test sets its own
 
-    def __init__(self, side: PackSide, workload: PackWorkload, effort: Effort) -> None:
+    def __init__(self, body: object, side: PackSide, workload: PackWorkload, effort: Effort) -> None:
         if side.side in self.absent:
             raise SideError(f"side {side.label}: not here")
         self.side, self.ready = side, Ready(1, "")
@@ -39,7 +39,7 @@ class PretendedProcess:
     def window(self, visit: Visit) -> Window:
         self.visits.append((self.side.side, visit))
         members = MEMBERS if self.side.mixed else {0: RATES[self.side.side]}
-        return Window(round(RATES[self.side.side] * visit.seconds * 100), visit.seconds * 100, 0.0, 0.0, members)
+        return Window(round(RATES[self.side.side] * visit.seconds * 100), visit.seconds * 100, 0.0, members)
 
 
 def cell(side: PackSide, workload: PackWorkload, *rates: float | None, **more: Any) -> PackCell:
@@ -50,5 +50,5 @@ def cell(side: PackSide, workload: PackWorkload, *rates: float | None, **more: A
 
 def mixed_cell(side: PackSide, workload: PackWorkload, *rates: dict[int, float]) -> PackCell:
     """With windows in which the members had these images/s."""
-    windows: list[Window | None] = [Window(round(sum(own.values())), 1.0, 0.0, 0.0, own) for own in rates]
+    windows: list[Window | None] = [Window(round(sum(own.values())), 1.0, 0.0, own) for own in rates]
     return PackCell(side, workload, windows, ready=Ready(1, ""))

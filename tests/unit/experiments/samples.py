@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.common.machine import machine
+from experiments.bench.gate import Choice, FinishedError, Ready
+from experiments.bench.machine import machine
+from experiments.bench.sides.side import SINGLE_SIDES, Side
 from experiments.throughput import suite_report
 from experiments.throughput.comparison import Measurement, ratios, to_row
-from experiments.throughput.gate import Choice, FinishedError, Ready
 from experiments.throughput.planning import Cell, LeftOut
-from experiments.throughput.sides import SINGLE_SIDES, Side
 
 BATCH = 8
 DEFAULT, TUNED = Side("default_loop", 1, "none", "fp32"), Side("tuned_single", 1, "none", "fp32")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.agreement import nets, report, run, throughput
-from experiments.common.machine import ROOT
+from experiments.bench.machine import ROOT
 
 
 @pytest.mark.parametrize("name", [name for name in nets.NETS if name != "tiny Llama"])

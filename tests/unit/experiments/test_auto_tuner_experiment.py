@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from experiments.auto_tuner import report, throttled
+from experiments.auto_tuner import plot, report, throttled
 
 
 def course() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def test_phases_give_the_learners_and_the_throughput_at_the_end_of_each() -> Non
 
 
 def test_picture_has_the_throughput_the_learners_and_the_neighbours_time() -> None:
-    above, below = throttled.draw(course()).axes
+    above, below = plot.draw(course()).axes
     assert list(below.lines[0].get_ydata()) == [2] * 10 + [1] * 10 + [2] * 10
     assert above.patches[0].get_x() == 10.0
     assert (above.get_ylabel(), below.get_ylabel()) == ("images/s", "learners")
@@ -46,4 +46,4 @@ def test_experiment_from_the_command_line_writes_its_result_and_picture(tmp_path
     assert throttled.main(arguments) == 0
     result = json.loads((tmp_path / "throttled.json").read_text())
     assert result["throughput"][-1][0] >= 2.5
-    assert (tmp_path / throttled.PICTURE).stat().st_size > 10_000
+    assert (tmp_path / "throttled.png").stat().st_size > 10_000

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from crossbow_py.train.__main__ import main as train
-from experiments.averaging_rules.run import RESNET8
 from experiments.batch_norm import variants
 from experiments.batch_norm.variants import MEAN, VARIANTS
-from experiments.common.cells.grid import Cell
-from experiments.common.cells.running import recorded
+from experiments.grids.grid import RESNET8, Cell
+from experiments.grids.running import recorded
 
 # 6 rounds an epoch, which the running statistics of the learners lag behind.
 WORDS = [

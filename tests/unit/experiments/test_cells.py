@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from experiments.common.cells import plot, report, summary
-from experiments.common.cells.grid import Cell, Grid, cells, chosen, in_turns, merged, said_of, settings_of
-from experiments.common.cells.parts import stops
+from experiments.grids import plot, report, summary
+from experiments.grids.grid import Cell, Grid, cells, chosen, in_turns, merged, said_of, settings_of
+from experiments.grids.parts import stops
 from tests.unit.experiments.pretended_run import epochs_of, summary_of
 from tests.unit.experiments.samples import cells as table_cells
 
@@ -75,7 +75,7 @@ def test_record_is_of_a_cell_unless_a_default_has_changed() -> None:
 def test_command_is_that_of_training_unless_there_are_parts_or_another_program() -> None:
     after = ["a=1", "seed=3", "output_dir='out'", "resume=auto"]
     assert Cell("x", ("a=1",)).command(3, "out") == ["crossbow_py.train", *after]
-    assert Cell("x", ("a=1",), parts=4).command(3, "out") == ["experiments.common.cells.parts", "4", *after]
+    assert Cell("x", ("a=1",), parts=4).command(3, "out") == ["experiments.grids.parts", "4", *after]
     assert Cell("x", ("a=1",), program="other").command(3, "out") == ["other", "1", *after]
 
 

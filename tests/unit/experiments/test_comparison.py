@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from experiments.bench.gate import Window
+from experiments.bench.sides.side import OPEN, Side
+from experiments.bench.windows import ATTEMPTS, clean_window
 from experiments.throughput import report
-from experiments.throughput.comparison import ATTEMPTS, clean_window, measure, paired_ratios, plan_sides, ratios, to_row
-from experiments.throughput.gate import Window
-from experiments.throughput.sides import OPEN, Side, sides_on
+from experiments.throughput.comparison import measure, paired_ratios, plan_sides, ratios, to_row
+from experiments.throughput.sides import sides_on
 from tests.unit.experiments.samples import DEFAULT, TUNED, WITH, WITHOUT, measurement, throughput_result
 
 
@@ -41,9 +43,7 @@ def test_measure_drops_windows_under_foreign_load_and_tries_again() -> None:
 
 
 def test_clean_window_without_time_for_another_is_none() -> None:
-    entry = measurement(WITH)
-    assert clean_window(entry, lambda _: Window(10, 1.0, 0.5), 0.15, lambda: False) is None
-    assert entry.dropped == 1
+    assert clean_window(lambda: Window(10, 1.0, 0.5), lambda: False, 0.15) == (None, 1)
 
 
 def test_row_has_the_median_of_clean_windows_and_the_fields_of_the_file() -> None:

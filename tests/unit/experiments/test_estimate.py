@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from experiments.common.machine import machine
+from experiments.bench.machine import machine
 from experiments.estimate import plot, report, run, time_search
-from experiments.estimate.supplied import SECONDS, Supply, best_pair, compare
+from experiments.estimate.recommended import SECONDS, WorkerLoad, best_pair, compare
 from experiments.estimate.truth import SUBJECTS
 
 GIB = 2**30
@@ -109,21 +109,21 @@ def test_picture_has_points_that_were_held_and_lines_that_were_predicted() -> No
 
 def test_best_pair_has_as_many_workers_as_keep_up_and_the_largest_batch_they_can_hold() -> None:
     # A worker takes four times as long as the device: 4 workers, 12 batches of 1,000 bytes a sample.
-    supply = Supply(sample_bytes=1000, fetch_s=0.04, step_s=0.01, num_learners=2)
+    supply = WorkerLoad(sample_bytes=1000, fetch_s=0.04, step_s=0.01, num_learners=2)
     assert best_pair(supply, largest_batch=50, memory_bytes=2 * 12 * 1000 * 30) == (30, 4)
     assert best_pair(supply, largest_batch=20, memory_bytes=2 * 12 * 1000 * 30) == (20, 4)
 
 
 def test_best_pair_is_none_where_no_workers_keep_up_or_none_has_room() -> None:
-    assert best_pair(Supply(1000, fetch_s=1.0, step_s=0.01, num_learners=1), 10, GIB) is None
-    assert best_pair(Supply(1000, fetch_s=0.01, step_s=0.01, num_learners=1), 10, 5999) is None
+    assert best_pair(WorkerLoad(1000, fetch_s=1.0, step_s=0.01, num_learners=1), 10, GIB) is None
+    assert best_pair(WorkerLoad(1000, fetch_s=0.01, step_s=0.01, num_learners=1), 10, 5999) is None
 
 
 @pytest.mark.parametrize("memory_gib", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("model", list(SUBJECTS))
 def test_recommended_pair_is_the_best_of_all(model: str, memory_gib: int) -> None:
     fetch_s, step_s = SECONDS[model]
-    supply = Supply(SUBJECTS[model].sample_bytes, fetch_s, step_s, num_learners=2)
+    supply = WorkerLoad(SUBJECTS[model].sample_bytes, fetch_s, step_s, num_learners=2)
     found = compare(supply, 700, memory_gib * GIB)
     assert found["recommended"] == found["best"]
 

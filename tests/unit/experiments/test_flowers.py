@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.recorded_report import table_of
 from experiments.flowers import run
+from experiments.tables.recorded_report import table_of
 from tests.unit.experiments.samples import cells
 
 
@@ -39,8 +39,8 @@ def test_runs_on_photographs_are_three_seeds_by_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained: list[list[str]] = []
-    monkeypatch.setattr("experiments.common.recorded_runs.train", lambda keys: trained.append(keys) or 0)
-    monkeypatch.setattr("experiments.common.recorded_runs.collect", lambda folder: folder.name)
+    monkeypatch.setattr("experiments.grids.recorded_runs.train", lambda keys: trained.append(keys) or 0)
+    monkeypatch.setattr("experiments.grids.recorded_runs.collect", lambda folder: folder.name)
     assert run.main(["--runs", str(tmp_path), "--results", str(tmp_path), "max_epochs=1"]) == 0
     assert [keys[:2] for keys in trained] == [["+experiment=flowers", f"seed={seed}"] for seed in (0, 1, 2)]
     assert trained[0][-1] == "max_epochs=1"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossbow_py.core.host import LoadSnapshot, busy_ticks, foreign_share
-from experiments.throughput.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
+from experiments.bench.gate import LEAD_IN_S, FinishedError, Gate, Ready, Visit, Window
 
 
 class Channel:

@@ -12,7 +12,6 @@ import torch
 
 from crossbow_py.cli.configuration import compose
 from crossbow_py.search.config import SearchConfig
-from experiments.common import pictures
 from experiments.hyperband import measure, plot, report, run
 from experiments.hyperband.measure import SIDES, measure_hyperband
 
@@ -130,14 +129,6 @@ def test_picture_splits_the_bars_of_the_sides_whose_parts_are_known() -> None:
     assert [label.get_text() for label in axes.get_legend().get_texts()] == [
         "training", "measuring", "rest", "all of it, not split",
     ]  # fmt: skip
-
-
-def test_plot_without_results_says_what_to_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pictures, "read_results", lambda _: {})
-    assert plot.main() == 2
-    assert "run experiments/hyperband/run.py first" in capsys.readouterr().err
 
 
 @pytest.mark.slow

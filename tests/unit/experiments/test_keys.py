@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from crossbow_py.train.config import TrainConfig
-from experiments.common.keys import table
-from experiments.common.machine import ROOT
-from experiments.tables import build
+from experiments.bench.machine import ROOT
+from experiments.tables.keys import table
+from experiments.tables.pages import build
 
 
 def rows(part: str) -> dict[str, list[list[str]]]:

@@ -12,7 +12,6 @@ import pytest
 from crossbow_py.cli.configuration import compose
 from crossbow_py.core.errors import UserError
 from crossbow_py.train.config import TrainConfig
-from experiments import tables
 from experiments.averaging_rules import report as rules_report
 from experiments.batch_norm import plot as batch_norm_plot
 from experiments.batch_norm import report as batch_norm_report
@@ -20,12 +19,12 @@ from experiments.batch_norm.variants import VARIANTS
 from experiments.batch_size import plot as batch_plot
 from experiments.batch_size import report as batch_report
 from experiments.batch_size.run import LEARNERS, ONE
-from experiments.common import pictures
-from experiments.common.cells.grid import Cell, Grid
-from experiments.common.cells.running import recorded
 from experiments.gradient_noise import plot as noise_plot
 from experiments.gradient_noise import report as noise_report
+from experiments.grids.grid import Cell, Grid
+from experiments.grids.running import recorded
 from experiments.num_learners_accuracy import plot as learners_plot
+from experiments.tables import pages
 from experiments.time_to_accuracy import default_loop
 from experiments.time_to_accuracy import plot as time_plot
 from experiments.time_to_accuracy import report as time_report
@@ -63,15 +62,6 @@ def test_small_residual_network_is_one_of_eight_layers() -> None:
     config = compose(GRIDS["averaging_rules/resnet8"].cells[0].overrides, TrainConfig)
     model = config.model.build((3, 32, 32), 10)
     assert sum(parameter.ndim > 1 for parameter in model.parameters()) == 8
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_plot_without_results_says_what_to_run(
-    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(pictures, "read_results", lambda _: {})
-    assert importlib.import_module(f"experiments.{folder}.plot").main() == 2
-    assert f"run experiments/{folder}/run.py first" in capsys.readouterr().err
 
 
 def labelled(name: str, seed: int, accuracy: float | None, elapsed_s: float = 3.0, **labels: Any) -> dict[str, Any]:
@@ -277,7 +267,7 @@ def test_tables_of_a_folder_are_built_of_its_results(folder: str) -> None:
     made_up_of = {"batch_norm": statistics, "time_to_accuracy": sides}
     result = made_up_of.get(folder, batches)()
     result["machine"] = {**MACHINE, "flags": [], "python": "3", "os": "Linux", "command": "python run.py"}
-    text = tables.build(folder, {"lenet": result})
+    text = pages.build(folder, {"lenet": result})
     assert text.startswith("### lenet\n\n    python run.py\n\n![LeNet](results/lenet.png)")
 
 

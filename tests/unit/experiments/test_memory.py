@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from crossbow_py.engine.sizing.learner_bytes import LearnerBytes, learner_bytes, predicted_bytes
-from experiments.common.machine import machine
-from experiments.common.rounds import Rounds, Setup
+from crossbow_py.engine.sizing.memory import LearnerBytes, learner_bytes, predicted_bytes
+from experiments.bench.machine import machine
+from experiments.bench.rounds import Rounds, Setup
 from experiments.memory import measure, plot, report, run
 
 MIB = 2**20

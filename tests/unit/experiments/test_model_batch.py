@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from experiments.common.packs import comparison
-from experiments.common.results import EXPERIMENTS
+from experiments.bench.packs import comparison
+from experiments.bench.results import EXPERIMENTS
 from experiments.model_batch import plot, report, run
 from experiments.model_batch.figures import FIGURES, sides_of
 from tests.unit.experiments.packs import PretendedProcess
@@ -21,7 +21,7 @@ from tests.unit.experiments.packs import PretendedProcess
 def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[PretendedProcess]:
     """Nothing is trained, and no images are read."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr(comparison, "PackProcess", PretendedProcess)
+    monkeypatch.setattr(comparison, "SideProcess", PretendedProcess)
     monkeypatch.setattr(PretendedProcess, "visits", [])
     return PretendedProcess
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from experiments.common.packs import comparison
-from experiments.common.packs.side import DEFAULT, TUNED
-from experiments.common.packs.workloads import prepare_packs
-from experiments.common.results import EXPERIMENTS
+from experiments.bench import workloads
+from experiments.bench.packs import comparison
+from experiments.bench.packs.side import DEFAULT, TUNED
+from experiments.bench.packs.workloads import prepare_packs
+from experiments.bench.results import EXPERIMENTS
 from experiments.pack_step_time import plot, report, run
 from experiments.pack_step_time.parts import LARGER_BATCHES, LARGER_MODELS, PARTS, Plan, models_of
-from experiments.throughput import workloads
 from tests.unit.experiments.packs import RATES, PretendedProcess
 
 SMALL = ["--families", "mlp", "lenet", "gru", "--num-models", "2", "8", "--device", "cpu"]
@@ -27,7 +27,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is trained, and images are few and synthetic."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    monkeypatch.setattr(comparison, "PackProcess", PretendedProcess)
+    monkeypatch.setattr(comparison, "SideProcess", PretendedProcess)
     monkeypatch.setattr(PretendedProcess, "visits", [])
 
 

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from crossbow_py.core.errors import CrossbowError
-from experiments.common.packs import comparison, inference, layers, mixed, training
-from experiments.common.packs.comparison import Method, measure_panel, mixed_rows, rows_of
-from experiments.common.packs.mixed import SharedGate, train_mixed
-from experiments.common.packs.models import BUILDS, RowReader, data_of
-from experiments.common.packs.plot import COLORS
-from experiments.common.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
-from experiments.common.packs.running import executors_on, one_at_a_time, predictors_on
-from experiments.common.packs.side import PackSide, packed, single
-from experiments.common.packs.sides import run_pack_side
-from experiments.common.packs.training import new_pack
-from experiments.common.packs.workloads import PackWorkload, prepare_packs
-from experiments.throughput import sides, tuned, workloads
-from experiments.throughput.gate import FinishedError, Gate, Ready, Visit, Window
-from experiments.throughput.workloads import Effort
+from experiments.bench import windows, workloads
+from experiments.bench.gate import FinishedError, Gate, Ready, Visit, Window
+from experiments.bench.packs import comparison, inference, layers, mixed, training
+from experiments.bench.packs.comparison import Method, measure_panel, mixed_rows, rows_of
+from experiments.bench.packs.mixed import SharedGate, train_mixed
+from experiments.bench.packs.models import BUILDS, RowReader, data_of
+from experiments.bench.packs.plot import COLORS
+from experiments.bench.packs.report import best_pack, cells_table, left_out, summary_header, summary_row
+from experiments.bench.packs.running import executors_on, one_at_a_time, predictors_on
+from experiments.bench.packs.side import PackSide, packed, single
+from experiments.bench.packs.sides import run_pack_side
+from experiments.bench.packs.training import new_pack
+from experiments.bench.packs.workloads import PackWorkload, prepare_packs
+from experiments.bench.sides import tuned
+from experiments.bench.workloads import Effort
 from tests.unit.experiments.packs import PretendedProcess, cell, mixed_cell
 from tests.unit.experiments.samples import CountingGate
 from tests.unit.experiments.test_gate import Channel, Clock, gate_for
@@ -41,7 +42,7 @@ def mlp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PackWorkloa
     """Narrow MLPs on a few synthetic images; torch's global settings, which sides change, are kept."""
     monkeypatch.setenv("CROSSBOW_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(workloads, "NUM_IMAGES", 64)
-    for module in (training, layers, inference, mixed, sides, tuned):
+    for module in (training, layers, inference, mixed, tuned):
         monkeypatch.setattr(module, "usable_cores", lambda: 1)
     monkeypatch.setattr(tuned, "keep_freed_memory", lambda: None)
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
@@ -262,7 +263,7 @@ def test_mixed_row_adds_up_what_either_family_gains(mlp: PackWorkload) -> None:
 
 
 def test_window_with_foreign_load_is_dropped_and_taken_again(mlp: PackWorkload, monkeypatch: Any) -> None:
-    monkeypatch.setattr(comparison, "RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
     shares = iter([0.5, 0.1, 0.5, 0.5, 0.5, None])
     own = cell(packed("fused", 2), mlp)
     for _ in range(3):
@@ -274,7 +275,7 @@ def test_window_with_foreign_load_is_dropped_and_taken_again(mlp: PackWorkload, 
 def test_panel_takes_turns_and_goes_on_without_a_side_that_cannot_be_had(
     mlp: PackWorkload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(comparison, "PackProcess", PretendedProcess)
+    monkeypatch.setattr(comparison, "SideProcess", PretendedProcess)
     monkeypatch.setattr(PretendedProcess, "absent", ("threads",))
     monkeypatch.setattr(PretendedProcess, "visits", [])
     both = replace(mlp, partner=mlp)

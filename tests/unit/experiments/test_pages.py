@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from experiments import tables
-from experiments.common.machine import ROOT, command, commit, machine, machine_line
-from experiments.common.markdown import markdown_table, replace_blocks
-from experiments.common.results import EXPERIMENTS
+from experiments.bench.machine import ROOT, command, commit, machine, machine_line
+from experiments.bench.results import EXPERIMENTS
+from experiments.tables import pages
+from experiments.tables.markdown import markdown_table, replace_blocks
 from experiments.throughput import report
 from tests.unit.experiments.samples import throughput_result
 
@@ -49,35 +51,49 @@ def test_replace_blocks_without_an_end_is_refused() -> None:
 
 def test_table_of_an_experiment_shows_every_result_and_none_without_any() -> None:
     results = {"lenet_b16": throughput_result(), "resnet32_b16": throughput_result()}
-    text = tables.build("throughput", results)
+    text = pages.build("throughput", results)
     assert [line for line in text.splitlines() if line.startswith("#")] == ["### lenet_b16", "### resnet32_b16"]
-    assert tables.build("throughput", {}) == ""
+    assert pages.build("throughput", {}) == ""
 
 
 def test_table_of_one_result_is_that_table_alone() -> None:
     result = throughput_result()
-    assert tables.build("throughput/lenet_b16/rounds", {"lenet_b16": result}) == report.rounds_table(result)
+    assert pages.build("throughput/lenet_b16/machine", {"lenet_b16": result}) == machine_line(result["machine"])
+    assert pages.build("throughput/lenet_b16/all", {"lenet_b16": result}) == report.result_text(result)
 
 
 @pytest.mark.parametrize("name", ["other", "throughput/lenet_b16/sides", "throughput/resnet32_b16/other"])
 def test_table_that_cannot_be_built_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"table:{name}"):
-        tables.build(name, {"resnet32_b16": throughput_result()})
+        pages.build(name, {"resnet32_b16": throughput_result()})
 
 
 def test_pages_show_what_the_results_files_say() -> None:
     assert [
-        str(path.relative_to(ROOT)) for path in tables.pages() if tables.rebuilt(path.read_text()) != path.read_text()
+        str(path.relative_to(ROOT)) for path in pages.pages() if pages.rebuilt(path.read_text()) != path.read_text()
     ] == []
 
 
-@pytest.mark.parametrize("experiment", list(tables.TABLES))
-def test_page_of_an_experiment_shows_all_of_its_results(experiment: str) -> None:
-    assert f"<!-- table:{experiment} -->" in (EXPERIMENTS / experiment / "README.md").read_text()
+@pytest.mark.parametrize("question", pages.questions())
+def test_page_of_a_question_shows_all_of_its_results(question: str) -> None:
+    assert f"<!-- table:{question} -->" in (EXPERIMENTS / question / "README.md").read_text()
 
 
-def test_every_results_folder_belongs_to_an_experiment_with_tables() -> None:
-    assert {path.parent.name for path in EXPERIMENTS.glob("*/results")} <= set(tables.TABLES)
+def test_every_results_folder_belongs_to_a_question_with_tables() -> None:
+    assert {path.parent.name for path in EXPERIMENTS.glob("*/results")} <= set(pages.questions())
+
+
+def test_no_shared_module_imports_a_question() -> None:
+    rooms = "|".join(pages.questions())
+    shared = [path for room in ("bench", "grids", "tables") for path in (EXPERIMENTS / room).rglob("*.py")]
+    asked = re.compile(rf"^\s*(from|import) experiments(\.| import )({rooms})\b", re.MULTILINE)
+    assert [str(path) for path in shared if asked.search(path.read_text())] == []
+    assert len(shared) > 20
+
+
+def test_no_experiment_patches_what_it_measures() -> None:
+    patches = re.compile(r"unittest import mock|patch\.object|monkeypatch|\bsetattr\(")
+    assert [str(path) for path in EXPERIMENTS.rglob("*.py") if patches.search(path.read_text())] == []
 
 
 def test_index_names_every_experiment() -> None:

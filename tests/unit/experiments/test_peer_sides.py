@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from crossbow_py.core.errors import CrossbowError
 from crossbow_py.data.augmentation import Augmentation
-from experiments.throughput import ahead, one_model, sides, tuned, vmapped
-from experiments.throughput.captured import SEED, DeviceFeed, captured, few_ahead
-from experiments.throughput.gate import FinishedError
-from experiments.throughput.sides import Side
-from experiments.throughput.workers import process_context
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
+from experiments.bench.gate import FinishedError
+from experiments.bench.sides import tuned
+from experiments.bench.sides.captured import SEED, DeviceFeed, captured, few_ahead, model_step
+from experiments.bench.sides.side import Side
+from experiments.bench.workers import process_context
+from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
+from experiments.throughput import compiled, sides, vmapped
 from tests.unit.experiments.samples import BATCH, CountingGate
 
 Batch = tuple[Tensor, Tensor]
@@ -64,7 +65,7 @@ def test_step_of_one_model_moves_weights_as_a_plain_loop_does(
     start = workload.make_model()
     trained, expected = copy.deepcopy(start), copy.deepcopy(start)
     monkeypatch.setattr(Workload, "make_model", lambda _: trained)
-    step = one_model.model_step(precision, 16, workload, compiler)
+    step = model_step(precision, 16, workload, compiler)
     feed = DeviceFeed(workload, 16, torch.float32, channels_last=True)
     train(expected, [feed.take(feed.next_picks()) for _ in range(6)])
     for _ in range(6):
@@ -97,7 +98,7 @@ def test_step_a_few_ahead_waits_for_the_one_four_calls_before(monkeypatch: pytes
 
 @pytest.fixture
 def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_model, "COMPILER", "eager")
+    monkeypatch.setattr(compiled, "COMPILER", "eager")
 
 
 @pytest.mark.parametrize("side", [Side("compiled", 4, "none", "fp32"), Side("vmap", 3, "none", "bf16")])
@@ -113,7 +114,7 @@ def test_peer_whose_compiler_fails_says_so_in_one_line(workload: Workload, monke
     def fail(*_: Any) -> None:
         raise RuntimeError("no such kernel\nand a long story")
 
-    monkeypatch.setattr(one_model, "model_step", fail)
+    monkeypatch.setattr(compiled, "model_step", fail)
     with pytest.raises(CrossbowError, match=r"^RuntimeError: no such kernel$"):
         sides.run_side(Side("compiled", 1, "none", "fp32"), workload, CountingGate(1), Effort())  # type: ignore[arg-type]
 
@@ -180,14 +181,14 @@ def test_compiling_ahead_counts_what_is_done_and_ends_the_rest_with_the_time(
     started = []
 
     def start(precision: str, workload: Workload, seconds: int) -> Any:
-        process = process_context().Process(target=time.sleep, args=(seconds,), daemon=True)  # type: ignore[attr-defined]
+        process = process_context(__name__).Process(target=time.sleep, args=(seconds,), daemon=True)  # type: ignore[attr-defined]
         process.start()
         started.append(process)
         return process
 
-    monkeypatch.setattr(ahead, "_start", start)
-    monkeypatch.setattr(ahead, "usable_cores", lambda: 4)
+    monkeypatch.setattr(compiled, "_start", start)
+    monkeypatch.setattr(compiled, "usable_cores", lambda: 4)
     start("fp32", workload, 0).join()  # that takes longest: the server starts
-    assert ahead.compile_ahead("fp32", [(workload, 0), (workload, 100), (workload, 0), (workload, 100)], 2.0) == 2
-    assert ahead.compile_ahead("fp32", [], 2.0) == 0
+    assert compiled.compile_ahead("fp32", [(workload, 0), (workload, 100), (workload, 0), (workload, 100)], 2.0) == 2
+    assert compiled.compile_ahead("fp32", [], 2.0) == 0
     assert [process.exitcode for process in started] == [0, 0, -15, 0, -15]

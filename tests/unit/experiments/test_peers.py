@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 
 from crossbow_py.data.augmentation import Augmentation
-from experiments.throughput import peer_report, planning, suite, suite_report
+from experiments.bench.gate import Ready, Visit, Window
+from experiments.bench.sides.side import Side
+from experiments.bench.workers import SideError
+from experiments.bench.workloads import Effort, Workload
+from experiments.throughput import planning, suite, suite_report
 from experiments.throughput.campaign import Campaign, Plan
 from experiments.throughput.comparison import Measurement, ratios
-from experiments.throughput.gate import Ready, Visit, Window
-from experiments.throughput.peer_planning import peer_cells, with_peers
-from experiments.throughput.peers import JAX_VMAP, MPS, PEER_SIDES, VMAP, missing_on, plan_peers
-from experiments.throughput.planning import Cell, Limits, ProcessKey, compared_learners, plan_cells
-from experiments.throughput.sides import Side
-from experiments.throughput.workers import SideError
-from experiments.throughput.workloads import Effort, Workload
-from tests.unit.experiments.samples import measurement, suite_result
+from experiments.throughput.planning import (
+    Cell,
+    Limits,
+    ProcessKey,
+    compared_learners,
+    peer_cells,
+    plan_cells,
+    with_peers,
+)
+from tests.unit.experiments.samples import measurement
 
 
 def names(cells: Any) -> list[tuple[int, str, int]]:
@@ -32,33 +38,6 @@ def peer(name: str, learners: int, batch_size: int = 16) -> Cell:
 
 def ours(name: str, learners: int, batch_size: int = 16) -> Cell:
     return Cell(batch_size, Side(name, learners, "sma", "fp32"))
-
-
-@pytest.mark.parametrize(("device", "asked", "missing", "sides", "absent"), [
-    ("cuda", None, {}, PEER_SIDES, {}),
-    ("cuda", None, {JAX_VMAP: "no JAX"}, ("compiled", VMAP, MPS), {JAX_VMAP: "no JAX"}),
-    ("cuda", [], {JAX_VMAP: "no JAX"}, (), {}),
-    ("cpu", None, {MPS: "no GPU"}, (), {}),
-    ("cpu", ["vmap", "mps_processes", "vmap"], {MPS: "no GPU"}, (VMAP,), {MPS: "no GPU"}),
-])  # fmt: skip
-def test_peers_planned_are_those_of_the_device_or_asked_for_without_what_is_missing(
-    device: str, asked: list[str] | None, missing: dict[str, str], sides: tuple[str, ...], absent: dict[str, str]
-) -> None:
-    assert plan_peers(device, asked, missing) == (sides, absent)
-
-
-def test_peer_that_cannot_be_had_after_all_is_absent_and_jax_is_for_its_models() -> None:
-    planned = plan_peers("cuda", None, {}).without(MPS, "no daemon")
-    assert planned == (("compiled", VMAP, JAX_VMAP), {MPS: "no daemon"})
-    assert planned.of("vgg16") == ["compiled", VMAP]
-    assert planned.of("lenet") == ["compiled", VMAP, JAX_VMAP]
-
-
-def test_missing_on_a_cpu_names_mps_and_jax_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert missing_on("cpu") == {JAX_VMAP: "JAX is not installed", MPS: "MPS is for CUDA devices"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert missing_on("cuda") == {}
 
 
 def test_peer_cells_have_every_number_of_images_a_step_compiled_once() -> None:
@@ -99,8 +78,6 @@ def test_peer_has_a_process_for_each_k_and_is_not_asked_for_learners() -> None:
     limits = Limits(window_s=0.2, lead_in_s=0.1)
     assert peer("compiled", 4).process_key(limits) == ProcessKey(16, "compiled", 4)
     assert planning.visit(peer("compiled", 4), limits) == Visit(0.2, 0.1, 1, None)
-    assert planning.visit(peer(MPS, 4), limits) == Visit(0.5, 0.1, 1, None)
-    assert planning.visit_s(peer(MPS, 4), 1e6, limits) == pytest.approx(0.6)
     assert planning.expected_start_s(peer("compiled", 4), {ProcessKey(16, "compiled", 1): 9.0}, limits) == 9.0
 
 
@@ -159,7 +136,6 @@ def compared() -> dict[Cell, Measurement]:
     rates = {
         ours("fused", 2): 400.0, ours("serial", 2): 100.0, ours("fused", 2, 32): 500.0,
         peer("compiled", 1): 160.0, peer("compiled", 2): 500.0, peer("compiled", 4): 625.0, peer("vmap", 2): 200.0,
-        peer("jax_vmap", 4): 1.0,
     }  # fmt: skip
     return {cell: measurement(cell.side, rate) for cell, rate in rates.items()}
 
@@ -188,27 +164,22 @@ def test_ratios_to_peers_are_at_equal_precision_and_none_of_single_models() -> N
 def test_peers_table_has_the_fastest_executor_of_every_k_against_each_peer() -> None:
     found = compared()
     rows = suite_report.rows_of("mlp", found)
-    table = peer_report.peers_table(rows, suite_report.ratios_of("mlp", found), 16)
+    table = suite_report.peers_table(rows, suite_report.ratios_of("mlp", found), 16)
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    assert lines == [["2", "fused", "400", "2.50", "0.80", "4.00", "2.00", "–", "–"]]
-    assert peer_report.peers_table([row for row in rows if row["side"] == "fused"], [], 16) == ""
-
-
-def test_suite_text_says_what_was_absent_and_results_without_peers_say_nothing() -> None:
-    assert "Not measured" not in suite_report.result_text(suite_result())
-    result = {**suite_result(), "peers": {"sides": [], "absent": {"jax_vmap": "JAX is not installed"}}}
-    assert "Not measured: jax_vmap, as JAX is not installed." in suite_report.result_text(result)
+    assert lines == [["2", "fused", "400", "2.50", "0.80", "4.00", "2.00"]]
+    assert suite_report.peers_table([row for row in rows if row["side"] == "fused"], [], 16) == ""
 
 
 def test_suite_has_resnet50_and_peers_where_there_is_a_gpu() -> None:
     assert suite.default_models("cpu") == ("mlp", "lenet", "resnet32", "vgg16")
     assert suite.default_models("cuda") == ("mlp", "lenet", "resnet32", "vgg16", "resnet50")
     options = suite._parser().parse_args([])
-    without = suite.make_plan(options, "cpu", "fp32", [], "")
+    assert {cell.side.side for cell in suite.make_plan(options, "cuda", "bf16").cells.peers} >= {"compiled", "vmap"}
+    without = suite.make_plan(options, "cpu", "fp32")
     assert (without.cells.peers, without.tuning_share, without.peers_share) == ((), 0.55, 0.0)
-    plan = suite.make_plan(options, "cuda", "bf16", ["compiled"], "pipes")
+    options.peers = ["compiled"]
+    plan = suite.make_plan(options, "cuda", "bf16")
     assert plan.tuning_share + plan.peers_share < 0.7
-    assert plan.mps_pipes == "pipes"
     assert names(plan.cells.peers) == [(16, "compiled", 1), (16, "compiled", 8), (16, "serial", 8)]
     assert {cell.side.side for cell in plan.cells.main} >= {"serial", "fused", "streams"}
     assert (without.limits.captures, plan.limits.captures) == (False, True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.common import windows
-from experiments.common.windows import Window, Windows
+from experiments.bench import windows
+from experiments.bench.windows import Window, Windows
 from experiments.preprocessing import measure, plot, report, run
 from experiments.preprocessing.measure import LOOP, OWN, WORKER, Side
 

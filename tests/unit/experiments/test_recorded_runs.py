@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.common import pictures, recorded_plot, recorded_report, recorded_runs
-from experiments.common.recorded_runs import RecordedRuns
+from experiments.grids import recorded_runs
+from experiments.grids.recorded_runs import RecordedRuns
+from experiments.tables import recorded_plot, recorded_report
 from tests.unit.experiments.samples import accuracy_result, cells
 
 RUNS = RecordedRuns("any", experiment="any", target_accuracy=0.88)
@@ -85,11 +86,3 @@ def test_plot_of_few_samples_counts_thousands_and_shows_chance() -> None:
     assert list(accuracy.lines[0].get_xdata()) == [0.2, 0.4]
     assert [list(line.get_ydata()) for line in accuracy.lines[1:]] == [[0.45, 0.45], [0.2, 0.2]]
     assert (accuracy.get_xlabel(), accuracy.get_ylim()) == ("thousand samples seen", (0.0, 1.0))
-
-
-def test_plot_without_results_says_what_to_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pictures, "read_results", lambda folder: {})
-    assert recorded_plot.save_curve(RUNS) == 2
-    assert "run experiments/any/run.py first" in capsys.readouterr().err

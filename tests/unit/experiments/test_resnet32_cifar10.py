@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.common.recorded_report import table_of
 from experiments.resnet32_cifar10 import run
+from experiments.tables.recorded_report import table_of
 from tests.unit.experiments.samples import accuracy_result, cells
 
 

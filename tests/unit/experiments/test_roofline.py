@@ -8,7 +8,7 @@ from torch import nn
 
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.modules.precision import BF16, FP32
-from experiments.common.rounds import Setup
+from experiments.bench.rounds import Setup
 from experiments.throughput import roofline, roofline_counts, roofline_device
 from experiments.throughput.roofline import Work, limits, roofline_of, roofline_text
 from experiments.throughput.roofline_counts import (

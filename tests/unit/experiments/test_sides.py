@@ -15,12 +15,14 @@ from torch import nn
 
 from crossbow_py.data.augmentation import Augmentation
 from crossbow_py.train.trainer import Trainer
-from experiments.common.results import EXPERIMENTS
-from experiments.throughput import run, sides, tuned, workloads
-from experiments.throughput.gate import FinishedError
-from experiments.throughput.sides import Side
-from experiments.throughput.tuned import Form
-from experiments.throughput.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
+from experiments.bench import workloads
+from experiments.bench.gate import FinishedError
+from experiments.bench.results import EXPERIMENTS
+from experiments.bench.sides import tuned
+from experiments.bench.sides.side import Side
+from experiments.bench.sides.tuned import Form
+from experiments.bench.workloads import LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, Effort, Workload
+from experiments.throughput import run, sides
 from tests.unit.experiments.samples import BATCH, DEFAULT, TUNED, WITH, WITHOUT, CountingGate
 
 NO_EFFORT = Effort(trial_s=0.0, trials=1, tuning_s=0.0)
@@ -124,7 +126,7 @@ def test_workload_of_resnet50_is_a_few_large_synthetic_images_beside_those_of_ot
 
 
 def test_throughput_command_line_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
-    on_cpu = ["--device", "cpu", "--sides", "mps_processes"]
+    on_cpu = ["--device", "cpu", "--sides", "streams"]
     for arguments in (["--num-learners", "0"], ["--seconds", "-1"], ["--model", "nothing"], on_cpu):
         with pytest.raises(SystemExit) as ended:
             run.main(arguments)

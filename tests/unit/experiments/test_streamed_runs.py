@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from crossbow_py.core.errors import UserError
-from experiments.common import windows
-from experiments.common.streamed_runs import Setup, StreamedRun, five_layers, photographs
-from experiments.common.windows import Mark, Window, Windows, window_of
+from experiments.bench import windows
+from experiments.bench.streamed_runs import Setup, StreamedRun, five_layers, photographs
+from experiments.bench.windows import Mark, Window, Windows, window_of
 from experiments.loader import run as loader
 from experiments.preprocessing import run as preprocessing
 from experiments.workers import run as workers
@@ -28,7 +28,7 @@ def test_window_is_from_the_end_of_one_round_to_the_end_of_the_last() -> None:
 
 
 def test_window_in_which_others_were_busy_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "_RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
     shares, side = iter([0.5, 0.1, 0.5, 0.5, 0.5]), Windows()
     for _ in range(2):
         side.add(lambda: window(10.0, foreign=next(shares)))

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from crossbow_py.data.augmentation import Augmentation
-from experiments import tables
-from experiments.throughput import planning, suite, suite_report, workloads
+from experiments.bench import workloads
+from experiments.bench.gate import Choice, Ready, Visit, Window
+from experiments.bench.sides.side import AUTO, OPEN, Side
+from experiments.bench.workers import SideError
+from experiments.bench.workloads import Effort, Workload
+from experiments.tables import pages
+from experiments.throughput import planning, suite, suite_report
 from experiments.throughput.campaign import Campaign, Plan
-from experiments.throughput.gate import Choice, Ready, Visit, Window
 from experiments.throughput.planning import Cell, Limits, ProcessKey, plan_cells
-from experiments.throughput.sides import AUTO, OPEN, Side
-from experiments.throughput.workers import SideError
-from experiments.throughput.workloads import Effort, Workload
 from tests.unit.experiments.samples import suite_measurements, suite_result
 
 LIMITS = Limits(passes=3, window_s=0.2, lead_in_s=0.1, max_round_s=2.0)
@@ -266,13 +267,13 @@ def test_suite_text_has_the_fastest_of_each_side_and_every_gap() -> None:
 
 def test_tables_of_a_suite_are_its_own() -> None:
     results = {"suite_cpu": suite_result()}
-    assert tables.build("throughput/suite_cpu/summary", results) == suite_report.summary_table(results["suite_cpu"])
-    with pytest.raises(ValueError, match="all, summary, notes, machine"):
-        tables.build("throughput/suite_cpu/sides", results)
+    assert pages.build("throughput/suite_cpu/summary", results) == suite_report.summary_table(results["suite_cpu"])
+    with pytest.raises(ValueError, match="all, summary, machine"):
+        pages.build("throughput/suite_cpu/sides", results)
 
 
 def test_pictures_have_a_panel_a_model_and_lines_for_what_was_measured() -> None:
-    suite_plot = pytest.importorskip("experiments.throughput.suite_plot")
+    suite_plot = pytest.importorskip("experiments.throughput.plot")
     result = suite_result()
     result["rows"] += [{**row, "model": "lenet"} for row in result["rows"] if row["side"] != "fused"]
     result["data"]["lenet"] = "mnist"

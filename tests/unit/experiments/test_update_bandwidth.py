@@ -16,6 +16,7 @@ from crossbow_py.core.errors import UserError
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.row_update import TorchUpdate
+from experiments.bench import windows
 from experiments.update_bandwidth import copies, measure, plot, report, run, updates
 from experiments.update_bandwidth.measure import COPY, UPDATE, WHOLE, Side
 from experiments.update_bandwidth.updates import Part
@@ -86,7 +87,7 @@ def test_summary_without_clean_windows_has_no_figures() -> None:
 def test_window_in_which_others_were_busy_is_dropped_and_tried_again(monkeypatch) -> None:
     shares = iter([0.5, 0.0, 0.5, 0.5, 0.5])
     monkeypatch.setattr(measure, "foreign_share", lambda before, after: next(shares))
-    monkeypatch.setattr(measure, "_RETRY_AFTER_S", 0.0)
+    monkeypatch.setattr(windows, "RETRY_AFTER_S", 0.0)
     side, seconds = Side(COPY, "torch", (Part(COPY, lambda: None, 2 * 10**9),)), itertools.count()
 
     class Clock(measure.HostClock):

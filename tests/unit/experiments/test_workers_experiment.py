@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from crossbow_py.core.host import Host
-from experiments.common import windows
-from experiments.common.windows import Window, Windows
+from experiments.bench import windows
+from experiments.bench.windows import Window, Windows
 from experiments.workers import measure, plot, report, run
 from experiments.workers.measure import Cell, Pace
 

@@ -198,13 +198,13 @@ def _stop_before_work(patch: pytest.MonkeyPatch, written: list[Path]) -> None:
     patch.setattr("crossbow_py.predict.__main__.answer", answer)
     patch.setattr("crossbow_py.estimate.__main__.answer", lambda config: 0)
     patch.setattr("crossbow_py.report.charts.all_charts", lambda runs: ())
-    original = importlib.import_module("crossbow_py.report.writing").make_folder
+    original = importlib.import_module("crossbow_py.report.__main__").make_folder
 
     def make_folder(path: Path) -> Path:
         written.append(path)
         return original(path)  # type: ignore[no-any-return]
 
-    patch.setattr("crossbow_py.report.writing.make_folder", make_folder)
+    patch.setattr("crossbow_py.report.__main__.make_folder", make_folder)
 
 
 def _write_folders(root: Path) -> None:

@@ -19,7 +19,7 @@ from crossbow_py.engine.executors import EXECUTORS as EXECUTORS_OF_TRAINING
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.predict import ensemble as ensembles
 from crossbow_py.predict import predictors
-from crossbow_py.predict.architecture import same_architecture
+from crossbow_py.predict.ensemble import same_architecture
 from crossbow_py.predict.predictors import PREDICTORS, PredictorName, candidates
 from tests import networks
 from tests.support import norm_model
@@ -269,7 +269,7 @@ def test_executors_of_cuda_streams_are_refused_on_a_cpu_with_the_remedy(executor
 def test_what_executors_of_cuda_streams_compute_equals_plain_pytorch(executor, num_models):
     models = [*seeded(mlp, num_models), *seeded(lambda: mlp(16), 2)]  # one branch after another on a CPU
     with Ensemble(models, device="cpu") as ensemble:
-        predictor = PREDICTORS[executor](ensemble._banks)
+        predictor = PREDICTORS[executor](executor, ensemble._banks)
         for size in (4, 2, 4):
             batch = torch.randn(size, 12, requires_grad=True)
             found = predictor.probabilities(batch)
@@ -280,7 +280,7 @@ def test_what_executors_of_cuda_streams_compute_equals_plain_pytorch(executor, n
 def test_sub_arrays_are_groups_of_neighbours_in_each_bank():
     with Ensemble([*seeded(mlp, 5), *seeded(lambda: mlp(16), 1)], device="cpu") as ensemble:
         groups = [
-            [(group.start, group.stop) for _, group in PREDICTORS[name](ensemble._banks)._groups]
+            [(group.start, group.stop) for _, group in PREDICTORS[name](name, ensemble._banks)._groups]
             for name in ("subarrays2", "subarrays4")
         ]
     assert groups == [[(0, 3), (3, 5), (0, 1)], [(0, 2), (2, 3), (3, 4), (4, 5), (0, 1)]]

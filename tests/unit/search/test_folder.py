@@ -17,7 +17,8 @@ from crossbow_py.cli.output_folder import new_folder
 from crossbow_py.core.errors import SearchError, UserError
 from crossbow_py.search import folder
 from crossbow_py.search.config import SearchConfig
-from crossbow_py.search.folder import TRIALS_FOLDER, SearchFolder, identity, kept_unless_refused, open_search_folder
+from crossbow_py.search.folder import TRIALS_FOLDER, SearchFolder, kept_unless_refused, open_search_folder
+from crossbow_py.search.identity import identity
 from crossbow_py.train.config import TrainConfig, config_to_mapping
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")

@@ -185,7 +185,7 @@ def test_workers_on_other_hosts_share_the_trials_and_are_no_company_while_packs_
 ) -> None:
     setting.space, setting.width = ONE_SIZE, 9
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("crossbow_py.search.study.leases._host", lambda: "another 1 0")
+        elsewhere.setattr("crossbow_py.search.study.claims._host", lambda: "another 1 0")
         setting.study("other").renew()
     search = setting.search(setting.study("first"))
     search._admit()

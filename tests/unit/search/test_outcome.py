@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 from crossbow_py.search.hyperband import Segment, TrialState, make_brackets
+from crossbow_py.search.loop import SearchRules
 from crossbow_py.search.outcome import find_leader, trial_records
-from crossbow_py.search.rules import SearchRules
 from crossbow_py.search.study.claims import SegmentResult
 from crossbow_py.search.study.study import SharedStudy
 

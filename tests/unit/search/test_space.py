@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FixedTrial
 
 from crossbow_py.core.errors import UserError
-from crossbow_py.search.parameter import Value
-from crossbow_py.search.space import Space
+from crossbow_py.search.space import Space, Value, contains, parse_parameter
 
 # Momentum only with sgd, Nesterov's only with some momentum; conditions are written before what they name.
 NESTED: Mapping[str, Any] = {
@@ -244,3 +245,242 @@ def test_space_as_plain_values_survives_json_and_tells_other_spaces_apart() -> N
         assert Space.from_mapping({**NESTED, **change}).to_plain() != plain
     moved = {key: NESTED[key] for key in ("batch_size", "nesterov", "optimizer", "momentum")}
     assert Space.from_mapping(moved).to_plain() != plain
+
+
+class Asked:
+    """Notes what it is asked for, and answers with the upper end or the last choice."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> float:
+        self.calls.append(("float", name, low, high, step, log))
+        return high
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        self.calls.append(("int", name, low, high, step, log))
+        return high
+
+    def suggest_categorical(self, name: str, choices: Sequence[Value]) -> Value:
+        self.calls.append(("categorical", name, tuple(choices)))
+        return choices[-1]
+
+
+def shown(values: Sequence[Any]) -> list[str]:
+    """With their types, as 1 == 1.0 == True."""
+    return [repr(value) for value in values]
+
+
+# --- what a sampler is asked for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plain", "call"),
+    [
+        ({"low": 0.1, "high": 0.5}, ("float", "x", 0.1, 0.5, None, False)),
+        ({"low": 0, "high": 0.5}, ("float", "x", 0.0, 0.5, None, False)),
+        ({"low": 1e-3, "high": 1.0, "log": True}, ("float", "x", 1e-3, 1.0, None, True)),
+        ({"low": 0, "high": 1, "step": 0.25}, ("float", "x", 0.0, 1.0, 0.25, False)),
+        ({"low": 1, "high": 64}, ("int", "x", 1, 64, 1, False)),
+        ({"low": 1, "high": 64, "log": True, "num": 7}, ("int", "x", 1, 64, 1, True)),
+        ({"low": 16, "high": 64, "step": 16}, ("int", "x", 16, 64, 16, False)),
+        ({"low": -3, "high": 0}, ("int", "x", -3, 0, 1, False)),
+        ({"choices": ["a", None, True, 2, 0.5]}, ("categorical", "x", ("a", None, True, 2, 0.5))),
+        (["sgd", "adam"], ("categorical", "x", ("sgd", "adam"))),
+    ],
+)
+def test_parameter_asks_for_its_kind_of_value_under_its_key(plain: Any, call: tuple[Any, ...]) -> None:
+    asked = Asked()
+    value = parse_parameter("x", plain).suggest(asked)
+    assert shown(asked.calls[0]) == shown(call) and len(asked.calls) == 1
+    assert value == (call[2][-1] if call[0] == "categorical" else call[3])
+
+
+def test_optuna_takes_every_kind_of_parameter_and_draws_within_it() -> None:
+    kinds = {
+        "float": ({"low": 0.1, "high": 0.5, "log": True}, FloatDistribution(0.1, 0.5, log=True)),
+        "stepped": ({"low": 0.1, "high": 0.7, "step": 0.2}, FloatDistribution(0.1, 0.7, step=0.2)),
+        "int": ({"low": 2, "high": 8, "step": 3}, IntDistribution(2, 8, step=3)),
+        "choice": ([None, "a", 3, False], CategoricalDistribution([None, "a", 3, False])),
+    }
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    for _ in range(10):
+        trial = study.ask()
+        values = {key: parse_parameter(key, plain).suggest(trial) for key, (plain, _) in kinds.items()}
+        assert trial.params == values
+        assert trial.distributions == {key: distribution for key, (_, distribution) in kinds.items()}
+        assert values["int"] in (2, 5, 8)
+
+
+def test_optuna_fixed_trial_accepts_every_point_of_a_grid() -> None:
+    for plain in ({"low": 0.1, "high": 0.7, "step": 0.2}, {"low": 1e-4, "high": 1.0, "log": True, "num": 5}, [1, "b"]):
+        parameter = parse_parameter("x", plain)
+        for point in parameter.points():
+            assert parameter.suggest(FixedTrial({"x": point})) == point
+
+
+# --- points of a grid -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plain", "points"),
+    [
+        ({"low": 0.1, "high": 0.5, "num": 5}, (0.1, 0.2, 0.3, 0.4, 0.5)),
+        ({"low": 0.001, "high": 1.0, "log": True, "num": 4}, (0.001, 0.01, 0.1, 1.0)),
+        ({"low": 0.1, "high": 0.7, "step": 0.2}, (0.1, 0.3, 0.5, 0.7)),
+        ({"low": 0.25, "high": 0.75, "num": 2}, (0.25, 0.75)),
+        ({"low": 3, "high": 6}, (3, 4, 5, 6)),
+        ({"low": 16, "high": 64, "step": 16}, (16, 32, 48, 64)),
+        ({"low": 1, "high": 100, "log": True, "num": 3}, (1, 10, 100)),
+        ({"low": 1, "high": 10, "num": 4}, (1, 4, 7, 10)),
+        ({"low": 1, "high": 3, "num": 7}, (1, 2, 3)),  # no whole number twice
+        ({"choices": ["b", None, True, 1.5]}, ("b", None, True, 1.5)),
+    ],
+)
+def test_points_are_spread_as_the_range_says_with_both_ends_exact(plain: Any, points: tuple[Value, ...]) -> None:
+    assert shown(parse_parameter("x", plain).points()) == shown(points)
+
+
+@pytest.mark.parametrize("plain", [{"low": 0.1, "high": 0.5}, {"low": 1, "high": 8, "log": True}])
+def test_points_of_a_range_that_says_no_distance_are_refused(plain: Any) -> None:
+    with pytest.raises(UserError, match="space: x must have num, step or choices for a grid, got none of them; say"):
+        parse_parameter("x", plain).points()
+
+
+@given(
+    st.floats(-1e6, 1e6), st.floats(1e-9, 1e6), st.integers(2, 40), st.booleans()
+)  # fmt: skip
+def test_points_of_any_range_rise_from_its_lower_to_its_upper_end(
+    low: float, width: float, num: int, log: bool
+) -> None:
+    low = abs(low) + 1e-9 if log else low
+    high = low + width
+    if low < high:
+        points = parse_parameter("x", {"low": low, "high": high, "num": num, "log": log}).points()
+        assert points[0] == low and points[-1] == high
+        assert list(points) == sorted(set(points)) and len(points) <= num
+
+
+# --- what conditions may name -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plain", "possible", "impossible"),
+    [
+        (["sgd", 1, None], ["sgd", 1, None], ["adam", True, False, "1", "None"]),
+        ([True, False], [True, False], [1, 0, "true"]),
+        ({"low": 2, "high": 8, "step": 3}, [2, 5, 8], [1, 3, 11, 2.5, "2", None, True]),
+        ({"low": 0, "high": 3}, [0, 1, 3], [-1, 4, False]),
+        ({"low": 0.0, "high": 3.0}, [], [0.0, 1, 3.0, math.nan]),
+    ],
+)
+def test_parameter_can_be_its_choices_and_whole_numbers_only(
+    plain: Any, possible: list[Value], impossible: list[Value]
+) -> None:
+    parameter = parse_parameter("x", plain)
+    assert [value for value in possible if not parameter.can_be(value)] == []
+    assert [value for value in impossible if parameter.can_be(value)] == []
+
+
+def test_parameter_with_conditions_exists_where_all_of_them_hold() -> None:
+    parameter = parse_parameter("x", {"choices": [1, 2], "when": {"a": ["p", "q"], "b": True}})
+    assert parameter.when == (("a", ("p", "q")), ("b", (True,)))
+    assert parameter.exists({"a": "q", "b": True, "c": 0})
+    for values in ({"a": "q"}, {"a": "r", "b": True}, {"a": "p", "b": 1}, {"a": "p", "b": False}, {}):
+        assert not parameter.exists(values)
+
+
+def test_true_is_not_one_among_values() -> None:
+    assert contains((1, "a"), 1) and contains((1, "a"), 1.0) and contains((None,), None)
+    assert not contains((1, 0), True) and not contains((True,), 1) and not contains((), None)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        (0.1, r"space: a.b must be {low, high}, {choices} or a list of choices, got 0.1; write a list"),
+        ("fast", r"a.b must be {low, high}, {choices} or a list of choices, got 'fast'."),
+        ({}, "a.b must have low and high, or choices, got low None and high None; set both ends."),
+        ({"low": 1.0}, "a.b must have low and high, or choices, got low 1.0 and high None; set both ends."),
+        ({"lo": 1, "high": 2}, r"a.b has no field 'lo'; did you mean 'low'\?"),
+        ({"key": "c", "low": 1, "high": 2}, "a.b has no field 'key'; known: choices, high, log, low, num, step, when"),
+        ({"low": "1e-3", "high": 1}, "space: a.b.low must be a number or null, got '1e-3'."),
+        ({"low": True, "high": 2}, "a.b.low must be a number or null, got True."),
+        ({"low": 0.0, "high": math.inf}, "a.b.high must be a finite number, got inf."),
+        ({"low": math.nan, "high": 1.0}, "a.b.low must be a finite number, got nan."),
+        ({"low": 0.0, "high": 1e39}, "a.b.high must be a number that 32 bits can hold"),
+        ({"low": 0, "high": 2**53 + 1}, "a.b must have whole numbers of at most 53 bits, got a larger one; take"),
+        ({"choices": [10**5000]}, "a.b must have whole numbers of at most 53 bits, got a larger one."),
+        ({"low": 2.0, "high": 1.0}, "a.b has an empty range: low must be less than high, got low 2.0 and high 1.0; "),
+        ({"low": 3, "high": 3}, "a.b has an empty range: low must be less than high, got low 3 and high 3; raise high"),
+        ({"low": 0, "high": 1.0, "log": True}, "a.b must have low greater than 0 where log is true, got 0.0; raise"),
+        ({"low": 1, "high": 2, "log": "yes"}, "a.b.log must be true or false, got 'yes'."),
+        ({"low": 0.0, "high": 1.0, "step": 0}, "a.b.step must be greater than 0, got 0.0."),
+        ({"low": 0.0, "high": 1.0, "step": -0.1}, "a.b.step must be greater than 0, got -0.1."),
+        ({"low": 0.1, "high": 1.0, "step": 0.4}, "a whole number of steps, got steps of 0.4 .*; set high=0.9."),
+        ({"low": 0, "high": 10, "step": 4}, "a whole number of steps, got steps of 4 from 0 to 10; set high=8."),
+        ({"low": 0, "high": 1, "step": 4}, "a whole number of steps, got steps of 4 from 0 to 1; set high=4."),
+        ({"low": 0.0, "high": 1e30, "step": 0.1}, "a.b must have at most 9007199254740992 steps, .*; raise step"),
+        ({"low": 1, "high": 9, "step": 2, "log": True}, "a.b must have step or log, got both; leave one out."),
+        ({"low": 1, "high": 9, "step": 2, "num": 3}, "a.b must have step or num, got both; leave one out."),
+        ({"low": 1, "high": 9, "num": 1}, "a.b.num must be at least 2, got 1."),
+        ({"low": 1, "high": 9, "num": 10_001}, "a.b.num must be at most 10000, got 10001."),
+        ({"low": 1, "high": 9, "num": 2.5}, "a.b.num must be a whole number or null, got 2.5."),
+        ([], "a.b must have choices, got an empty list; name the values to try."),
+        (
+            {"choices": "sgd"},
+            "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got 'sgd'; write",
+        ),
+        (
+            [[[80]], [100]],
+            "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got ",
+        ),
+        ([{"a": 1}], "a.b.choices must be a list of numbers, text, true, false or null, or lists of them, got "),
+        ([0.1, math.nan], "a.b.choices must be a finite number, got nan."),
+        (["x", "y", "x"], "a.b must have choices that differ, got 'x' and 'x'; leave one out."),
+        ([1, True], "a.b must have choices that differ, got 1 and True; leave one out."),
+        (
+            {"choices": [1, 2], "low": 1, "step": 1},
+            "a.b must have choices or a range, got choices and low, step; leave",
+        ),
+        ({"choices": [1, 2], "low": 0}, "a.b must have choices or a range, got choices and low; leave one out."),
+        ({"choices": [1], "when": "sgd"}, "a.b.when must be a mapping .* to its values, got 'sgd'; write"),
+        ({"choices": [1], "when": {}}, "a.b.when must be a mapping from another key to its values, got {}."),
+        ({"choices": [1], "when": {"c": []}}, r"a.b.when must have a key with numbers, text, .* got {'c': \[\]}."),
+        ({"choices": [1], "when": {3: 1}}, "a.b.when must have a key with numbers, .* got {3: 1}; write when: {KEY"),
+        ({"choices": [1], "when": {"c": [[1]]}}, r"a.b.when must have a key .* got {'c': \[\[1\]\]}."),
+    ],
+)
+def test_impossible_parameter_is_refused_in_one_sentence(plain: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse_parameter("a.b", plain)
+    assert str(caught.value).startswith("space: a.b")
+    assert "\n" not in str(caught.value)
+
+
+def test_parameters_as_plain_values_name_what_was_set_and_tell_whole_ranges_from_others() -> None:
+    assert parse_parameter("x", {"low": 0, "high": 2}).to_plain() == {"key": "x", "low": 0, "high": 2, "integer": True}
+    assert parse_parameter("x", {"low": 0.0, "high": 2.0}).to_plain() == {"key": "x", "low": 0.0, "high": 2.0}
+    full = {"low": 0.5, "high": 2.0, "log": True, "num": 3, "when": {"y": "z"}}
+    assert parse_parameter("x", full).to_plain() == {"key": "x", **full, "when": {"y": ["z"]}}
+    assert parse_parameter("x", [False, None]).to_plain() == {"key": "x", "choices": [False, None]}
+
+
+def test_choices_that_are_lists_are_texts_for_samplers_and_lists_for_configurations() -> None:
+    parameter = parse_parameter("model.hidden", [[64], [128, 128], "[1]"])
+    assert parameter.choices == ("[64]", "[128, 128]", "[1]")
+    assert parameter.meant("[128, 128]") == [128, 128]
+    assert parameter.meant("[1]") == "[1]"  # a text that was written as one
+    assert parameter.place("[128, 128]") == 0.5
+
+
+def test_place_lies_between_the_ends_of_a_range_or_among_choices() -> None:
+    assert parse_parameter("a", {"low": 2.0, "high": 4.0}).place(2.5) == 0.25
+    assert parse_parameter("a", {"low": 0.01, "high": 100.0, "log": True}).place(1.0) == pytest.approx(0.5)
+    assert [parse_parameter("a", [False, 0.5, None]).place(value) for value in (False, 0.5, None)] == [0.0, 0.5, 1.0]
+    assert parse_parameter("a", ["only"]).place("only") == 0.0

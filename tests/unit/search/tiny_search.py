@@ -17,11 +17,10 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.hyperband import Segment, best, make_brackets
-from crossbow_py.search.loop import Search, SearchHooks
+from crossbow_py.search.loop import Search, SearchHooks, SearchRules
 from crossbow_py.search.packs.policies import Policy
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import Roster, SearchData
-from crossbow_py.search.rules import SearchRules
 from crossbow_py.search.space import Space
 from crossbow_py.search.study.states import TrialStates
 from crossbow_py.search.study.study import SharedStudy

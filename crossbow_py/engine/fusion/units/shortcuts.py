@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from crossbow_py.engine.fusion.units.nodes import calls, only_user
+from crossbow_py.engine.fusion.units.units import calls, only_user
 from crossbow_py.engine.fusion.values import apart
 from crossbow_py.engine.fusion.writes import Write
 

@@ -10,11 +10,9 @@ from torch import nn
 
 from crossbow_py.averaging import GradientMean, GroupedSMA, SynchronousSGD
 from crossbow_py.distributed.collective import Collective
-from crossbow_py.engine.bank.gradient_mean import average_gradients
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.executors.fused import FusedExecutor
-from crossbow_py.engine.executors.streams import StreamsExecutor
-from crossbow_py.engine.executors.subarrays import TwoSubArrays
+from crossbow_py.engine.executors.streams import StreamsExecutor, TwoSubArrays
 from crossbow_py.engine.modules.precision import FP32, FP64
 from crossbow_py.engine.scheduler import AVERAGING_STREAM, Launch, Scheduler
 from crossbow_py.engine.tasks import AveragingTask, CorrectionTask, GradientMeanTask, LearningTask
@@ -67,7 +65,7 @@ def test_mean_is_that_of_the_group_alike_to_the_bit():
     for learner, value in enumerate((1.0, 2.0, 6.0)):
         for part in bank.gradients.trained(learner):
             part.fill_(value)
-    average_gradients(bank, GradientMean(2), Collective())
+    bank.average_gradients(GradientMean(2), Collective())
     found = [torch.cat(bank.gradients.trained(j)) for j in range(3)]
     assert (found[0] == 1).all() and (found[1] == 4).all() and torch.equal(found[1], found[2])
 
@@ -274,7 +272,7 @@ def test_groups_go_on_with_their_own_weights_and_state_when_learners_come_or_go(
     assert momenta == [0.0 if number is None else number + 1.0 for number in from_group]
 
 
-def test_learners_that_come_to_replicas_alike_have_the_others_weights_and_state():
+def test_learners_that_join_equal_replicas_have_the_others_weights_and_state():
     tasks = tasks_for(SynchronousSGD(), num_learners=2)
     run(SerialExecutor(tasks), tasks, 3)
     bank = tasks.bank
@@ -286,14 +284,14 @@ def test_learners_that_come_to_replicas_alike_have_the_others_weights_and_state(
     assert bank.step_counts[:4] == [3] * 4 and state.trained(0)[0].norm() > 0
 
 
-def test_groups_that_shrink_to_one_are_replicas_alike_at_z():
+def test_groups_that_shrink_to_one_are_equal_replicas_at_z():
     tasks = tasks_for(GroupedSMA(group_size=2), num_learners=4)
     run(SerialExecutor(tasks), tasks, 3)
     bank = tasks.bank
-    assert not bank.replicas_alike
+    assert not bank.replicas_identical
     z = torch.cat(bank.z.trained()).clone()
     bank.resize(2)
-    assert bank.replicas_alike and torch.equal(rows(bank), torch.stack([z, z]))
+    assert bank.replicas_identical and torch.equal(rows(bank), torch.stack([z, z]))
     state = bank.state["momentum"]
     assert all(torch.equal(a, b) for a, b in zip(state.trained(0), state.trained(1), strict=True))
 

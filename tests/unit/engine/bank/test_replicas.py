@@ -216,3 +216,48 @@ def test_bank_that_shrank_to_one_learner_grows_again_with_z_at_rest():
     bank.resize(2)
     assert not torch.cat(bank.velocity.flat(0)).any()
     assert torch.equal(bank.z.storage, bank.z_prev.storage)
+
+
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+def test_checksum_of_z_changes_with_any_bit_of_any_value(precision):
+    bank = make_bank(linear_model, 1, precision)
+    integer = torch.int32 if precision is FP32 else torch.int64
+    bits, whole = bank.z.storage.view(integer), bank.z_checksum()
+    num_bits = torch.iinfo(integer).bits
+    seen = {whole}
+    for place in range(0, len(bits), max(1, len(bits) // 8)):
+        for bit in range(num_bits):
+            mask = (1 << bit) if bit < num_bits - 1 else torch.iinfo(integer).min
+            bits[place] ^= mask
+            seen.add(bank.z_checksum())
+            assert bank.z_checksum() != whole, (place, bit)
+            bits[place] ^= mask
+    assert bank.z_checksum() == whole
+
+
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+def test_checksum_of_z_changes_when_two_values_are_swapped(precision):
+    bank = make_bank(linear_model, 1, precision)
+    z, whole = bank.z.flat()[0], bank.z_checksum()
+    for other in range(1, len(z)):
+        first, second = z[0].item(), z[other].item()
+        z[0], z[other] = second, first
+        assert bank.z_checksum() != whole, other
+        z[0], z[other] = first, second
+    assert bank.z_checksum() == whole
+
+
+def test_checksum_is_the_same_in_whatever_pieces_it_is_taken(monkeypatch):
+    values = torch.randn(1000)
+    whole = replicas.checksum(values)
+    monkeypatch.setattr(replicas, "_CHECKED_AT_ONCE", 64)
+    assert replicas.checksum(values) == whole
+    assert 0 <= whole < 2**52
+    assert float(whole) == whole
+
+
+def test_checksum_tells_zeros_apart_and_counts_every_nan_alike():
+    zeros = torch.zeros(4)
+    assert replicas.checksum(zeros) != replicas.checksum(-zeros)
+    broken = torch.tensor([1.0, torch.nan])
+    assert replicas.checksum(broken) == replicas.checksum(broken.clone())

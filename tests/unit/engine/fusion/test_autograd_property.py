@@ -15,7 +15,7 @@ from crossbow_py.averaging import Independent
 from crossbow_py.core.errors import UserError
 from crossbow_py.data.feed import Batch
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.engine.update.optimizers import SGD
 from crossbow_py.train.checks.seeded_model import faithful_copy

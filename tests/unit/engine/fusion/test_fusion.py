@@ -16,7 +16,7 @@ from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import LearnerError
 from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_pass import PassNotes
-from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16, FP32
 from crossbow_py.engine.update.optimizers import SGD, AdamW
 from crossbow_py.models import MODELS

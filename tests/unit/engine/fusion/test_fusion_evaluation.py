@@ -10,7 +10,8 @@ from torch import nn
 
 from crossbow_py.engine.bank.layout import Rows
 from crossbow_py.engine.bank.replicas import ReplicaBank
-from crossbow_py.engine.fusion.graph import FusedGraph, exported
+from crossbow_py.engine.fusion.export import exported
+from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64, cast_module
 from crossbow_py.models import MODELS
 from tests import networks

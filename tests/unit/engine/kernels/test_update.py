@@ -11,7 +11,6 @@ from torch import nn
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.triton_launch import recorded
-from crossbow_py.engine.bank.measures import correction_norm
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.kernels import update as kernels
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
@@ -149,7 +148,7 @@ def test_sum_that_others_reduce_first_then_moves_z_as_the_one_pass_does():
     for name in ("z", "z_prev", "weights"):
         for mine, other in zip(getattr(apart, name).trained(), getattr(together, name).trained(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-15, atol=0)
-    assert correction_norm(together) == pytest.approx(correction_norm(apart), rel=1e-12)
+    assert together.correction_norm() == pytest.approx(apart.correction_norm(), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

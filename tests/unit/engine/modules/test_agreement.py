@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from crossbow_py.averaging import SMA, Independent
 from crossbow_py.core.errors import UserError
 from crossbow_py.engine.executors import EXECUTORS
-from crossbow_py.engine.fusion.graph import FusionError
+from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import BF16, FP32, FP64
 from crossbow_py.train.tuning.calibration import RememberedChoices
 from tests.support import make_tasks

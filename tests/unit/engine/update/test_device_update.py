@@ -11,7 +11,8 @@ from torch import nn
 from crossbow_py.averaging import SMA
 from crossbow_py.averaging.rule import LinearRound
 from crossbow_py.core.errors import UserError
-from crossbow_py.engine.bank.replicas import ReplicaBank, TrainedRow
+from crossbow_py.engine.bank.layout import TrainedRow
+from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import BF16, FP64
 from crossbow_py.engine.update.device_update import AllLearners, DeviceUpdate, OneLearner, keep_bits, select_bits
 from crossbow_py.engine.update.optimizers import SGD, AdamW, Optimizer

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from crossbow_py import SGD, SMA, AdamW, Augmentation, Cosine, MultiStep, Step, Trainer
-from crossbow_py.data.build import Feed, make_feed
+from crossbow_py.data.build import make_feed
+from crossbow_py.data.feed import Feed
 from crossbow_py.data.resident.resident_feed import ResidentFeed
 from crossbow_py.engine.executors import EXECUTORS, SerialExecutor
 from crossbow_py.engine.modules.precision import FP64

@@ -15,8 +15,7 @@ from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.search.packs import trial_registry as module
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.search.packs.trial_registry import Roster, SearchData
-from crossbow_py.search.packs.width import Width
-from crossbow_py.search.packs.width_measurement import BUDGET_S
+from crossbow_py.search.packs.width import BUDGET_S, Width
 from crossbow_py.search.space import Space
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Effort

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from crossbow_py import SGD, Constant
 from crossbow_py.data.build import make_feed
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.search.packs import width_measurement, width_memory, width_sizes
-from crossbow_py.search.packs.compatible_trials import TrialsAlike
+from crossbow_py.search.packs import width as module
 from crossbow_py.search.packs.trial import TrialSettings
-from crossbow_py.search.packs.width import choose_width
-from crossbow_py.search.packs.width_measurement import measured_width
+from crossbow_py.search.packs.width import TrialsAlike, choose_width, measured_width
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, Refusal
 from tests.caches import use_cache
@@ -113,7 +111,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[tuple[st
         rates = {key: 10.0 * key[1] * (1 + (key[0] == "fused")) for key in calls[-1]}
         return Calibration("fused", rates)
 
-    monkeypatch.setattr(width_measurement, "calibrate", calibrate)
+    monkeypatch.setattr(module, "calibrate", calibrate)
     return calls
 
 
@@ -193,12 +191,12 @@ def test_pack_is_guessed_where_there_was_time_for_one_trial_alone(
     late = (("threads", 2), ("threads", 4), ("fused", 16), ("fused_threads", 16))
     alone = Calibration("serial", {("serial", 1): 10.0}, late=late, is_short=True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: alone)
+    monkeypatch.setattr(module, "calibrate", lambda *_: alone)
     width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert width.size == 16 and "not measured" in width.sentence
     refused = {(name, 16): Refusal("no such graph") for name in ("fused", "fused_threads")}
     one_late = dataclasses.replace(alone, refused=refused, late=late[:2])
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: one_late)
+    monkeypatch.setattr(module, "calibrate", lambda *_: one_late)
     width, _ = measure(32, effort=Effort(20.0, total_samples=100))
     assert (width.size, width.executor(2)) == (2, "threads")  # not one that cannot run
 
@@ -241,7 +239,7 @@ def test_trials_run_one_at_a_time_for_the_reason_that_is_said(
     num_measured: int,
 ) -> None:
     calibration = Calibration("serial", {("serial", 1): 10.0, ("fused", 1): 9.0}, **found)
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: asked.append([]) or calibration)
+    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or calibration)
     for _ in range(2):
         width, notes = measure(32)
         assert width.size == 1 and notes == []
@@ -255,7 +253,7 @@ def test_width_without_packs_says_that_they_were_not_asked_for_or_that_memory_ho
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "one at a time, as was asked for, by executor fused" in measure(1)[0].sentence
-    monkeypatch.setattr(width_measurement, "_memory_bound", lambda *_: (1, ["Memory holds one."]))
+    monkeypatch.setattr(module, "_memory_bound", lambda *_: (1, ["Memory holds one."]))
     width, notes = measure(2)
     assert "one at a time, as memory holds no more, by executor fused" in width.sentence
     assert notes == ["Memory holds one."]
@@ -267,7 +265,7 @@ def test_executor_that_runs_no_packs_is_named_with_the_reason(
 ) -> None:
     rates = {("serial", 1): 10.0, ("fused", 1): 10.0, ("threads", 2): 20.0}
     found = Calibration("threads", rates, {("fused", 16): MEMORY}, late=(("fused_threads", 16),))
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: asked.append([]) or found)
+    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or found)
     width, notes = measure(32)
     assert (width.size, width.executor(2)) == (2, "threads")
     assert notes == [
@@ -283,7 +281,7 @@ def test_choice_against_packs_is_not_remembered_where_some_were_not_measured(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = Calibration("serial", {("serial", 1): 10.0, ("fused", 2): 10.0}, late=(("fused", 16),))
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: asked.append([]) or found)
+    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or found)
     for _ in range(2):
         width, _ = measure(32)
         assert width.size == 1 and "packing does not pay" in width.sentence
@@ -293,7 +291,7 @@ def test_choice_against_packs_is_not_remembered_where_some_were_not_measured(
 def test_what_an_older_version_kept_is_measured_anew(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(width_memory.Remembered, "recall", lambda *_: '[["serial", 1, 10.0]]')
+    monkeypatch.setattr(module.Remembered, "recall", lambda *_: '[["serial", 1, 10.0]]')
     measure(4)
     assert len(asked) == 1
 
@@ -303,7 +301,7 @@ def test_what_was_measured_beside_other_programs_is_not_remembered(
 ) -> None:
     rates = {("serial", 1): 10.0, ("fused", 4): 80.0}
     busy = Calibration("fused", rates, others=0.5)
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: asked.append([]) or busy)
+    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or busy)
     width, notes = measure(4)
     assert width.size == 4
     assert notes == ["Other programs took 50% of the cores meanwhile: it is measured again the next time."]
@@ -315,7 +313,7 @@ def test_what_a_short_search_measured_is_remembered_for_short_ones(
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = Calibration("fused", {("serial", 1): 10.0, ("fused", 4): 80.0}, late=(("fused", 16),), is_short=True)
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: asked.append([]) or short)
+    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or short)
     first, _ = measure(4, effort=Effort(20.0, total_samples=800))  # a second
     again, _ = measure(4, effort=Effort(20.0, total_samples=400))
     assert first == again and len(asked) == 1
@@ -338,7 +336,7 @@ def test_width_that_memory_bounds_is_bounded_anew_where_there_is_room_to_be_made
     asked: list[list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room: list[str] = []
-    monkeypatch.setattr(width_measurement, "_memory_bound", lambda *_: (8, []) if room else (2, ["Memory holds 2."]))
+    monkeypatch.setattr(module, "_memory_bound", lambda *_: (8, []) if room else (2, ["Memory holds 2."]))
     width, notes = measure(8, effort=Effort(is_alone=False))
     assert (width.size, notes) == (2, ["Memory holds 2."])  # nothing is given back
     width, notes = measure(8, make_room=lambda: room.append("made") or True)
@@ -350,7 +348,7 @@ def bounded_by(monkeypatch: pytest.MonkeyPatch, *bounds: int) -> None:
     """Memory holds so many trials, each time it is asked."""
     later = iter(bounds)
     said = "Memory holds {}."
-    monkeypatch.setattr(width_measurement, "_memory_bound", lambda *_: (bound := next(later), [said.format(bound)]))
+    monkeypatch.setattr(module, "_memory_bound", lambda *_: (bound := next(later), [said.format(bound)]))
 
 
 def test_width_that_is_remembered_parks_no_packs(
@@ -377,7 +375,7 @@ def test_width_is_remembered_whatever_memory_is_free_as_long_as_it_is_no_more(
     ("bound", "steady"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 6), (7, 6), (11, 8), (12, 12), (63, 48), (64, 64)]
 )
 def test_bound_by_memory_is_rounded_down_to_sizes_far_apart(bound: int, steady: int) -> None:
-    assert width_sizes.steady(bound) == steady
+    assert module.steady(bound) == steady
 
 
 def test_packs_below_the_size_that_memory_refuses_are_remembered(
@@ -385,7 +383,7 @@ def test_packs_below_the_size_that_memory_refuses_are_remembered(
 ) -> None:
     rates = {("serial", 1): 10.0, ("fused", 16): 160.0, ("fused", 32): 320.0}
     short = Calibration("fused", rates, {("fused", 40): MEMORY})
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: asked.append([]) or short)
+    monkeypatch.setattr(module, "calibrate", lambda *_: asked.append([]) or short)
     for _ in range(2):
         assert measure(40)[0].size == 32  # not nearly all, which memory refused
     assert len(asked) == 1
@@ -400,7 +398,7 @@ def test_packs_that_memory_refuses_are_measured_again_where_there_is_room_to_be_
     room: list[str] = []
     short = Calibration("serial", {("serial", 1): 10.0}, {("fused", 8): MEMORY})
     ample = Calibration("fused", {("serial", 1): 10.0, ("fused", 8): 80.0})
-    monkeypatch.setattr(width_measurement, "calibrate", lambda *_: ample if room else short)
+    monkeypatch.setattr(module, "calibrate", lambda *_: ample if room else short)
     assert measure(8)[0].size == 1
     assert measure(8, make_room=lambda: room.append("made") or True)[0].size == 8
 
@@ -413,7 +411,7 @@ def test_packs_are_measured_again_in_the_time_that_is_left_and_without_what_is_k
     num_measured: int,
 ) -> None:
     clock, calls = Clock(), []
-    monkeypatch.setattr(width_measurement, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
     short = Calibration("serial", {("serial", 1): 10.0}, {("fused", 8): MEMORY}, others=0.1)
     ample = Calibration("fused", {("serial", 1): 10.0, ("fused", 8): 80.0}, late=late)
 
@@ -422,7 +420,7 @@ def test_packs_are_measured_again_in_the_time_that_is_left_and_without_what_is_k
         clock.now += 15
         return short if len(calls) == 1 else ample
 
-    monkeypatch.setattr(width_measurement, "calibrate", calibrate)
+    monkeypatch.setattr(module, "calibrate", calibrate)
     effort = Effort(20.0, spent_s=1.0)
     assert measure(8, make_room=lambda: True, effort=effort)[0].size == 8
     assert calls == [(20.0, 1.0, None), (5.0, 16.0, short.images_per_s)]
@@ -431,7 +429,7 @@ def test_packs_are_measured_again_in_the_time_that_is_left_and_without_what_is_k
 
 
 def test_large_packs_are_doubled_up_to_nearly_all_that_there_can_be() -> None:
-    sizes = {bound: width_sizes._sizes(bound) for bound in (3, 16, 32, 40, 41, 64, 70, 100, 256)}
+    sizes = {bound: module._sizes(bound) for bound in (3, 16, 32, 40, 41, 64, 70, 100, 256)}
     assert sizes[3] == [3, 2] and sizes[16] == [16, 8, 4, 2] and sizes[32] == [16, 8, 32, 4, 2] == sizes[40]
     assert sizes[41] == [16, 8, 32, 41, 4, 2]
     assert sizes[64] == [16, 8, 32, 64, 4, 2] == sizes[70]  # 64 is nearly 70
@@ -448,13 +446,13 @@ def test_packs_of_more_than_32_are_measured_where_those_of_32_gained(
         seen.extend((each.executor, each.num_learners, each.needs_gain) for each in candidates)
         return Calibration("fused", {("serial", 1): 10.0, ("fused", 64): 640.0})
 
-    monkeypatch.setattr(width_measurement, "calibrate", calibrate)
+    monkeypatch.setattr(module, "calibrate", calibrate)
     width, _ = measure(128)
     assert width.size == 64
     fused = [(count, gain) for name, count, gain in seen if name == "fused"]
     assert fused == [(16, False), (1, False), (8, False), (32, False), (64, True), (128, True), (4, False), (2, False)]
-    assert width_sizes.asked(["streams"], 64) == [("streams", size) for size in (1, 16, 8, 32, 64, 4, 2)]
-    assert max(count for name, count in width_sizes.asked(["threads"], 64) if name == "threads") == 8
+    assert module.asked(["streams"], 64) == [("streams", size) for size in (1, 16, 8, 32, 64, 4, 2)]
+    assert max(count for name, count in module.asked(["threads"], 64) if name == "threads") == 8
 
 
 def test_executor_that_was_asked_for_is_the_only_one(asked: list[list[tuple[str, int]]]) -> None:

@@ -15,10 +15,18 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from crossbow_py.search.hyperband import TrialState, make_brackets
-from crossbow_py.search.parameter import Parameter
-from crossbow_py.search.report.curves import bracket_colour, draw_curves, rung_labels
-from crossbow_py.search.report.parallel import NOTHING, draw_parallel, parameter_ticks, places, value_ticks
-from crossbow_py.search.report.pictures import SearchPictures
+from crossbow_py.search.report.listeners import SearchPictures
+from crossbow_py.search.report.pictures import (
+    NOTHING,
+    bracket_colour,
+    draw_curves,
+    draw_parallel,
+    parameter_ticks,
+    places,
+    rung_labels,
+    value_ticks,
+)
+from crossbow_py.search.space import Parameter
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from crossbow_py.search.events import RunningTrial
-from crossbow_py.search.hyperband import Segment, TrialState, best
+from crossbow_py.search.hyperband import Segment, TrialState, best, planned_epochs
 from crossbow_py.search.report.standing import (
     as_text,
     leader,
@@ -18,7 +18,6 @@ from crossbow_py.search.report.standing import (
     trained_epochs,
     value_range,
 )
-from crossbow_py.search.rules import planned_epochs
 
 
 def test_ranked_trials_that_trained_longer_come_before_better_values(searched: Any) -> None:

@@ -14,8 +14,8 @@ from crossbow_py import SGD
 from crossbow_py.core.errors import DataError
 from crossbow_py.data.normalisation import IDENTITY
 from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.modules.losses import correct_of_batch
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.engine.rounds import correct_of_batch
 from crossbow_py.predict.prediction import Prediction
 from crossbow_py.predict.report import as_text
 from crossbow_py.train.evaluation.evaluator import Evaluator

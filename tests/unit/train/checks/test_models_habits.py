@@ -338,7 +338,7 @@ def test_model_that_strays_from_its_row_later_ends_the_run(model, message, execu
         (OwnGenerator, "changes its attribute own"),
         (TensorKept, "A second pass of the model over the same batch gives another output"),
         (CountsInClass, "changes its attribute CountsInClass.calls"),
-        (HalfUsed, "No gradient came to the model's unused.bias and 1 more in a round. It counts as zero"),
+        (HalfUsed, "The model's unused.bias and 1 more got no gradient in a round. It counts as zero"),
         (Clips, "forward writes its parameter second.weight: every learner does so for itself"),
         (WideCounter, "buffer count is float64, and float32 in learners"),
         (Net, None),
@@ -425,7 +425,7 @@ def test_model_that_begins_to_draw_is_said_once_and_then_draws_its_learners_numb
 def test_gradient_that_stops_later_is_said_in_the_round():
     recorder = Recorder()
     make_trainer(model=DropsLayer, callbacks=[recorder]).fit(max_rounds=8)
-    said = [line for line in recorder.of("message") if "No gradient came to the model's first.bias and 1 more" in line]
+    said = [line for line in recorder.of("message") if "The model's first.bias and 1 more got no gradient" in line]
     assert len(said) == 1
 
 

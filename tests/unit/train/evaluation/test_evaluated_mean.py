@@ -26,7 +26,7 @@ from crossbow_py.averaging import OuterStep, Stage
 from crossbow_py.core.errors import UserError
 from crossbow_py.distributed.collective import Collective
 from crossbow_py.engine.update.outer_step import mean_of_learners, take_outer_step
-from crossbow_py.train.loop import Result
+from crossbow_py.train.run_folder.reporter import Result
 from tests.trainers import Recorder, blobs, make_trainer
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from crossbow_py.core.host import versions
-from crossbow_py.engine.bank.measures import correction_norm, squared_distances
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.telemetry.events import RunInfo
@@ -123,20 +122,20 @@ def test_close_closes_every_listener_once():
 
 def test_squared_distances_are_over_the_squared_norm_of_the_center():
     bank = two_learners()
-    assert squared_distances(bank) == pytest.approx([16 / 9, 9 / 9])  # distances 4 and 3, |z| = 3
-    assert squared_distances(bank, without=[0]) == pytest.approx([1.0])
+    assert bank.squared_distances() == pytest.approx([16 / 9, 9 / 9])  # distances 4 and 3, |z| = 3
+    assert bank.squared_distances(excluded=[0]) == pytest.approx([1.0])
     bank.z.storage.zero_()
-    assert squared_distances(bank) == []
+    assert bank.squared_distances() == []
 
 
 def test_correction_norm_is_the_length_of_the_sum():
-    assert correction_norm(two_learners()) == pytest.approx(1.0)
+    assert two_learners().correction_norm() == pytest.approx(1.0)
 
 
 def test_one_learner_has_no_correction():
     bank = two_learners()
     bank.resize(1)
-    assert correction_norm(bank) is None
+    assert bank.correction_norm() is None
 
 
 def test_time_left_is_that_of_whatever_ends_the_run_first():

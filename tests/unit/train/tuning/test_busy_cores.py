@@ -10,7 +10,7 @@ import torch
 from crossbow_py import Trainer
 from crossbow_py.core.host import LoadSnapshot
 from crossbow_py.engine.auto_tuner import AutoTuner
-from crossbow_py.engine.device.intra_op import SleepingThreads
+from crossbow_py.engine.device.host import SleepingThreads
 from crossbow_py.telemetry.throughput import ThroughputMeter
 from crossbow_py.train import loop
 from crossbow_py.train.tuning.busy_cores import BusyCores, busy_cores

@@ -269,8 +269,13 @@ def test_auto_executor_measures_once_and_remembers(memory, monkeypatch):
     )
     assert first.run.choices.executor == second.run.choices.executor
     assert any("was the fastest here" in warning for warning in first.run.warnings)
+    assert first.choices.executor_choice_s > 0 == second.choices.executor_choice_s
     Trainer(**{**options, "batch_size": 8})
     assert len(calls) == 2
+    elsewhere = memory.with_name("mine.json")
+    Trainer(**options, executor_cache=elsewhere)
+    assert len(calls) == 3
+    assert elsewhere.is_file()
 
 
 def test_measuring_leaves_no_trace_in_the_run(memory, monkeypatch):

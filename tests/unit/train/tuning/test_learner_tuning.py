@@ -266,3 +266,25 @@ def test_auto_finds_a_number_of_learners_by_itself():
 def test_settings_that_auto_cannot_serve_are_refused_in_one_sentence(options, words):
     with pytest.raises(UserError, match=words):
         make_trainer(**{"num_learners": "auto", **options})
+
+
+def test_after_round_is_told_of_every_round_and_sets_the_number_of_learners():
+    trainer, told, counts = make_trainer(num_learners=2), [], iter([None, 3, 3, 1])
+
+    def after_round(end):
+        told.append(end)
+        return next(counts)
+
+    trainer.fit(max_rounds=4, after_round=after_round)
+    assert [(end.num_learners, end.images) for end in told] == [(2, 8), (2, 8), (3, 12), (3, 12)]
+    assert trainer.run.bank.num_learners == 1
+    assert [end.elapsed_s for end in told] == sorted(end.elapsed_s for end in told)
+    assert all(end.is_settled for end in told)
+
+
+def test_after_round_keeps_the_auto_tuner_from_what_it_decides():
+    trainer = make_trainer(num_learners="auto")
+    settled = []
+    trainer.fit(max_rounds=30, after_round=lambda end: settled.append(end.is_settled) or end.num_learners)
+    assert settled == [False] * 30
+    assert (trainer.run.bank.num_learners, trainer.run.tuning.state.num_learners) == (1, 1)

@@ -1,0 +1,245 @@
+"""Programs: functions of one tensor, made for a shape of batches, that decide nothing any more when they are called."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from crossbow_py.core.errors import one_line
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.device.memory import is_out_of_memory
+from crossbow_py.engine.device.streams import CudaStreams, DeviceStreams, Event, Graph, Pool
+from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS, CaptureError
+
+Forward = Callable[[Tensor], Tensor]
+_SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_NAME = "the models"
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+_TRIES, _TRIED_S = 3, 0.05  # of every call, at least
+Name = TypeVar("Name")
+
+
+@torch.no_grad()
+def recorded(run: Forward, inputs: Tensor) -> Forward:
+    """What `run` calls for `inputs`, for tensors of that shape and format; what hangs on no input is computed once.
+
+    `run` has been called before, so that it decides nothing any more. Where it cannot be recorded, or where what was
+    recorded gives another answer, it is `run` itself.
+    """
+    expected = run(inputs)
+    try:
+        replay = _compiled(make_fx(run)(inputs))
+        found = replay(inputs)
+    except Exception:  # tracing calls what it likes, and raises what that raises
+        return run
+    close = found.dtype == expected.dtype and torch.allclose(found, expected, 0, _SAME.get(expected.dtype, 0))
+    return replay if close else run
+
+
+def _compiled(program: GraphModule) -> Forward:
+    constants = _fold(program)
+    rest, named = _without(program.graph, constants), {node.name: value for node, value in constants.items()}
+    forward, own = type(GraphModule(named, rest)).forward, SimpleNamespace(**named)
+    return lambda inputs: forward(own, inputs)  # attributes of modules are slow to look up
+
+
+def _fold(program: GraphModule) -> dict[Node, Any]:
+    """The values of all nodes that hang on no input."""
+    known: dict[Node, Any] = {}
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            known[node] = getattr(program, str(node.target))
+        elif node.op == "call_function" and _is_constant(node, known):
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = node.target(*args, **kwargs)
+    return known
+
+
+def _is_constant(node: Node, known: dict[Node, Any]) -> bool:
+    target = node.target
+    changes = isinstance(target, OpOverload) and (
+        target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    )
+    return not changes and bool(node.all_input_nodes) and all(each in known for each in node.all_input_nodes)
+
+
+def _without(graph: FxGraph, constants: dict[Node, Any]) -> FxGraph:
+    """The graph with an attribute of its name in place of every constant that is still read."""
+    rest = FxGraph()
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node in constants:
+            if any(user not in constants for user in node.users):
+                copies[node] = rest.create_node("get_attr", node.name, name=node.name)
+        else:
+            copies[node] = rest.node_copy(node, copies.__getitem__)
+    return rest
+
+
+class Captures:
+    """Captures functions, and has their calls follow on each other, whichever streams these are made on.
+
+    Not one line of it has run on a GPU yet.
+
+    So all graphs have one pool of memory: what one computes on its way, the next may overwrite. Branches of them may
+    share streams, and with those the workspaces of libraries, for the same reason.
+
+    Args:
+        executor: named in errors.
+        banks: whose models are called.
+        device: for tests; by default CUDA, on the banks' device.
+    """
+
+    def __init__(self, executor: str, banks: Sequence[ReplicaBank], device: DeviceStreams | None = None) -> None:
+        self._executor, self._banks = executor, banks
+        self._device = device or CudaStreams(banks[0].device)
+        self._stream = self._device.new_stream()
+        self._begun, self._done = self._device.new_event(), self._device.new_event()
+        self._pool: Pool = None
+        self._graphs: list[Graph] = []
+
+    def captured(self, run: Forward, inputs: Tensor) -> CapturedRun | OrderedRun:
+        """`run` as a CUDA graph; as it is when it draws random numbers, which a graph would repeat. Blocks the host.
+
+        Raises CaptureError for what a graph cannot hold.
+        """
+        device = self._device
+        device.record(self._begun, device.callers_stream())
+        for event in (self._begun, self._done):
+            device.wait(self._stream, event)
+        before = self._random_state()
+        for _ in range(WARM_UP_ROUNDS):  # rules are settled, and libraries choose algorithms and allocate workspaces
+            device.run(_NAME, lambda: _call(run, inputs), self._stream)
+        device.synchronize()  # host–device synchronisation
+        if self._random_state() != before:
+            return OrderedRun(run, device, self._done)
+        if not self._graphs:  # a pool that has lost its last graph takes no other
+            self._pool = device.new_pool()
+        own = CapturedRun(run, inputs.clone(), device, self._done)
+        try:
+            own.graph = device.capture(_NAME, own.body, self._stream, self._pool)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise CaptureError(self._executor, _NAME, one_line(error)) from error
+        self._graphs.append(own.graph)
+        return own
+
+    def release(self, run: Forward) -> None:
+        """Forget what `captured` gave; blocks the host until it has run. The pool's memory goes with its last graph."""
+        if isinstance(run, CapturedRun):
+            self._device.synchronize_event(self._done)  # host–device synchronisation
+            self._graphs.remove(run.graph)
+            self._device.release(run.graph)
+
+    def _random_state(self) -> Hashable:
+        """Of every generator an operator may draw from."""
+        own = [generator.get_state() for bank in self._banks for generator in bank.generators]
+        return self._device.random_state(), *(state.numpy().tobytes() for state in own)
+
+
+class CapturedRun:
+    """A function of one tensor whose `body` was captured once as `graph`, and is replayed.
+
+    Args:
+        run: what is captured; kept, as the graph reads tensors that are its own.
+        inputs: what the graph reads; every call is given a tensor of their shape, format and memory order.
+        device: what replays it.
+        done: the end of the last call of any graph of the pool.
+    """
+
+    graph: Graph
+
+    def __init__(self, run: Forward, inputs: Tensor, device: DeviceStreams, done: Event) -> None:
+        self._run, self._inputs, self._outputs = run, inputs, inputs.new_empty(0)
+        self._device, self._done = device, done
+
+    def body(self) -> None:
+        """What is captured."""
+        self._outputs = self._run(self._inputs)
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """A copy of the outputs. All on the current stream, the host does not wait."""
+        device, stream = self._device, self._device.callers_stream()
+        device.wait(stream, self._done)  # of the last call, which may have been made on another stream
+        self._inputs.copy_(inputs)
+        device.replay(self.graph, stream)
+        outputs = self._outputs.clone()  # which the next call overwrites, maybe on another stream
+        device.record(self._done, stream)
+        return outputs
+
+
+class OrderedRun:
+    """A function of one tensor that runs as it is, after the last call and before the next; see `CapturedRun`."""
+
+    def __init__(self, run: Forward, device: DeviceStreams, done: Event) -> None:
+        self._run, self._device, self._done = run, device, done
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """The outputs. All on the current stream, the host does not wait."""
+        stream = self._device.callers_stream()
+        self._device.wait(stream, self._done)
+        outputs = self._run(inputs)
+        self._device.record(self._done, stream)
+        return outputs
+
+
+def _call(run: Forward, inputs: Tensor) -> None:
+    run(inputs)
+
+
+class LastUsed(Generic[Key, Value]):
+    """The values that were used last. Not thread-safe.
+
+    Args:
+        most: how many are kept, at least 1.
+        drop: is given each one that is kept no more.
+    """
+
+    def __init__(self, most: int, drop: Callable[[Value], None] = lambda _: None) -> None:
+        assert most >= 1, f"{most} values keep nothing"
+        self._most, self._drop = most, drop
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def of(self, key: Key, make: Callable[[], Value]) -> Value:
+        """The value of a key, made where it is not kept; only then the one that was used least lately is dropped."""
+        if key not in self._values:
+            self._values[key] = make()
+        self._values.move_to_end(key)
+        while len(self._values) > self._most:
+            self._drop(self._values.popitem(last=False)[1])
+        return self._values[key]
+
+    def clear(self) -> None:
+        """Drop all."""
+        while self._values:
+            self._drop(self._values.popitem()[1])
+
+
+def fastest(runs: Mapping[Name, Callable[[], object]], clock: Callable[[], float] = time.perf_counter) -> Name:
+    """The name of the call that takes the least time, by the median of some in turn, after one that does not count."""
+    times: dict[Name, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    begun = clock()
+    while len(next(iter(times.values()))) < _TRIES or clock() - begun < _TRIED_S * len(runs):
+        for name, run in runs.items():
+            before = clock()
+            run()
+            times[name].append(clock() - before)
+    return min(times, key=lambda name: statistics.median(times[name]))

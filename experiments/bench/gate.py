@@ -1,0 +1,181 @@
+"""The gate a side's training loop passes at every tick: it lets the loop run for a window, measures it, and holds it.
+
+A side trains on and on and knows nothing of windows; between them it is blocked here, inside its own process, so it
+takes no processor time while other sides are measured. The clock starts after a lead-in, when caches are warm and
+rounds follow one another as they do in a long run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from crossbow_py.core.host import LoadSnapshot, foreign_share
+
+LEAD_IN_S = 0.25
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A window that is wanted, after a lead-in of at least so many seconds and ticks.
+
+    `num_learners` is for a side that can change it; None leaves it as it is.
+    """
+
+    seconds: float
+    lead_in_s: float = LEAD_IN_S
+    lead_in_ticks: int = 1
+    num_learners: int | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of the auto side: seconds of choosing an executor, then of training until the learners were settled.
+
+    `settled` is False when a time limit ended the auto-tuner's search.
+    """
+
+    executor: str
+    num_learners: int
+    settled: bool
+    executor_s: float
+    learners_s: float
+
+    @property
+    def tuning_s(self) -> float:
+        """Both together."""
+        return self.executor_s + self.learners_s
+
+    def __str__(self) -> str:
+        end = "" if self.settled else ", where a time limit ended its search"
+        return (
+            f"executor {self.executor} in {self.executor_s:.1f} s and K={self.num_learners} after "
+            f"{self.learners_s:.1f} s of training{end}"
+        )
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A side is built. `threads` are intra-op threads of a model; `detail` says what a side chose for itself."""
+
+    threads: int
+    detail: str = ""
+    choice: Choice | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A side cannot be measured any more, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """The result of one window. `foreign_share` is the share of the cores that others took, None where it is unknown.
+
+    `members` are images/s by member of the side, where it has several loops: between the first and the last tick of
+    each, so that no part of a round is counted.
+    """
+
+    images: int
+    seconds: float
+    foreign_share: float | None
+    members: Mapping[int, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def images_per_s(self) -> float:
+        """Throughput by the wall clock."""
+        return self.images / self.seconds
+
+
+@dataclass
+class _Pace:
+    """A member's ticks in a window: the first, the last, and the images since the first."""
+
+    first_s: float
+    last_s: float
+    images: int = 0
+
+
+class FinishedError(Exception):
+    """No more windows are wanted; unwinds the side's loop."""
+
+
+class Channel(Protocol):
+    """The side's end of the pipe: it receives a Visit (None for the end) and sends Ready, Window and Failure."""
+
+    def send(self, obj: Any, /) -> None:
+        """Send to the parent."""
+
+    def recv(self) -> Any:
+        """Blocks until the parent sends; raises EOFError when it is gone."""
+
+
+class Gate:
+    """Measures windows of a training loop. Used from the loop's thread only.
+
+    Args:
+        channel: commands come from here and windows go there.
+        synchronize: waits for the device; called around every window.
+        snapshot: clock and load, both read there.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        synchronize: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+        snapshot: Callable[[], LoadSnapshot] = LoadSnapshot.take,
+    ) -> None:
+        self._channel, self._synchronize, self._clock, self._snapshot = channel, synchronize, clock, snapshot
+        self._visit = Visit(0.0)
+        self._images = self._ticks = 0
+        self._paces: dict[int, _Pace] = {}
+        self._due_s = 0.0
+        self._start: LoadSnapshot | None = None
+
+    @property
+    def num_learners(self) -> int | None:
+        """The number of learners wanted for the window under way, lead-in included; None leaves it as it is."""
+        return self._visit.num_learners
+
+    def ready(self, ready: Ready) -> None:
+        """Say that training can start, and wait for the first window. Raises FinishedError when none is wanted."""
+        self._channel.send(ready)
+        self._await_visit()
+
+    def tick(self, images: int, member: int = 0) -> None:
+        """Count `images` more; begin or end the window when it is time. Raises FinishedError when it was the last."""
+        self._images, self._ticks, now_s = self._images + images, self._ticks + 1, self._clock()
+        if self._start is not None:
+            pace = self._paces.setdefault(member, _Pace(now_s, now_s, -images))
+            pace.images, pace.last_s = pace.images + images, now_s
+        if now_s < self._due_s or (self._start is None and self._ticks < self._visit.lead_in_ticks):
+            return
+        self._synchronize()
+        now = self._snapshot()
+        if self._start is None:
+            self._start, self._images, self._paces = now, 0, {}
+            self._due_s = now.wall_s + self._visit.seconds
+        else:
+            self._channel.send(self._window(self._start, now))
+            self._await_visit()
+
+    def _window(self, start: LoadSnapshot, end: LoadSnapshot) -> Window:
+        return Window(
+            self._images, end.wall_s - start.wall_s, foreign_share(start, end),
+            {n: pace.images / (pace.last_s - pace.first_s) for n, pace in self._paces.items() if pace.images},
+        )  # fmt: skip
+
+    def _await_visit(self) -> None:
+        try:
+            visit = self._channel.recv()
+        except EOFError:
+            visit = None
+        if visit is None:
+            raise FinishedError
+        self._visit, self._start, self._ticks = visit, None, 0
+        self._due_s = self._clock() + visit.lead_in_s

@@ -1,0 +1,186 @@
+"""Panels of sides that take turns, a window each; and rows with medians and ratios, paired by repetition."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+from experiments.bench.gate import Ready, Visit, Window
+from experiments.bench.packs.side import BASES, DEFAULT, TUNED, PackSide
+from experiments.bench.packs.sides import run_pack_side
+from experiments.bench.packs.workloads import PackWorkload
+from experiments.bench.windows import MAX_FOREIGN_SHARE, clean_window, spread, wait_for_others
+from experiments.bench.workers import SideError, SideProcess
+from experiments.bench.workloads import Effort
+
+EFFORT = Effort(trial_s=0.2, trials=2)
+WARM_UP_S = 0.3
+_ORDER_SEED = 0
+MIXED_WINDOWS = 5
+
+
+@dataclass(frozen=True)
+class Method:
+    """The method: how long windows are, how many a side has, and the foreign load from which on they are dropped."""
+
+    seconds: float
+    repetitions: int
+    max_foreign_share: float = MAX_FOREIGN_SHARE
+
+    def visit(self, side: PackSide) -> Visit:
+        """A mixed side has longer windows, in which both of its members end some rounds."""
+        return Visit(MIXED_WINDOWS * self.seconds if side.mixed else self.seconds)
+
+
+@dataclass
+class PackCell:
+    """A side on a workload, and its windows by repetition: None where every attempt had to be dropped."""
+
+    side: PackSide
+    workload: PackWorkload
+    windows: list[Window | None] = field(default_factory=list)
+    dropped: int = 0
+    ready: Ready | None = None
+    failure: str = ""
+    load_known: bool = True
+
+    def rates(self, member: int | None = None) -> list[float | None]:
+        """Images/s by repetition; of one member of a mixed side where one is named, if it ended two rounds or more."""
+        return [None if window is None else _rate(window, member) for window in self.windows]
+
+    def add(self, take: Callable[[], Window], method: Method) -> None:
+        """Add a window. One during which others were busy is taken again, some times."""
+        window, dropped = clean_window(take, wait_for_others, method.max_foreign_share)
+        self.dropped += dropped
+        self.load_known = self.load_known and (window is None or window.foreign_share is not None)
+        self.windows.append(window)
+
+
+def measure_panel(cells: Sequence[PackCell], method: Method) -> None:
+    """Start every cell's process, let them take turns in a new random order each time, and end them.
+
+    A cell that cannot be had says so in `failure`, and the others go on.
+    """
+    order, draw = list[int](), random.Random(_ORDER_SEED)
+    with ExitStack() as stack:
+        processes: dict[int, SideProcess] = {}
+        for number, cell in enumerate(cells):
+            try:
+                process = stack.enter_context(SideProcess(run_pack_side, cell.side, cell.workload, EFFORT))
+                cell.ready = process.ready
+                warm = process.window(Visit(WARM_UP_S))
+            except SideError as error:
+                cell.failure = str(error)
+                print(f"left out: {error}", flush=True)
+                continue
+            processes[number] = process
+            order.append(number)
+            print(f"{name_of(cell)}: about {warm.images_per_s:,.0f} images/s", flush=True)
+        for _ in range(method.repetitions):
+            draw.shuffle(order)
+            for number in order:
+                cells[number].add(partial(processes[number].window, method.visit(cells[number].side)), method)
+
+
+def name_of(cell: PackCell) -> str:
+    """Return the cell's name on the terminal."""
+    beside = f" and {cell.workload.partner.model}" if cell.workload.partner else ""
+    return f"{cell.workload.model}{beside} b={cell.workload.batch_size} {cell.side.label}"
+
+
+def rows_of(cells: Sequence[PackCell]) -> list[dict[str, Any]]:
+    """A row a cell, with its ratios to the one-at-a-time sides of the same panel."""
+    return [_row(cell, cells) for cell in cells if cell.workload.partner is None]
+
+
+def _row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
+    rates = [rate for rate in cell.rates() if rate is not None]
+    side = cell.side
+    return {
+        "model": cell.workload.model,
+        "batch_size": cell.workload.batch_size,
+        "side": side.side,
+        "num_models": side.num_learners,
+        "precision": side.precision,
+        "work": side.work,
+        "images_per_s": round(median(rates), 1) if rates else None,
+        "n": len(rates),
+        "dropped": cell.dropped,
+        "threads": cell.ready.threads if cell.ready else None,
+        "detail": cell.ready.detail if cell.ready else "",
+        "failure": cell.failure,
+        "over": {base: ratio_to(cell, find(cells, base, cell.workload.model)) for base in BASES},
+        "images_per_s_windows": [None if rate is None else round(rate, 1) for rate in cell.rates()],
+    }
+
+
+def find(cells: Sequence[PackCell], side: str, model: str, num_models: int | None = None) -> PackCell | None:
+    """The cell of that side and model; None where the panel has none. With any number of models, if it is not said."""
+    for cell in cells:
+        same = cell.side.side == side and cell.workload.model == model and cell.workload.partner is None
+        if same and num_models in (None, cell.side.num_learners):
+            return cell
+    return None
+
+
+def ratio_to(cell: PackCell, base: PackCell | None) -> dict[str, float] | None:
+    """Return the ratio of images/s within repetitions in which both have a clean window: median, smallest, largest."""
+    if base is None or base is cell:
+        return None
+    pairs = zip(cell.rates(), base.rates(), strict=False)
+    return spread([own / other for own, other in pairs if own is not None and other is not None])
+
+
+def mixed_rows(cells: Sequence[PackCell]) -> list[dict[str, Any]]:
+    """A row a mixed cell.
+
+    `gain` is by how much faster the two families' work is done than one after another, Σ of the members' images/s over
+    those of their family alone: by default_loop, by tuned_single, and as two packs of this executor in turn, each as
+    large as its half.
+    """
+    return [_mixed_row(cell, cells) for cell in cells if cell.workload.partner is not None]
+
+
+def _mixed_row(cell: PackCell, cells: Sequence[PackCell]) -> dict[str, Any]:
+    assert cell.workload.partner is not None, "a mixed cell"
+    models = [cell.workload.model, cell.workload.partner.model]
+    half = cell.side.num_learners // 2
+    members = [[rate for rate in cell.rates(member) if rate is not None] for member in range(len(models))]
+    bases = {
+        **{base: [find(cells, base, model) for model in models] for base in (DEFAULT, TUNED)},
+        "in_turn": [find(cells, cell.side.side, model, half) for model in models],
+    }
+    return {
+        "models": models,
+        "batch_size": cell.workload.batch_size,
+        "side": cell.side.side,
+        "num_models": cell.side.num_learners,
+        "images_per_s": [round(median(rates), 1) if rates else None for rates in members],
+        "n": len(members[0]),
+        "dropped": cell.dropped,
+        "failure": cell.failure,
+        "gain": {name: _gain(cell, alone) for name, alone in bases.items()},
+    }
+
+
+def _gain(cell: PackCell, alone: Sequence[PackCell | None]) -> dict[str, float] | None:
+    found = [base for base in alone if base is not None]
+    if len(found) < len(alone):
+        return None
+    gains = []
+    for repetition in range(len(cell.windows)):
+        together = [cell.rates(member)[repetition] for member in range(len(found))]
+        apart = [base.rates()[repetition] if repetition < len(base.windows) else None for base in found]
+        pairs = [(own, base) for own, base in zip(together, apart, strict=True) if own is not None and base is not None]
+        if len(pairs) == len(found):
+            gains.append(sum(own / base for own, base in pairs))
+    return spread(gains)
+
+
+def _rate(window: Window, member: int | None) -> float | None:
+    return window.images_per_s if member is None else window.members.get(member)

@@ -1,0 +1,218 @@
+"""Runs the cells of a grid, each in a process of its own, and collects what they recorded into a results file.
+
+A cell that is done is recorded at once in a file beside its run's folder, and not run again as long as its overrides
+stay the same; one that was stopped in any way goes on from its newest checkpoint when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crossbow_py.core.host import LoadSnapshot, foreign_share
+from crossbow_py.telemetry.records import METRICS_FILE, read_metrics, read_summary
+from crossbow_py.train.checkpoints.checkpoint import FOLDER as CHECKPOINTS_FOLDER
+from experiments.bench.machine import ROOT, machine
+from experiments.bench.results import write_result
+from experiments.bench.windows import load_with_ended
+from experiments.grids.grid import Cell, Grid
+
+MEASURED_FILE = "measured.jsonl"  # in a run's folder: what the program of a cell measures beside, a line an evaluation
+
+_RECORDS = (METRICS_FILE, MEASURED_FILE)
+_POLL_S = 0.1
+_DIVERGED = "non_finite"
+_TERMINATED = 143
+_KEPT_OF_SUMMARY = (
+    "device", "executor", "precision", "averaging", "model", "data", "num_learners", "batch_size", "epochs",
+    "samples_seen", "test_accuracy", "best_test_accuracy", "train_time_s",
+)  # fmt: skip
+_KEPT_OF_EPOCH = ("epoch", "samples_seen", "elapsed_s", "num_learners", "train_loss", "test_loss", "test_accuracy")
+_KEPT_OF_LEARNING = ("learning", "spread")  # where learning_statistics=true measured them
+_KEPT_OF_MACHINE = ("cpu", "cores", "gpus", "torch", "date", "commit")
+
+
+@dataclass(frozen=True)
+class Places:
+    """The folders of an experiment's runs and of its results files."""
+
+    runs: Path
+    results: Path
+
+    def of(self, grid: Grid, cell: Cell) -> Path:
+        """The folder of a cell's runs and records: that of the same settings by an earlier name, where there is one."""
+        folder = self.runs / grid.name
+        return min(folder.glob(f"*-{cell.key}"), default=folder / cell.folder)
+
+
+@dataclass
+class _Job:
+    """A cell that is being trained."""
+
+    cell: Cell
+    seed: int
+    folder: Path
+    process: subprocess.Popen[bytes]
+    begun: LoadSnapshot
+    alone: bool
+
+    @property
+    def record(self) -> Path:
+        return record_path(self.folder, self.seed)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / f"seed-{self.seed}"
+
+
+def record_path(folder: Path, seed: int) -> Path:
+    """The file that says that a cell is done with a seed, and what came of it."""
+    return folder / f"seed-{seed}.json"
+
+
+def run_cells(grid: Grid, turns: Sequence[tuple[Cell, int]], places: Places, jobs: int) -> list[str]:
+    """Run what is not done, `jobs` at a time; returns which of them failed.
+
+    With several at a time torch has one thread in each. Left by an exception, it stops what is running, each with a
+    checkpoint.
+    """
+    waiting = [(cell, seed) for cell, seed in turns if _record(cell, seed, places.of(grid, cell)) is None]
+    print(f"{grid.name}: {len(turns) - len(waiting)} of {len(turns)} runs are done", flush=True)
+    failed: list[str] = []
+    running: list[_Job] = []
+    with _terminated_like_interrupted():
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    cell, seed = waiting.pop(0)
+                    running.append(_start(cell, seed, places.of(grid, cell), alone=jobs == 1))
+                time.sleep(_POLL_S)
+                for job in [job for job in running if job.process.poll() is not None]:
+                    running.remove(job)
+                    failed += _finish(job, left=len(waiting) + len(running))
+        finally:
+            for job in running:
+                job.process.terminate()
+            for job in running:
+                job.process.wait()
+    return failed
+
+
+def add_recorded(grid: Grid, places: Places, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Take as done the runs of a results file whose settings are those of a cell."""
+    for cell, run in ((cell, run) for cell in grid.cells for run in runs if cell.is_of(run)):
+        folder = places.of(grid, cell)
+        if _record(cell, run["seed"], folder) is None:
+            write_result(record_path(folder, run["seed"]), run)
+
+
+def _record(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
+    """The record of a run; None where there is none, or where a default has changed since."""
+    path = record_path(folder, seed)
+    record = json.loads(path.read_text()) if path.exists() else None
+    return record if record and cell.is_of(record) else None
+
+
+def _start(cell: Cell, seed: int, folder: Path, alone: bool) -> _Job:
+    if record_path(folder, seed).exists():  # of other settings than those of today
+        record_path(folder, seed).unlink()
+        shutil.rmtree(folder / f"seed-{seed}", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, **({} if alone else {"OMP_NUM_THREADS": "1"})}
+    with (folder / f"seed-{seed}.txt").open("wb") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *cell.command(seed, str(folder / f"seed-{seed}"))],
+            stdout=said, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True,
+        )  # fmt: skip
+    return _Job(cell, seed, folder, process, load_with_ended(), alone)
+
+
+def _finish(job: _Job, left: int) -> list[str]:
+    """Record what is done; of what failed its name, having said why."""
+    name, code = f"{job.cell.name}, seed {job.seed}", job.process.returncode
+    record = recorded(job.cell, job.seed, job.run) if job.run.is_dir() else None
+    if record is None or (code and record["status"] != "failed"):
+        said = (job.folder / f"seed-{job.seed}.txt").read_text(errors="replace").strip().splitlines()
+        print(f"{name} ended with exit code {code}: {said[-1] if said else 'it said nothing'}", flush=True)
+        return [name]
+    share = foreign_share(job.begun, load_with_ended()) if job.alone else None
+    record |= {"alone": job.alone, "foreign_share": None if share is None else round(share, 3)}
+    write_result(job.record, record)
+    shutil.rmtree(job.run / CHECKPOINTS_FOLDER, ignore_errors=True)
+    accuracy = record["summary"]["test_accuracy"]
+    outcome = "diverged" if accuracy is None else f"test accuracy {accuracy:.4f}"
+    print(f"{name}: {outcome}, {record['summary']['train_time_s']:.0f} s of training; {left} left", flush=True)
+    return []
+
+
+def recorded(cell: Cell, seed: int, run: Path) -> dict[str, Any] | None:
+    """A run that is over as plain values; None for one that is not. One that diverged is over."""
+    summary = read_summary(run)
+    status = summary.get("status")
+    if status not in ("finished", "target_reached") and summary.get("stop_reason") != _DIVERGED:
+        return None
+    epochs, measured = (read_metrics(run / name) if (run / name).exists() else [] for name in _RECORDS)
+    facts = machine()
+    return {
+        "cell": cell.name,
+        "labels": dict(cell.labels),
+        "seed": seed,
+        "program": cell.program,
+        "parts": cell.parts,
+        "overrides": list(cell.overrides),
+        "settings": cell.settings,
+        "status": status,
+        "machine": {key: facts[key] for key in _KEPT_OF_MACHINE},
+        "summary": {key: summary[key] for key in _KEPT_OF_SUMMARY},
+        "epochs": [_kept(record) for record in epochs],
+        **({"measured": measured} if measured else {}),
+    }
+
+
+def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    keys = _KEPT_OF_EPOCH + (_KEPT_OF_LEARNING if record.get("learning") else ())
+    return {key: record[key] for key in keys}
+
+
+def collect(grid: Grid, places: Places, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of all runs that are done, whenever that was, with what the grid says of them now."""
+    runs = [
+        {**record, "cell": cell.name, "labels": dict(cell.labels)}
+        for cell in grid.cells
+        for path in sorted(places.of(grid, cell).glob("seed-*.json"))
+        if cell.is_of(record := json.loads(path.read_text()))
+    ]
+    return {
+        "machine": dict(facts),
+        "grid": grid.name,
+        "title": grid.title,
+        "targets": list(grid.targets),
+        "reference": grid.reference,
+        "num_cells": len(grid.cells),
+        "runs": runs,
+    }
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM leaves the block by SystemExit."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

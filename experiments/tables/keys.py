@@ -1,0 +1,98 @@
+"""The tables of docs/reference/commands.md: the keys of every command and group, and the options of every group.
+
+They are made of the settings classes, as `--help` and `--list` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from crossbow_py.cli.configuration import APPENDED_GROUPS
+from crossbow_py.cli.help_text import Key, command_keys, group_keys, option_meanings
+from crossbow_py.estimate.config import EstimateConfig
+from crossbow_py.predict.config import PredictConfig
+from crossbow_py.search.config import SearchConfig
+from crossbow_py.train.config import TrainConfig
+
+NAME = "keys"
+_LARGEST = 2**63 - 1
+_FEW = 2  # options that lack a key: shorter to name than those that have it
+
+
+def table(part: str) -> str:
+    """One table. Raises ValueError for a part that there is not.
+
+    Args:
+        part: of `keys/PART`: a command, of `search` and `estimate` what `train` has not or has otherwise; a group; or
+            `options/GROUP`.
+    """
+    tables: dict[str, Callable[[], str]] = {
+        "train": lambda: _key_table(command_keys(TrainConfig)),
+        "estimate": lambda: _key_table(_own(command_keys(EstimateConfig))),
+        "search": lambda: _key_table(_own(command_keys(SearchConfig))),
+        "predict": lambda: _key_table(command_keys(PredictConfig)),
+        **{group: partial(_group_table, group) for group in TrainConfig.GROUPS},
+        **{f"options/{group}": partial(_option_table, group) for group in (*APPENDED_GROUPS, *TrainConfig.GROUPS)},
+    }
+    if part not in tables:
+        raise ValueError(f"table:{NAME}/{part} is none of {', '.join(f'{NAME}/{known}' for known in tables)}.")
+    return tables[part]()
+
+
+def _own(keys: Sequence[Key]) -> list[Key]:
+    """The keys that training has not, or with another meaning or default."""
+    of_training = command_keys(TrainConfig)
+    return [key for key in keys if key not in of_training]
+
+
+def _group_table(group: str) -> str:
+    return _key_table(group_keys(group, TrainConfig), group)
+
+
+def _option_table(group: str) -> str:
+    options = option_meanings(group, TrainConfig)
+    return _rows(["option", "what it is"], [[f"`{name}`", said] for name, said in options.items()])
+
+
+def _key_table(keys: Sequence[Key], group: str | None = None) -> str:
+    """A row a key; with a group, whose options may differ in their keys, a column on which have it."""
+    header = ["key", "default", "may be", "meaning"]
+    rows = [
+        [f"`{key.name}`", f"`{key.default}`" if key.default else "", _shorter(key.values), key.meaning] for key in keys
+    ]
+    if group is not None and any(key.options for key in keys):
+        header = [*header, f"with `{group}=`"]
+        rows = [[*row, _options(key, group)] for row, key in zip(rows, keys, strict=True)]
+    return _rows(header, rows)
+
+
+def _options(key: Key, group: str) -> str:
+    missing = [option for option in TrainConfig.GROUPS[group] if option not in key.options]
+    if not key.options:
+        return "all"
+    if len(missing) <= _FEW < len(key.options) and _has_one_row(key, group):
+        return f"all but {', '.join(missing)}"
+    return ", ".join(key.options)
+
+
+def _has_one_row(key: Key, group: str) -> bool:
+    """Return whether the options that are not named lack the key, and not only have another default of it."""
+    return sum(each.name == key.name for each in group_keys(group, TrainConfig)) == 1
+
+
+def _shorter(values: str) -> str:
+    return values.replace(f"{_LARGEST:,}", "2⁶³ − 1")
+
+
+def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table without padding, which long cells would make wide."""
+    lines = [header, ["---"] * len(header), *([_escaped(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    """Escape the text of a cell: outside of backticks nothing is markup."""
+    parts = cell.split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("*", "\\*").replace("|", "\\|") for part in parts[::2]]
+    return "`".join(parts)

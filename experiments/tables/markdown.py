@@ -1,0 +1,53 @@
+"""Markdown tables that also read well in a terminal, and the marked blocks of a page that hold them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+NONE = "–"  # where there is no value to show
+_BLOCK = re.compile(r"(<!-- table:(?P<name>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKER = re.compile(r"<!-- table:\S+ -->")
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with aligned columns, the first to the left and the others, being numbers, to the right."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    padded = [[_pad(cell, width, index) for index, (cell, width) in enumerate(zip(line, widths, strict=True))]
+              for line in lines]  # fmt: skip
+    return "\n".join("| " + " | ".join(line) + " |" for line in [padded[0], rule, *padded[1:]])
+
+
+def number(value: float | None, form: str) -> str:
+    """A number as a cell of a table."""
+    return NONE if value is None else format(value, form)
+
+
+def spread_text(spread: Mapping[str, float] | None, form: str = ".2f") -> str:
+    """A median with the smallest and the largest value, as a cell of a table."""
+    if spread is None:
+        return NONE
+    median, least, most = (format(spread[key], form) for key in ("median", "minimum", "maximum"))
+    return f"{median} ({least}–{most})"
+
+
+def replace_blocks(text: str, build: Callable[[str], str]) -> str:
+    """`text` with whatever stands between `<!-- table:NAME -->` and `<!-- end -->` replaced by `build(NAME)`.
+
+    Raises:
+        ValueError: a block has no end.
+    """
+    if len(_MARKER.findall(text)) != len(_BLOCK.findall(text)):
+        raise ValueError("a <!-- table:NAME --> has no <!-- end --> of its own on a later line; add it.")
+
+    def replaced(block: re.Match[str]) -> str:
+        table = build(block["name"])
+        return f"{block[1]}{table}\n{block[3]}" if table else f"{block[1]}{block[3]}"
+
+    return _BLOCK.sub(replaced, text)
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column == 0 else cell.rjust(width)

@@ -1,0 +1,78 @@
+"""Pictures of results: which a question has, and how they are drawn anew.
+
+A question says by PICTURES in its `plot.py` which pictures there are of its results: a function from results by name to
+figures by file name, relative to the question's folder. `beside` and `one` make the two usual ones. Without a `plot.py`
+they are those of a grid of training runs, or of recorded runs, by what its `run.py` offers: GRIDS or RUNS.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.bench.results import EXPERIMENTS, read_results
+from experiments.grids.plot import draw_accuracies
+from experiments.tables import recorded_plot
+
+Result = Mapping[str, Any]
+Results = Mapping[str, Result]
+Pictures = Callable[[Results], Mapping[str, Figure]]
+
+
+def beside(draw: Callable[[Result], Figure]) -> Pictures:
+    """A picture beside every results file, of the same name."""
+    return lambda results: {f"results/{name}.png": draw(result) for name, result in results.items()}
+
+
+def one(file: str, draw: Callable[[Results], Figure], keep: Callable[[Result], bool] = lambda _: True) -> Pictures:
+    """One picture of all results to keep, none where there is none."""
+
+    def drawn(results: Results) -> Mapping[str, Figure]:
+        kept = {name: result for name, result in results.items() if keep(result)}
+        return {file: draw(kept)} if kept else {}
+
+    return drawn
+
+
+def draw_questions(questions: Sequence[str]) -> int:
+    """Draw all pictures of these questions; returns the exit code."""
+    for question in questions:
+        pictures = pictures_of(question)
+        figures = pictures(read_results(question)) if pictures else {}
+        if not figures:
+            print(f"error: there is nothing to draw for {question} yet; see {question}/README.md.", file=sys.stderr)
+            return 2
+        for name, figure in figures.items():
+            _save(figure, EXPERIMENTS / question / name)
+    return 0
+
+
+def draw_beside(question: str, path: Path, result: Result) -> None:
+    """Draw the pictures of one result beside its file, wherever that is."""
+    pictures = pictures_of(question)
+    assert pictures is not None, f"{question} has pictures"
+    for name, figure in pictures({path.stem: result}).items():
+        _save(figure, path.parent / Path(name).name)
+
+
+def pictures_of(question: str) -> Pictures | None:
+    """Return the pictures of a question; None where it has none."""
+    if (EXPERIMENTS / question / "plot.py").exists():
+        found: Pictures = import_module(f"experiments.{question}.plot").PICTURES
+        return found
+    if not (EXPERIMENTS / question / "run.py").exists():
+        return None
+    run = import_module(f"experiments.{question}.run")
+    if hasattr(run, "GRIDS"):
+        return beside(draw_accuracies)
+    return one("curve.png", lambda results: recorded_plot.draw(run.RUNS, results)) if hasattr(run, "RUNS") else None
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    print(f"drawn to {path.relative_to(EXPERIMENTS.parent) if path.is_relative_to(EXPERIMENTS) else path}")

@@ -1,0 +1,166 @@
+"""Every command that a page of the experiments names runs, in a short form, on tiny data.
+
+A command is cut to the options of SHORT, which take the place of its own. What a page shows of a command that was given
+once, above a result, is cut in the same way. A command on no list is an error: say what makes it short.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from experiments.bench.results import EXPERIMENTS
+from experiments.bench.sides.side import PEER_SIDES
+from experiments.grids.grid import Grid
+from experiments.tables import pages, pictures
+from experiments.throughput.sides import sides_on
+from tests.pages.tiny_data import write_data_root
+
+Words = tuple[str, ...]
+
+_OF_GRIDS = (
+    "averaging_rules", "batch_norm", "batch_size", "gradient_noise", "num_learners_accuracy", "sma_settings",
+    "time_to_accuracy", "tuner_accuracy",
+)  # fmt: skip
+# By program, and its first word where it has several jobs: what makes it one of seconds.
+SHORT: Mapping[str, str] = {
+    **{f"{question}/run": "" for question in _OF_GRIDS},
+    "batch_norm/run": "batch_size=4",  # 128 batches for statistics
+    "agreement/run nets": "",
+    "agreement/run setup": "--models lenet --repetitions 1",
+    "agreement/run throughput": "--before HEAD --models lenet --executors serial --repetitions 1 --seconds 0.05",
+    "auto_tuner/throttled": "--quiet-s 1 --busy-s 1 --after-s 1 --results {folder}",
+    "checkpoint/run": "--model resnet32 --num-learners 1 --beside resnet20 --threads 1 --seconds 0.1 --folder {folder}",
+    "estimate/run": "--models vgg16 --num-learners 1 --limits 1 --repetitions 0",
+    "faults/kill9": "--kills 1 --kills-of-two-ranks 0 --epochs 3 --folder {folder}",
+    "faults/restarts": "--runs 1 --starts 1 --epochs 3",
+    "flowers/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
+    "hyperband/run": "--repetitions 1 --device cpu num_trials=3 max_epochs=0.06 min_epochs=0.02 max_pack_size=2",
+    "loader/run": "--size 16 --resize 20 --seconds 0.05",
+    "memory/run": "--models mlp --num-learners 1 --batch-size 4 --device cpu",
+    **{
+        f"{question}/run {part}": "--quick --device cpu --max-foreign-share 9"
+        for question, parts in {
+            "model_batch": "training inference mlp_training mlp_inference lstm gru layers",
+            "pack_step_time": "families limits mixed",
+        }.items()
+        for part in parts.split()
+    },
+    "overhead/run": "--repetitions 1 --seconds 0.05",
+    "preprocessing/run": "--models 1 --rounds 2 --repetitions 1",
+    "ranks/run": "--model lenet --batch-size 4 --rounds 2 --repetitions 1",
+    "resnet32_cifar10/run": "--seeds 0 --runs {folder} --results {folder} +debug=fast",
+    "scaling/calibrate": "--repetitions 1",
+    "scaling/run": "--rounds 2",
+    "scaling/validate": "--repetitions 1",
+    "throughput/run": "--model mlp --batch-size 4 --num-learners 2 --precision fp32 --seconds 0.05 --repetitions 1 "
+    "--max-foreign-share 9 --device cpu --sides {sides}",
+    "throughput/suite": "--models mlp --batch-sizes 4 --num-learners 2 --passes 1 --window-s 0.01 --minutes 1 "
+    "--max-foreign-share 9 --device cpu",
+    "update_bandwidth/run": "--model mlp --num-learners 2 --seconds 0.05 --device cpu",
+    "workers/run": "--batch-sizes 2 --workers 1 --seconds 0.2 --repetitions 1",
+    "zoo/run": "--models test_vit --processes 1",
+}
+QUICK = {"tables", "scaling/run", "update_bandwidth/run", "loader/run"}  # others take seconds
+_DROPPED = ("--json", "--jobs", "--cells", "--seeds", "--name")
+_FLAGS = ("--add", "--quick")
+
+
+def named_commands() -> Iterator[Words]:
+    """The words of every line of a page that is a command."""
+    for page in sorted(EXPERIMENTS.glob("*/README.md")):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith(("    python ", "    pip ")):
+                yield tuple(shlex.split(line, comments=True))
+
+
+def shortened(words: Sequence[str]) -> Words:
+    """A command in its short form. Raises KeyError for one that has none."""
+    if words[:2] == ("python", "experiments/tables"):
+        return ("tables", *words[2:])
+    if words[:3] == ("python", "-m", "crossbow_py.train"):
+        return ("train", *words[3:], "+debug=fast")
+    program = words[1].removeprefix("experiments/").removesuffix(".py")
+    job = f"{program} {words[2]}" if len(words) > 2 and f"{program} {words[2]}" in SHORT else program
+    short = SHORT[job].split()
+    return (program, *_kept(words[2:], short), *short)
+
+
+def _kept(words: Sequence[str], short: Sequence[str]) -> list[str]:
+    """The words that the short form does not replace: neither options of it, nor keys, with their values."""
+    replaced = {*_DROPPED, *(word for word in short if word.startswith("--"))}
+    keys = {word.partition("=")[0] for word in short if "=" in word}
+    kept, drops = list[str](), False
+    for word in words:
+        if word.startswith("--"):
+            drops = word in replaced
+            if not drops and word not in _FLAGS:
+                kept.append(word)
+        elif drops:
+            continue
+        elif word.partition("=")[0] not in keys:
+            kept.append(word)
+    return kept
+
+
+COMMANDS = sorted({shortened(words) for words in named_commands() if words[0] == "python"})
+
+
+@pytest.fixture
+def tiny_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little of every data set, and an empty current folder."""
+    monkeypatch.setenv("CROSSBOW_DATA_DIR", str(write_data_root(tmp_path / "data")))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("words", [
+    pytest.param(words, id=" ".join(words[:2]), marks=() if words[0] in QUICK else pytest.mark.slow)
+    for words in COMMANDS
+])  # fmt: skip
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("tiny_data")
+def test_command_of_a_page_runs(words: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *given = words
+    sides = [*sides_on("cpu"), *PEER_SIDES]
+    arguments = [each for word in given for each in (sides if word == "{sides}" else [word.format(folder=tmp_path)])]
+    if program == "tables":
+        monkeypatch.setattr(pictures, "_save", lambda figure, path: None)
+        assert pages.main(arguments or ["--check"]) == 0
+        return
+    if program == "train":
+        arguments.append(f"output_dir={tmp_path}/run")
+        assert importlib.import_module("crossbow_py.train.__main__").main(arguments) == 0
+        return
+    if program == "zoo/run":
+        pytest.importorskip("timm")
+    module = importlib.import_module(f"experiments.{program.replace('/', '.')}")
+    written = tmp_path / "written.json"
+    if hasattr(module, "GRIDS"):
+        grid: Grid = module.GRIDS[arguments[0]]
+        written = tmp_path / f"{grid.name}.json"
+        arguments += ["--cells", grid.cells[0].name, "--seeds", "0", "--runs", str(tmp_path), "--results",
+                      str(tmp_path), "+debug=fast"]  # fmt: skip
+    elif hasattr(module, "RUNS"):
+        written = tmp_path / f"{module.RUNS.experiment}.json"
+    elif program == "auto_tuner/throttled":
+        written = tmp_path / "throttled.json"
+    else:
+        arguments += ["--json", str(written)]
+    assert module.main(arguments) == 0
+    assert json.loads(written.read_text())["machine"]["cores"] >= 1
+
+
+def test_every_program_of_a_question_is_named_on_its_page() -> None:
+    programs = {
+        str(path.relative_to(EXPERIMENTS).with_suffix(""))
+        for question in pages.questions()
+        for path in (EXPERIMENTS / question).glob("*.py")
+        if re.search(r"^(main = partial|def main\(argv: Sequence\[str\] \| None)", path.read_text(), re.MULTILINE)
+    }
+    assert programs == {words[0] for words in COMMANDS} - {"tables", "train"}

@@ -1,0 +1,219 @@
+"""What answers batches: operators as they were recorded, CUDA graphs, those used last, and the fastest."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from crossbow_py.engine.bank.replicas import ReplicaBank
+from crossbow_py.engine.executors.on_device import CaptureError
+from crossbow_py.engine.fusion.graph import FusedGraph
+from crossbow_py.engine.modules.precision import FP32
+from crossbow_py.predict.programs import CapturedRun, Captures, LastUsed, OrderedRun, fastest, recorded
+from tests import networks
+from tests.recording_streams import RecordingStreams
+from tests.support import CPU
+
+
+class Counting(TorchDispatchMode):
+    """The operators called, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name.removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
+
+
+def fused(make, inputs):
+    bank = ReplicaBank(make(), 3, device=CPU, precision=FP32, state_names=(), order="blocks", training=False)
+    for row in range(3):
+        bank.load_learner(row, make())
+    graph = FusedGraph(bank.template, inputs, bank, training=False)
+    return lambda batch: graph.run(batch, shared=True)
+
+
+@pytest.mark.parametrize("network", networks.NETWORKS)
+def test_recorded_run_of_a_graph_answers_as_the_graph_does(network):
+    inputs = networks.inputs_for(network, 4)[0]
+    run = fused(network, inputs)
+    replay = recorded(run, inputs)
+    assert replay is not run
+    other = inputs.flip(0).clone()
+    with torch.no_grad():
+        torch.testing.assert_close(replay(other), run(other))
+    assert torch.equal(other, inputs.flip(0))
+
+
+def test_what_hangs_on_weights_alone_is_computed_once():
+    inputs = torch.randn(2, 4)
+    run = fused(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 3)), inputs)
+    replay = recorded(run, inputs)
+    with torch.no_grad(), Counting() as counting:
+        replay(inputs)
+    assert [name for name in counting.names if name not in ("view", "permute")] == ["addmm", "relu_", "baddbmm"]
+
+
+def test_tensors_made_on_the_way_are_made_once_too():
+    scale, inputs = torch.randn(3), torch.randn(2, 3)
+    replay = recorded(lambda inputs: inputs * scale.exp().add(1).sqrt(), inputs)
+    with Counting() as counting:
+        replay(inputs)
+    assert counting.names == ["mul"]
+
+
+def test_function_that_draws_is_left_as_it_is():
+    def draw(inputs):
+        return inputs + torch.rand(3)
+
+    assert recorded(draw, torch.randn(3)) is draw
+
+
+def test_function_that_looks_at_values_is_left_as_it_is():
+    def decide(inputs):
+        return inputs if inputs.sum().item() > 0 else -inputs
+
+    assert recorded(decide, torch.randn(3)) is decide
+
+
+def test_function_whose_recording_gives_other_numbers_is_left_as_it_is():
+    calls = []
+
+    def differ(inputs):
+        calls.append(1)
+        return inputs + len(calls)
+
+    assert recorded(differ, torch.ones(3)) is differ
+
+
+class Device(RecordingStreams):
+    """Numbers its pools, and refuses to capture what it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.pools, self.error = 0, None
+
+    def new_pool(self):
+        self.pools += 1
+        return self.pools
+
+    def capture(self, name, body, stream, pool):
+        if self.error is not None:
+            raise self.error
+        graph = super().capture(f"{name} in {pool}", body, stream, pool)
+        body()  # as a capture does
+        return graph
+
+
+def made(device):
+    return Captures("streams", [], device)
+
+
+def test_function_is_warmed_up_then_captured_and_every_call_waits_for_the_last_of_any_graph():
+    device = Device()
+    captures = made(device)
+    double, triple = (captures.captured(lambda x, n=n: n * x, torch.ones(2)) for n in (2, 3))
+    assert [entry for entry in device.log if not entry.startswith("caller")][:6] == [
+        "s0 wait caller#1", "s0 wait None", "s0 run the models", "s0 run the models", "host wait all",
+        "s0 capture the models in 1",
+    ]  # fmt: skip
+    device.log.clear()
+    for run, factor in ((double, 2), (triple, 3), (double, 2)):
+        batch = torch.randn(2)
+        first = run(batch)
+        assert torch.equal(first, factor * batch)
+        run(batch + 1)
+        assert torch.equal(first, factor * batch)  # the caller's own
+    assert device.log[:6] == [
+        "caller wait None", "caller replay the models in 1", "caller record caller#3",
+        "caller wait caller#3", "caller replay the models in 1", "caller record caller#4",
+    ]  # fmt: skip
+    assert device.log[6] == "caller wait caller#4"  # the other graph, for the same event
+
+
+def test_graphs_share_a_pool_which_is_another_one_when_the_last_has_gone():
+    device = Device()
+    captures = made(device)
+    runs = [captures.captured(lambda x: x + 1, torch.ones(size)) for size in (1, 2)]
+    for run in runs:
+        captures.release(run)
+    captures.captured(lambda x: x + 1, torch.ones(3))
+    assert [entry for entry in device.log if "capture" in entry] == [
+        f"s0 capture the models in {pool}" for pool in (1, 1, 2)
+    ]
+    gone = device.log.index("release the models in 1")
+    assert device.log[gone - 1].startswith("host wait")  # until it has run
+
+
+def test_function_that_draws_is_no_graph_and_keeps_its_place_in_the_order():
+    device = Device()
+    captures = made(device)
+    run = captures.captured(lambda x: x + torch.rand(()), torch.ones(1))
+    assert isinstance(run, OrderedRun) and not any("capture" in entry for entry in device.log)
+    device.log.clear()
+    assert run(torch.ones(1)) != run(torch.ones(1))
+    assert device.log == [
+        "caller wait None",
+        "caller record caller#2",
+        "caller wait caller#2",
+        "caller record caller#3",
+    ]
+    captures.release(run)
+
+
+def test_what_no_graph_can_hold_is_the_users_to_know_and_want_of_memory_is_not():
+    device = Device()
+    captures = made(device)
+    device.error = RuntimeError("operation not permitted when stream is capturing")
+    refusal = (
+        r"executor=streams cannot capture the models as a CUDA graph \(RuntimeError: operation .*; set executor=serial"
+    )
+    with pytest.raises(CaptureError, match=refusal):
+        captures.captured(lambda x: x, torch.ones(1))
+    device.error = torch.OutOfMemoryError("full")
+    with pytest.raises(torch.OutOfMemoryError):
+        captures.captured(lambda x: x, torch.ones(1))
+    device.error = None
+    assert isinstance(captures.captured(lambda x: x, torch.ones(1)), CapturedRun)
+
+
+def test_values_used_last_are_kept_and_the_others_dropped_after_the_next_is_made() -> None:
+    events: list[str] = []
+    kept = LastUsed[int, str](2, lambda value: events.append(f"drop {value}"))
+
+    def ask(key: int) -> None:
+        def make() -> str:
+            events.append(f"make {key}")
+            return str(key)
+
+        assert kept.of(key, make) == str(key)
+
+    for key in (1, 2, 1, 3, 1, 2):
+        ask(key)
+    assert events == ["make 1", "make 2", "make 3", "drop 2", "make 2", "drop 3"]
+    kept.clear()
+    assert events[6:] == ["drop 2", "drop 1"] and len(kept) == 0
+
+
+def test_value_that_cannot_be_made_takes_no_place() -> None:
+    kept = LastUsed[int, str](1)
+    kept.of(1, lambda: "one")
+    with pytest.raises(ZeroDivisionError):
+        kept.of(2, lambda: str(1 // 0))
+    assert len(kept) == 1 and kept.of(1, lambda: "another") == "one"
+
+
+def test_fastest_takes_the_least_median_and_leaves_the_first_call_out():
+    now, costs = [0.0], {"a": itertools.chain([0.1], itertools.repeat(2.0)), "b": itertools.repeat(1.0)}
+    costs["c"] = itertools.chain([0.0], itertools.cycle([0.1, 3.0, 3.0]))
+
+    def run(name):
+        now[0] += next(costs[name])
+
+    assert fastest({name: lambda name=name: run(name) for name in costs}, clock=lambda: now[0]) == "b"
