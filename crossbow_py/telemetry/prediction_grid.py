@@ -1,4 +1,4 @@
-"""A picture of what a model says of some images: framed green where it is right, red where it is wrong."""
+"""A picture of a model's predictions for some images: framed green if right, red if wrong."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PAPER, _INK = (255, 255, 255), (33, 33, 33)
 
 
 def prediction_grid(predictions: Predictions) -> Images:
-    """The picture, uint8 [H, W, 3]: six images in a row, each with what it is held for and how surely.
+    """Return the picture, uint8 [H, W, 3]: six images in a row, each with its predicted class and probability.
 
-    Below a wrong one stands what it is.
+    A wrong one also shows its right class.
     """
     count = len(predictions.targets)
     columns = min(_COLUMNS, count)
@@ -40,7 +40,7 @@ def prediction_grid(predictions: Predictions) -> Images:
 
 
 def _scaled(image: Images) -> Image.Image:
-    """Onto a square: small images keep their pixels, large ones are made smaller."""
+    """Scale an image onto a square; the pixels of small ones stay sharp."""
     picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image).convert("RGB")
     way = Image.Resampling.NEAREST if max(picture.size) <= _IMAGE_PX else Image.Resampling.LANCZOS
     share = _IMAGE_PX / max(picture.size)
