@@ -43,7 +43,7 @@ def figures(runs: Sequence[RecordedRun]) -> Rows:
     ]
 
 
-def alike(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
+def same_settings(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
     """Return the settings that are the same for all runs."""
     return [(name, values[0]) for name, values in _rows(_SETTINGS, runs) if len(set(values)) == 1]
 

@@ -25,13 +25,13 @@ def prediction_grid(predictions: Predictions) -> Images:
     grid = Image.new("RGB", (columns * cell + _GAP_PX, -(-count // columns) * row + _GAP_PX), _PAPER)
     draw, font = ImageDraw.Draw(grid), ImageFont.load_default(13)
     answers = zip(predictions.targets, predictions.predicted, predictions.probabilities, strict=True)
-    for place, (target, predicted, probability) in enumerate(answers):
-        left, top = _GAP_PX + place % columns * cell, _GAP_PX + place // columns * row
+    for index, (target, predicted, probability) in enumerate(answers):
+        left, top = _GAP_PX + index % columns * cell, _GAP_PX + index // columns * row
         right = target == predicted
         colour = _RIGHT if right else _WRONG
         edge = _IMAGE_PX + 2 * _FRAME_PX
         draw.rectangle((left, top, left + edge - 1, top + edge - 1), fill=colour)
-        grid.paste(_scaled(predictions.images[place]), (left + _FRAME_PX, top + _FRAME_PX))
+        grid.paste(_scaled(predictions.images[index]), (left + _FRAME_PX, top + _FRAME_PX))
         said, true = (predictions.name(label)[:_MOST_LETTERS] for label in (predicted, target))
         draw.text((left, top + edge + 2), f"{said} {probability:.2f}", _INK, font)
         if not right:
