@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crossbow_py.core.user_cache import user_cache
+from crossbow_py.core.measured import user_cache
 
 
 def use_cache(folder: Path, patch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.measured import fastest
 from crossbow_py.data.datasets import rounded_integer
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors import EXECUTORS, check_executor
@@ -24,7 +25,6 @@ from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
 from crossbow_py.predict.predictors import PREDICTORS, Predictor, PredictorName, candidates
-from crossbow_py.predict.programs import fastest
 from crossbow_py.train.evaluation.packed_evaluation import load_state
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))  # weights, children and hooks: none of a module's own settings

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.measured import fastest
 from crossbow_py.engine import executors
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.device.host import intra_op_threads
@@ -23,7 +24,7 @@ from crossbow_py.engine.executors import EXECUTORS
 from crossbow_py.engine.fusion.fused_agreement import trusted_outputs
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.fusion.units.branches import Branches
-from crossbow_py.predict.programs import Captures, Forward, LastUsed, fastest, recorded
+from crossbow_py.predict.programs import Captures, Forward, LastUsed, recorded
 
 PredictorName = Literal["auto", "serial", "threads", "fused", "fused_threads", "subarrays2", "subarrays4", "streams"]
 

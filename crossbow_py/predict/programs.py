@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -27,8 +25,6 @@ _SAME = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 _NAME = "the models"
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-_TRIES, _TRIED_S = 3, 0.05  # of every call, at least
-Name = TypeVar("Name")
 
 
 @torch.no_grad()
@@ -229,17 +225,3 @@ class LastUsed(Generic[Key, Value]):
         """Drop all."""
         while self._values:
             self._drop(self._values.popitem()[1])
-
-
-def fastest(runs: Mapping[Name, Callable[[], object]], clock: Callable[[], float] = time.perf_counter) -> Name:
-    """The name of the call that takes the least time, by the median of some in turn, after one that does not count."""
-    times: dict[Name, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    begun = clock()
-    while len(next(iter(times.values()))) < _TRIES or clock() - begun < _TRIED_S * len(runs):
-        for name, run in runs.items():
-            before = clock()
-            run()
-            times[name].append(clock() - before)
-    return min(times, key=lambda name: statistics.median(times[name]))

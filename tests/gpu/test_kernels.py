@@ -153,7 +153,7 @@ def test_replayed_round_of_resnet32_is_at_most_200_launches(num_learners, monkey
 
 
 def test_ways_of_a_convolution_are_timed_in_graphs(tmp_path):
-    from crossbow_py.core.user_cache import Remembered  # noqa: PLC0415
+    from crossbow_py.core.measured import Remembered  # noqa: PLC0415
 
     device = torch.device("cuda", torch.cuda.current_device())
     small, large = (torch.randn(size, size, device=device) for size in (64, 4096))

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 from crossbow_py.data.sources.mnist import Mnist
 from crossbow_py.telemetry.console import ConsoleListener
 from crossbow_py.telemetry.records import read_summary

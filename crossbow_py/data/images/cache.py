@@ -34,7 +34,7 @@ from crossbow_py.core.errors import one_line
 from crossbow_py.core.file_locks import locked
 from crossbow_py.core.files import check_own, sync
 from crossbow_py.core.host import read_host
-from crossbow_py.core.user_cache import user_cache
+from crossbow_py.core.measured import user_cache
 from crossbow_py.data.images.crops import resized_extent
 from crossbow_py.data.images.decoding import UnreadableImage, decode, encoded_size, shrunk
 from crossbow_py.data.images.folder import ImageFiles

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from crossbow_py.core.host import read_host
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.modules.dropout import replace_dropout
 from crossbow_py.engine.modules.precision import Precision, cast_module
@@ -120,4 +118,4 @@ def _fingerprint(template: nn.Module, inputs: Tensor, job: Job, batch_size: int)
             getattr(job.loss, "__qualname__", type(job.loss).__qualname__),
         ),
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return digest(facts)

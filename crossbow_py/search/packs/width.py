@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import Independent
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered, fingerprint
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
@@ -23,7 +23,7 @@ from crossbow_py.engine.rounds import Round, RoundTasks
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.train.run_settings import Choices, RunSettings
-from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, calibrate, fingerprint
+from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, calibrate
 from crossbow_py.train.tuning.executor_choice import new_bank, still_runs, why_not_fused
 from crossbow_py.train.tuning.learner_bound import learner_bound
 

@@ -7,17 +7,12 @@ Choices are remembered by what they depend on, model, batch size, precision and 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +20,7 @@ from crossbow_py.averaging.rule import AveragingRule, Stage
 from crossbow_py.core.errors import CrossbowError, UserError, text_of
 from crossbow_py.core.host import LoadSnapshot, foreign_share
 from crossbow_py.core.host_randomness import kept_host_state
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.device.memory import free_memory, is_out_of_memory, raise_if_lost
 from crossbow_py.engine.executors import Executor
 from crossbow_py.engine.executors.on_device import WARM_UP_ROUNDS
@@ -300,22 +295,6 @@ def _images_per_s(candidate: Candidate, batch_size: int, device: torch.device) -
         return statistics.median(window(_WINDOW_S) for _ in range(_WINDOWS))
     finally:
         executor.close()
-
-
-def fingerprint(**facts: Any) -> str:
-    """A key for what a choice depends on; torch, the cores and the processor or GPU are added."""
-    device = torch.device(facts["device"])
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    facts = {**facts, "where": where, "torch": torch.__version__, "threads": torch.get_num_threads()}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        names = {line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")}
-        return f"{sorted(names)} x{len(os.sched_getaffinity(0))}"
-    return str(os.cpu_count())
 
 
 class RememberedChoices(Remembered):

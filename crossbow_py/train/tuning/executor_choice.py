@@ -11,6 +11,7 @@ from torch import nn
 
 from crossbow_py.averaging.rule import GradientMean
 from crossbow_py.core.errors import UserError
+from crossbow_py.core.measured import fingerprint
 from crossbow_py.core.version import __version__
 from crossbow_py.data.feed import Feed
 from crossbow_py.distributed.collective import Collective
@@ -26,14 +27,7 @@ from crossbow_py.engine.update.optimizers import Optimizer
 from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.train.checks.losses import copied_loss
 from crossbow_py.train.run_settings import Choices, RunSettings
-from crossbow_py.train.tuning.calibration import (
-    Candidate,
-    Effort,
-    RememberedChoices,
-    calibrate,
-    fingerprint,
-    still_round,
-)
+from crossbow_py.train.tuning.calibration import Candidate, Effort, RememberedChoices, calibrate, still_round
 
 
 def settle_executor(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crossbow_py.core.files import replacing
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 
 
 def full(*_: object) -> None:

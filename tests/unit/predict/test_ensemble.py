@@ -150,7 +150,7 @@ def test_models_that_cannot_be_fused_run_by_auto_with_a_note_and_are_refused_by_
 
 def test_models_that_no_cuda_graph_holds_run_by_auto_with_a_note_and_are_refused_by_fused(monkeypatch):
     def refused(predictor, inputs):
-        raise CaptureError(predictor.NAME, "prediction", "RuntimeError: it waits for the device")
+        raise CaptureError(predictor.name, "prediction", "RuntimeError: it waits for the device")
 
     monkeypatch.setattr(predictors.FusedPredictor, "probabilities", refused)
     models, batch = seeded(mlp, 2), torch.randn(2, 12)

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from crossbow_py.core.measured import fastest
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.graph import FusedGraph
 from crossbow_py.engine.modules.precision import FP32
-from crossbow_py.predict.programs import CapturedRun, Captures, LastUsed, OrderedRun, fastest, recorded
+from crossbow_py.predict.programs import CapturedRun, Captures, LastUsed, OrderedRun, recorded
 from tests import networks
 from tests.recording_streams import RecordingStreams
 from tests.support import CPU

@@ -10,8 +10,6 @@ one before its time counts. Choices are remembered in the user's cache.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
@@ -20,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from crossbow_py.core.measured import Remembered, digest
 from crossbow_py.core.triton_launch import unavailable
-from crossbow_py.core.user_cache import Remembered
 from crossbow_py.core.version import __version__
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.engine.fusion.units.branches import Branches
@@ -213,7 +211,7 @@ def key_of(sizes: Geometry, direction: Direction, dtype: torch.dtype, device: to
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [torch.__version__, _triton_version(), __version__]
     facts = [repr(sizes), direction, str(dtype), where, *versions, torch.backends.cudnn.allow_tf32]
-    return f"{direction} {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}"
+    return f"{direction} {digest(facts)}"
 
 
 def _triton_version() -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.fusion.units.branches import Branches, graph_milliseconds
 from crossbow_py.engine.fusion.units.convolution import IMPLICIT, ConvolutionChoices
 from crossbow_py.engine.fusion.units.convolution_layer import Convolution, Leaf, Statistics

@@ -24,7 +24,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 from pathlib import Path
 
 from crossbow_py.core.files import own_file, sync
-from crossbow_py.core.user_cache import user_cache
+from crossbow_py.core.measured import user_cache
 
 _SOURCE = Path(__file__).with_name("update.c")
 # Contraction is off so that a result is rounded where the torch operators of the reference round it.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from crossbow_py.averaging import SMA
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.engine.sizing.bound import free_bytes, learners_that_fit, saved_bytes
 from crossbow_py.engine.sizing.job import Job, Sample

@@ -12,9 +12,10 @@ from torch import nn
 
 from crossbow_py import Trainer
 from crossbow_py.core.errors import CrossbowError, DeviceLostError, UserError
+from crossbow_py.core.measured import fingerprint
 from crossbow_py.engine.device.memory import is_out_of_memory
 from crossbow_py.train.tuning import calibration
-from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate, fingerprint
+from crossbow_py.train.tuning.calibration import Candidate, Effort, Refusal, RememberedChoices, calibrate
 from tests.caches import use_cache
 from tests.trainers import Recorder, image_model, images, make_trainer
 

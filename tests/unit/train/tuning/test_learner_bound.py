@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import crossbow_py.train.tuning.learner_bound as learner_bound_module
 from crossbow_py import Trainer
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 from tests.trainers import Recorder, make_trainer
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from crossbow_py.core.user_cache import Remembered
+from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.fusion.units.branches import Branches
 from crossbow_py.engine.fusion.units.convolution import (
     BRANCHES,
