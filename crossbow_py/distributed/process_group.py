@@ -69,7 +69,7 @@ def joined(
 
 
 class ProcessGroupRanks(Ranks):
-    """One of several ranks, described by the environment (RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and so on)."""
+    """A rank of several, described by the environment (RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK and so on)."""
 
     def __init__(self, settings: DistributedSettings, on_gpus: bool) -> None:
         super().__init__()

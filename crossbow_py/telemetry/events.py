@@ -135,7 +135,7 @@ class LearningStatistics:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """One line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
+    """A line of metrics.jsonl. Fields named `spread` and `correction_norm` are None without a central model.
 
     `num_non_finite` evaluated samples have outputs that are not finite, and count as wrong. `data_wait_share`, here of
     the epoch, and `num_workers` are as in `Progress`. `learning` is None unless the user asked for it.

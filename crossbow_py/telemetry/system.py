@@ -24,7 +24,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True)
 class GpuSample:
-    """One GPU as a whole, including other processes on it.
+    """A sample of one GPU as a whole, including other processes on it.
 
     `index` is its index among this process's devices, `utilization_percent` the share of time in which a kernel ran.
     """
