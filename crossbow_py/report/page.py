@@ -14,7 +14,7 @@ from crossbow_py.core.settings import written
 from crossbow_py.core.version import __version__
 from crossbow_py.report.charts import Chart, colour
 from crossbow_py.report.reading import RunRecord
-from crossbow_py.telemetry.figures import alike, figures, number
+from crossbow_py.telemetry.figures import figures, number, same_settings
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
@@ -62,7 +62,7 @@ def _notes(runs: Sequence[RunRecord]) -> str:
 
 def _figures(runs: Sequence[RunRecord]) -> str:
     rows = [[escape(name), *map(escape, values)] for name, values in figures(runs)]
-    same = " · ".join(f"{name} {value}" for name, value in alike(runs))
+    same = " · ".join(f"{name} {value}" for name, value in same_settings(runs))
     note = f'<p class="note">{"All runs: " if len(runs) > 1 else ""}{escape(same)}</p>' if same else ""
     return note + _table(["", *_names(runs)], rows)
 

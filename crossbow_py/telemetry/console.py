@@ -1,7 +1,7 @@
-"""What the user sees: a header, live progress, a line per epoch, and a last block that says where everything is.
+"""The console output of a run: a header, live progress, a line per epoch, and a last block that lists the files.
 
-On a terminal the progress is one line with a bar, redrawn in place by rich; anywhere else it is a plain line now and
-then, without control codes. Everything but the live line also goes to console.log.
+On a terminal the progress is one line with a bar, which rich redraws in place; anywhere else it is a plain line every
+ten seconds, without control codes. Everything except the live line also goes to console.log.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from crossbow_py.telemetry.screen import Screen, ScreenConsole, clock_time, coun
 CONSOLE_LOG = "console.log"
 PLAIN_INTERVAL_S = 10.0
 _NOTHING_PLANNED = "–"
-_LONG_LOSS = 1e5  # from which on four decimals say nothing
-_WORTH_SAYING = 0.01  # of the time, waiting for data
+_LONG_LOSS = 1e5  # from which on four decimals mean nothing
+_WORTH_SAYING = 0.01  # the share of time spent waiting for data
 
 
 class ConsoleListener(ScreenConsole, Listener):
-    """Talks to the terminal and to console.log.
+    """Prints to the terminal and to console.log.
 
-    A terminal that goes away (a closed pipe) is not a reason to stop training: the log goes on alone.
+    If the terminal goes away (a closed pipe), training and the log go on.
 
     Args:
         log_path: console.log, appended to; None for none.
-        stream: where to talk, the process's stdout by default.
-        clock: monotonic seconds; only the spacing of plain progress lines depends on it.
+        stream: the stream to print to, by default the process's stdout.
+        clock: monotonic seconds, for the spacing of plain progress lines.
     """
 
     WIDTH_FOR_A_BAR: ClassVar[int] = 110
@@ -55,7 +55,7 @@ class ConsoleListener(ScreenConsole, Listener):
         self._has_checkpoint = False
 
     def on_start(self, info: RunInfo) -> None:
-        """The header, and the live line under it."""
+        """Print the header, and the live line under it."""
         self._planned_samples, self._trace_path = info.planned_samples, info.trace_path
         self._has_checkpoint = info.resumed_from is not None
         if info.planned_samples is not None:
@@ -64,7 +64,7 @@ class ConsoleListener(ScreenConsole, Listener):
         self._next_line_s = self._clock() + PLAIN_INTERVAL_S
 
     def on_progress(self, progress: Progress) -> None:
-        """Redraw the live line, or, without a terminal, a plain line every ten seconds."""
+        """Redraw the live line, or print a plain line every ten seconds without a terminal."""
         text = progress_line(progress, self._planned_epochs)
         if self._screen.is_live:
             self._screen.show(self._with_bar(text, progress.samples_seen, self._planned_samples))
@@ -73,21 +73,21 @@ class ConsoleListener(ScreenConsole, Listener):
             self._say(text)
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """One line that stays."""
+        """Print the epoch's line."""
         self._say(epoch_line(record, self._planned_epochs))
         if record.learning is not None:
             self._say(learning_line(record.learning))
 
-    def on_learnercounted(self, change: LearnerCount) -> None:
-        """A sentence that stays."""
+    def on_learner_count(self, change: LearnerCount) -> None:
+        """Print a sentence."""
         self._say(f"auto-tuner: {change.reason}")
 
     def on_checkpoint(self, path: str, samples_seen: int) -> None:
-        """Nothing to see, but the last block may count on it."""
+        """Note that there is a checkpoint, for the last block."""
         self._has_checkpoint = True
 
     def on_end(self, summary: Summary) -> None:
-        """The last block."""
+        """Print the last block."""
         lines = final_lines(summary)
         if self._has_checkpoint and summary.status in StopSignal.REASONS:
             lines.append(fact("to go on", "the same command with resume=auto"))
@@ -97,7 +97,7 @@ class ConsoleListener(ScreenConsole, Listener):
 
 
 def header_lines(info: RunInfo) -> list[str]:
-    """The run's facts."""
+    """Return the lines that describe the run."""
     settings = f" ({', '.join(info.averaging_settings)})" if info.averaging_settings else ""
     ema = "" if info.average_ema is None else f" (evaluated: EMA over {counted(info.average_ema, 'epoch')})"
     lines = [
@@ -115,7 +115,7 @@ def header_lines(info: RunInfo) -> list[str]:
 
 
 def progress_line(progress: Progress, planned_epochs: str) -> str:
-    """Where training stands, on one line."""
+    """Return the progress of training on one line."""
     parts = [
         f"epoch {progress.epoch:.2f}/{planned_epochs}",
         f"loss {_loss(progress.train_loss)}",
@@ -134,7 +134,7 @@ def progress_line(progress: Progress, planned_epochs: str) -> str:
 
 
 def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
-    """What a closed epoch came to."""
+    """Return the line of a closed epoch."""
     parts = [f"epoch {record.epoch}/{planned_epochs}", f"train loss {_loss(record.train_loss)}"]
     measured = [
         ("validation", record.validation_accuracy, record.validation_loss),
@@ -155,7 +155,7 @@ def epoch_line(record: EpochRecord, planned_epochs: str) -> str:
 
 
 def learning_line(learning: LearningStatistics) -> str:
-    """What was measured of learning at the end of an epoch, and how long that took."""
+    """Return the line of the learning statistics of an epoch, and how long they took."""
     found = [
         ("gradient noise scale {:,.0f} samples", learning.gradient_noise_scale_samples),
         ("agreement of learners {:.4f}", learning.agreement),
@@ -166,7 +166,7 @@ def learning_line(learning: LearningStatistics) -> str:
 
 
 def final_lines(summary: Summary) -> list[str]:
-    """How the run ended and where its files are."""
+    """Return the lines on how the run ended and where its files are."""
     lines = ["", f"{summary.experiment} {summary.status.replace('_', ' ')}: {summary.stop_reason}"]
     if summary.test_accuracy is not None:
         best = f" (best {summary.best_test_accuracy:.4f})" if summary.best_test_accuracy is not None else ""
@@ -194,12 +194,12 @@ def final_lines(summary: Summary) -> list[str]:
 
 
 def folder_lines(name: str, output_dir: str) -> list[str]:
-    """Where the files are, and how to look at the curves."""
+    """Return the lines that say where the files are, and how to look at the curves."""
     return [fact(name, output_dir), fact("curves", f"tensorboard --logdir {Path(output_dir) / TENSORBOARD_FOLDER}")]
 
 
 def _waiting(share: float | None) -> list[str]:
-    """Said only where it is worth a thought."""
+    """Return the share of time spent waiting for data, empty if it is small."""
     return [f"{share:.0%} waiting for data"] if share is not None and share >= _WORTH_SAYING else []
 
 

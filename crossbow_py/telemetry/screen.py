@@ -28,13 +28,13 @@ def _opened(path: Path) -> TextIO:
 
 
 class Screen:
-    """Talks to a stream and to a log file, which has every line and nothing of what is redrawn.
+    """Prints to a stream and to a log file, which has every line but no redrawn picture.
 
-    A terminal that goes away (a closed pipe) is not a reason to stop: the log goes on alone.
+    If the terminal goes away (a closed pipe), the log goes on.
 
     Args:
-        log_path: appended to, as several processes may share it; None for none.
-        stream: where to talk, the process's stdout by default.
+        log_path: the log, appended to, as several processes may share it; None for none.
+        stream: the stream to print to, by default the process's stdout.
         console: draws to the stream; None makes one that follows the terminal's size.
 
     Raises:
@@ -51,26 +51,26 @@ class Screen:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether pictures may be redrawn in place."""
+        """Return whether pictures may be redrawn in place."""
         return self._console.is_terminal
 
     @property
     def is_live(self) -> bool:
-        """Whether a live picture is shown."""
+        """Return whether a live picture is shown."""
         return self._live is not None
 
     @property
     def width(self) -> int:
-        """In columns."""
+        """Return the width in columns."""
         return self._console.width
 
     @property
     def height(self) -> int:
-        """In lines."""
+        """Return the height in lines."""
         return self._console.height
 
     def say(self, line: str) -> None:
-        """A line that stays, above the live picture where there is one."""
+        """Print a line that stays, above the live picture if there is one."""
         self.note(line)
         if self.is_terminal:
             self._guard(lambda: self._console.print(line, soft_wrap=True))
@@ -78,7 +78,7 @@ class Screen:
             self._guard(lambda: print(line, file=self._stream, flush=True))
 
     def note(self, line: str) -> None:
-        """A line for the log alone."""
+        """Write a line to the log only."""
         try:
             if self._log is not None:
                 self._log.write(line + "\n")
@@ -87,26 +87,26 @@ class Screen:
             self._log = None
 
     def start_live(self) -> None:
-        """From now on `show` draws; without a terminal nothing happens."""
+        """Let `show` draw from now on. Without a terminal this does nothing."""
         if self.is_terminal:
             # Redrawn by the caller's own calls: no refresh thread to race the learners or to outlive an error.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._guard(self._live.start)
 
     def show(self, picture: RenderableType) -> None:
-        """Draw the live picture anew."""
+        """Redraw the live picture."""
         if self._live is not None:
             live = self._live
             self._guard(lambda: live.update(picture, refresh=True))
 
     def stop_live(self) -> None:
-        """Take the live picture away and show the cursor again."""
+        """Remove the live picture and show the cursor again."""
         if self._live is not None:
             live, self._live = self._live, None
             self._guard(live.stop)
 
     def close(self) -> None:
-        """Give the terminal back and close the log. May be called twice."""
+        """Restore the terminal and close the log. May be called twice."""
         self.stop_live()
         if self._log is not None:
             self._log.close()
