@@ -46,10 +46,6 @@ def train(config: TrainConfig) -> int:
     return StopSignal.EXIT_CODES.get(result.status, 0)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
-
-
 def build_trainer(
     config: TrainConfig, folder: RunFolder, callbacks: Sequence[Listener] = (), ranks: Ranks = ALONE
 ) -> Trainer:
@@ -118,3 +114,7 @@ def _num_classes(config: TrainConfig, source: DataSource) -> int:
             "use integer targets, or model=custom."
         )
     return source.num_classes or 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
