@@ -25,7 +25,7 @@ from crossbow_py.engine.executors.on_device import CaptureError
 from crossbow_py.engine.fusion.writes import FusionError
 from crossbow_py.engine.modules.precision import PrecisionName, choose_device, choose_precision
 from crossbow_py.predict.predictors import PREDICTORS, Predictor, PredictorName, candidates
-from crossbow_py.train.evaluation.packed_evaluation import load_state
+from crossbow_py.train.evaluation.evaluator import load_state
 
 _EVERY_MODULES = frozenset(vars(nn.Module()))  # weights, children and hooks: none of a module's own settings
 _ONLY_IN_TRAINING = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

@@ -36,8 +36,7 @@ from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.schedules import Constant, Schedule
 from crossbow_py.train.tuning.busy_cores import busy_cores
 from crossbow_py.train.tuning.executor_choice import new_bank, settle_executor
-from crossbow_py.train.tuning.learner_bound import learner_bound
-from crossbow_py.train.tuning.learner_tuning import learner_tuning
+from crossbow_py.train.tuning.learner_tuning import learner_bound, learner_tuning
 from crossbow_py.train.tuning.worker_autotuner import first_workers, worker_autotuner
 
 _FEW_ITEMS = 32  # to be looked at before training

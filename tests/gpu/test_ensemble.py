@@ -14,8 +14,7 @@ from crossbow_py.data.build import make_feed
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.engine.modules.precision import FP64
 from crossbow_py.predict.predictors import MOST_PROGRAMS
-from crossbow_py.train.evaluation.evaluator import Evaluator
-from crossbow_py.train.evaluation.packed_evaluation import evaluate_bank
+from crossbow_py.train.evaluation.evaluator import Evaluator, evaluate_bank
 from tests.support import features, norm_model
 
 pytestmark = pytest.mark.gpu

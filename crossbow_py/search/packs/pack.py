@@ -23,8 +23,7 @@ from crossbow_py.engine.rounds import Draws, Round, RoundOutcome, RoundTasks, ta
 from crossbow_py.engine.update.optimizers import side_by_side
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.search.packs.trial import Checkpoint, TrialSettings, new_row, own_dropout_rate, read_row
-from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator
-from crossbow_py.train.evaluation.packed_evaluation import evaluate_bank
+from crossbow_py.train.evaluation.evaluator import Evaluation, Evaluator, evaluate_bank
 from crossbow_py.train.run import smoothing_rows
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.executor_choice import new_bank

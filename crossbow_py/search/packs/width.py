@@ -25,7 +25,7 @@ from crossbow_py.search.packs.trial import TrialSettings
 from crossbow_py.train.run_settings import Choices, RunSettings
 from crossbow_py.train.tuning.calibration import Calibration, Candidate, Effort, calibrate
 from crossbow_py.train.tuning.executor_choice import new_bank, still_runs, why_not_fused
-from crossbow_py.train.tuning.learner_bound import learner_bound
+from crossbow_py.train.tuning.learner_tuning import learner_bound
 
 NEARLY = 1.25  # of a pack's size
 ASKED_FOR = "was asked for"

@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from crossbow_py.averaging import AveragingRule
 from crossbow_py.core.host import versions
 from crossbow_py.core.settings import apart_from_defaults, flat, to_mapping, written
+from crossbow_py.data.normalisation import IDENTITY, Normalisation
 from crossbow_py.engine.auto_tuner import Decision
 from crossbow_py.telemetry.events import (
     EpochRecord,
     LearnerCount,
     LearningStatistics,
     Listener,
+    Predictions,
     Progress,
     RunInfo,
     Summary,
@@ -28,7 +30,8 @@ from crossbow_py.telemetry.throughput import Lap, ThroughputMeter
 from crossbow_py.telemetry.timeline import TRACE_FILE
 from crossbow_py.train.evaluation.evaluator import Evaluation, Examples
 from crossbow_py.train.run import DataSets, Run, RunState, SavedModels
-from crossbow_py.train.run_folder.example_predictions import example_predictions
+
+_CHANNELS = (1, 3)
 
 _PROGRESS_EVERY_S = 0.2
 _SHOWN_GROWTH = 1.5  # of the samples seen, from one look at predictions to the next
@@ -343,3 +346,35 @@ def epoch_record(
         learning=learning,
         num_non_finite=evaluation.num_non_finite if evaluation else 0,
     )
+
+
+def example_predictions(
+    examples: Examples | None, normalisation: Normalisation | None, class_names: Sequence[str] = ()
+) -> Predictions | None:
+    """Images and answers; None for images that are neither grey nor of three colours, and for values not finite.
+
+    `normalisation` is undone, and values are stretched to what a screen has, those of all images alike.
+    """
+    if examples is None or examples.inputs.shape[1] not in _CHANNELS:
+        return None
+    if not _are_finite(examples.inputs) or not _are_finite(examples.outputs):
+        return None
+    values = examples.inputs.float()
+    if values.ndim == 5:
+        values = values[:, :, values.shape[2] // 2]
+    mean, std = (normalisation or IDENTITY).constants(values, torch.float32)
+    values = values * std + mean
+    low, high = float(values.min()), float(values.max())
+    values = (values - low) / (high - low) if high > low else values
+    probabilities, predicted = examples.outputs.float().softmax(1).max(1)
+    return Predictions(
+        images=values.clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).contiguous().numpy(),
+        targets=tuple(map(int, examples.targets)),
+        predicted=tuple(map(int, predicted)),
+        probabilities=tuple(map(float, probabilities)),
+        class_names=tuple(class_names),
+    )
+
+
+def _are_finite(values: Tensor) -> bool:
+    return values.is_floating_point() and bool(values.isfinite().all())

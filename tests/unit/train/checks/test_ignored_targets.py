@@ -18,9 +18,8 @@ from crossbow_py.engine.modules.losses import correct_of_batch
 from crossbow_py.engine.modules.precision import FP32
 from crossbow_py.predict.prediction import Prediction
 from crossbow_py.predict.report import as_text
-from crossbow_py.train.evaluation.evaluator import Evaluator
-from crossbow_py.train.evaluation.packed_evaluation import evaluate_bank
-from crossbow_py.train.run_folder.example_predictions import example_predictions
+from crossbow_py.train.evaluation.evaluator import Evaluator, evaluate_bank
+from crossbow_py.train.run_folder.reporter import example_predictions
 from tests.support import feed_of
 from tests.trainers import Recorder, make_trainer
 

@@ -1,15 +1,18 @@
-"""Windows of throughput, and runs whose number of learners changes while they train."""
+"""Windows of throughput, runs whose number of learners changes while they train, and the most that memory holds."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from crossbow_py import SGD, Independent, Listener, Trainer
 from crossbow_py.core.errors import LearnerError, UserError
+from crossbow_py.core.measured import Remembered
 from crossbow_py.engine.auto_tuner import AutoTuner, AutoTunerState, Decision
 from crossbow_py.engine.bank.replicas import ReplicaBank
 from crossbow_py.train.loop import TrainingLoop
@@ -199,19 +202,19 @@ def test_round_that_dies_for_want_of_memory_takes_learners_away_and_training_goe
     assert result.test_accuracy >= 0.9
 
 
-def test_learner_that_is_sick_when_the_number_changes_is_reseeded_first():
+def test_learner_that_is_non_finite_when_the_number_changes_is_reseeded_first():
     trainer = auto_trainer(
         [3, 3, 3, 1, 1, 3], model=image_model, train_data=images(96), on_nonfinite="reseed", executor="serial"
     )
     feed = trainer.run.train_feed
     batch, calls = feed.batch, iter(range(100))
 
-    def sick_once(start):
+    def non_finite_once(start):
         found = batch(start)
         # Rounds of 1, 3, 3 and 3 learners: the last one's batch in the round before they shrink.
         return found._replace(inputs=found.inputs * math.nan) if next(calls) == 9 else found
 
-    feed.batch = sick_once
+    feed.batch = non_finite_once
     trainer.fit(max_rounds=8)
     assert trainer.state.num_reseeded == 1
     bank = trainer.run.bank
@@ -288,3 +291,81 @@ def test_after_round_keeps_the_auto_tuner_from_what_it_decides():
     trainer.fit(max_rounds=30, after_round=lambda end: settled.append(end.is_settled) or end.num_learners)
     assert settled == [False] * 30
     assert (trainer.run.bank.num_learners, trainer.run.tuning.state.num_learners) == (1, 1)
+
+
+def wide_model() -> nn.Module:
+    """4,000 + 4,000 · 250 + 250 · 3 parameters in round numbers, without biases: 1,016,750 of them."""
+    return nn.Sequential(
+        nn.Linear(4, 4000, bias=False), nn.ReLU(), nn.Linear(4000, 250, bias=False), nn.Linear(250, 3, bias=False)
+    )
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    monkeypatch.setattr(Remembered, "path", tmp_path / "activations.json")
+
+    def make(free_bytes: float, **options: Any) -> Trainer:
+        monkeypatch.setattr("crossbow_py.train.tuning.learner_tuning.free_bytes", lambda device: free_bytes)
+        return make_trainer(**{"model": wide_model, "num_learners": "auto", **options})
+
+    return make
+
+
+def most_of(trainer: Trainer) -> int:
+    assert trainer.run.tuning is not None
+    return trainer.run.tuning.tuner.max_learners
+
+
+def test_ample_memory_leaves_the_limit_as_it_was_set(bounded):
+    assert most_of(bounded(2**34)) == 8
+    assert most_of(bounded(2**34, max_learners=5)) == 5
+
+
+def test_scarce_memory_lowers_it_and_says_so(bounded):
+    # A learner has weights, gradients, corrections and momentum of 4.07 MB each, and makes a gradient beside them when
+    # at work: 16.3 MB and 4.1. Three rows of z and the template are 16.3. With serial, K of them take 20 + 16.3 K.
+    recorder = Recorder()
+    trainer = bounded(80e6 / 0.9, callbacks=[recorder])
+    assert most_of(trainer) == 3
+    trainer.fit(max_epochs=1)
+    assert "Memory holds about 3 of at most 8 learners; no more are tried." in recorder.of("message")
+
+
+def test_one_learner_is_always_allowed(bounded):
+    assert most_of(bounded(1e6)) == 1
+
+
+def test_fixed_number_of_learners_is_not_touched(bounded):
+    assert bounded(1e6, num_learners=4).run.bank.num_learners == 4
+
+
+class Opaque(nn.Module):
+    """Looks at a value, which fake tensors have not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0 if float(x.sum()) > 0 else 0.5
+        return self.layer(x) * scale
+
+
+def test_model_that_cannot_be_probed_is_not_bounded(bounded):
+    recorder = Recorder()
+    unbounded = bounded(1e3, model=Opaque, callbacks=[recorder])
+    assert most_of(unbounded) == 8
+    unbounded.fit(max_epochs=1)
+    assert any("How many learners memory holds is not known" in message for message in recorder.of("message"))
+
+
+def test_probe_that_fails_in_any_way_bounds_nothing_and_ends_no_run(bounded, monkeypatch):
+    def fail(*_: Any) -> int:
+        raise AttributeError("no such\nbook")
+
+    monkeypatch.setattr("crossbow_py.engine.sizing.bound._probed", fail)
+    recorder = Recorder()
+    unbounded = bounded(1e3, callbacks=[recorder])
+    assert most_of(unbounded) == 8
+    unbounded.fit(max_epochs=1)
+    assert "How many learners memory holds is not known: AttributeError: no such book" in recorder.of("message")
