@@ -338,7 +338,7 @@ def evaluate_with_a_broken_metric(ranks: Ranks, options: dict[str, Any]) -> Ende
     return ended(trainer, trainer.fit(max_epochs=1))
 
 
-def check_ranks_agree_on(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]) -> str:
+def check_agreement(ranks: Ranks, configs: list[dict[str, Any]], codes: list[str]) -> str:
     """What a rank is told that was started with another configuration or another source than the others."""
     from crossbow_py.distributed import rank_agreement  # noqa: PLC0415  of this process alone
 
