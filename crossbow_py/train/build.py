@@ -24,6 +24,7 @@ from crossbow_py.engine.modules.dropout import counter_seed
 from crossbow_py.engine.modules.losses import Loss
 from crossbow_py.engine.modules.precision import FP32, Precision
 from crossbow_py.engine.update.optimizers import Optimizer
+from crossbow_py.engine.update.row_update import TorchUpdate
 from crossbow_py.engine.update.update_choice import choose_update
 from crossbow_py.telemetry.timeline import Timeline
 from crossbow_py.train.checkpoints.checkpoint import CheckpointSettings
@@ -77,49 +78,57 @@ def build_run(
         template = seeded_model(make_model, settings.seed, init_from).to(choices.device)
         choices, train_feed, batch, warnings = _train_feed(template, data, settings, choices, loss, rule, ranks)
         template = faithful_copy(template, choices.precision, batch, settings.channels_last)
-        validation_feed, test_feed = (
-            _evaluation_feed(what, template, source, data, settings, choices, loss, metrics, ranks)
-            for what, source in (("validation", data.validation), ("test", data.test))
-        )
+        feeds = _evaluation_feeds(template, data, settings, choices, loss, metrics, ranks)
     # Hosts' libraries, or a model that draws from other generators than torch's, may have made another of it.
     ranks.copy_first(value for value in template.state_dict().values() if value.is_floating_point())
     update, warning = choose_update(optimizer, rule, choices.device, choices.precision.master)
-    warnings += [warning] if warning else []
+    choosing = template, settings, choices, update, train_feed, loss, announce, ranks, executor_cache
+    choices, notes = _choose_executor(*choosing)
+    with ranks.together():
+        most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
+        bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
+    most_learners = int(min(ranks.gather([most_settling(rule, most_learners, collective.num_devices)]))[0])
+    if not rule.has_central_model:
+        _begin_apart(bank, make_model, settings.seed, init_from)
+    is_alone = ranks.num_local == 1 and not train_feed.STREAMS
+    return Run(
+        data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
+        output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
+        choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss,
+        evaluator=_evaluator(template, batch, settings, choices, loss, metrics, max_evaluation_batches),
+        train_feed=train_feed, validation_feed=feeds[0], test_feed=feeds[1], collective=collective,
+        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline,
+        most_learners=most_learners, warnings=[*warnings, *([warning] if warning else []), *notes, *bounded, *_refusals(choices)],
+        tuning=learner_tuning(settings.num_learners, most_learners),
+        worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
+        busy_cores=busy_cores(choices.executor, choices.device.type, is_alone),
+    )  # fmt: skip
+
+
+def _choose_executor(
+    template: nn.Module,
+    settings: RunSettings,
+    choices: Choices,
+    update: TorchUpdate,
+    feed: Feed,
+    loss: Loss,
+    announce: Callable[[str], None],
+    ranks: Ranks,
+    cache: Path | None,
+) -> tuple[Choices, list[str]]:
+    """Settle the executor on the first rank, for all; only there does it cost time, and are there notes."""
     notes: list[str] = []
 
     def settled() -> str:
         nonlocal choices
         choices, said = settle_executor(
-            template, settings, choices, update, train_feed, loss, announce, ranks.num_ranks, executor_cache
+            template, settings, choices, update, feed, loss, announce, ranks.num_ranks, cache
         )
         notes.extend(said)
         return choices.executor
 
     executor = ranks.from_first(settled)
-    choices = dataclasses.replace(choices, executor=executor)
-    with ranks.together():
-        most_learners, bounded = learner_bound(template, batch, settings, choices, loss, optimizer, rule)
-        bank, average_ema = _bank(template, settings, choices, optimizer, rule, train_feed.num_samples, ranks)
-    most_learners = most_settling(rule, most_learners, collective.num_devices)
-    most_learners = min(int(each) for (each,) in ranks.gather([most_learners]))
-    if not rule.has_central_model:
-        _begin_apart(bank, make_model, settings.seed, init_from)
-    evaluator = Evaluator(
-        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_evaluation_batches,
-        batch_size=evaluation_batch_size(batch.inputs[0].numel()), channels_last=settings.channels_last,
-    )  # fmt: skip
-    is_alone = ranks.num_local == 1 and not train_feed.STREAMS
-    return Run(
-        data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
-        output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
-        choices=choices, bank=bank, average_ema=average_ema, update=update, loss=loss, evaluator=evaluator,
-        train_feed=train_feed, validation_feed=validation_feed, test_feed=test_feed, collective=collective,
-        ranks=ranks, nodes=ranks.nodes() if collective.apart else None, timeline=timeline,
-        most_learners=most_learners, warnings=[*warnings, *notes, *bounded, *_refusals(choices)],
-        tuning=learner_tuning(settings.num_learners, most_learners),
-        worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
-        busy_cores=busy_cores(choices.executor, choices.device.type, is_alone),
-    )  # fmt: skip
+    return dataclasses.replace(choices, executor=executor), notes
 
 
 def _named(model: MakeModel, names: Mapping[str, str] | None) -> dict[str, str]:
@@ -194,22 +203,40 @@ def _check_integers(feed: Feed, precision: Precision) -> None:
         raise UserError(feed.rounded.remark(precision.compute))
 
 
-def _evaluation_feed(
-    what: str,
+def _evaluation_feeds(
     template: nn.Module,
-    source: Data | None,
     data: DataSets,
     settings: RunSettings,
     choices: Choices,
     loss: Loss,
     metrics: Mapping[str, Metric],
     ranks: Ranks,
-) -> Feed | None:
-    if source is None:
-        return None
-    feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
-    probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics, feed)
-    return feed
+) -> list[Feed | None]:
+    """Return the feeds of validation and test data, each tried on two samples; None where there are no data."""
+    feeds: list[Feed | None] = []
+    for what, source in (("validation", data.validation), ("test", data.test)):
+        feed = None
+        if source is not None:
+            feed = new_feed(source, 1, None, data, settings, choices, training=False, ranks=ranks)
+            probe_evaluation(template, choices.precision, feed.first_samples(2), loss, what, metrics, feed)
+        feeds.append(feed)
+    return feeds
+
+
+def _evaluator(
+    template: nn.Module,
+    batch: Batch,
+    settings: RunSettings,
+    choices: Choices,
+    loss: Loss,
+    metrics: Mapping[str, Metric],
+    max_batches: int | None,
+) -> Evaluator:
+    size = evaluation_batch_size(batch.inputs[0].numel())
+    return Evaluator(
+        template, precision=choices.precision, loss=loss, metrics=metrics, max_batches=max_batches, batch_size=size,
+        channels_last=settings.channels_last,
+    )  # fmt: skip
 
 
 def new_feed(
