@@ -90,7 +90,6 @@ def build_run(
     most_learners = int(min(ranks.gather([most_settling(rule, most_learners, collective.num_devices)]))[0])
     if not rule.has_central_model:
         _begin_apart(bank, make_model, settings.seed, init_from)
-    is_alone = ranks.num_local == 1 and not train_feed.STREAMS
     return Run(
         data=data, settings=settings, schedule=schedule, checkpoints=checkpoints, distributed=distributed,
         output_dir=output_dir, experiment=experiment, names=_named(make_model, names), resumed_from=resumed_from,
@@ -102,7 +101,7 @@ def build_run(
         warnings=[*warnings, *filter(None, [warning]), *notes, *bounded, *_refusals(choices)],
         tuning=learner_tuning(settings.num_learners, most_learners),
         worker_autotuner=worker_autotuner(settings.num_workers, train_feed, ranks.num_local),
-        busy_cores=busy_cores(choices.executor, choices.device.type, is_alone),
+        busy_cores=busy_cores(choices.executor, choices.device.type, ranks.num_local == 1 and not train_feed.STREAMS),
     )  # fmt: skip
 
 
