@@ -1,4 +1,4 @@
-"""What `crossbow_py.train` can be told: its keys, its groups, and its usage."""
+"""The configuration of `crossbow_py.train`: its keys, its groups, and its usage."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Exit codes: 0 done, 2 a mistake in what was asked for, 143 after SIGTERM, 130 af
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig(JobSettings):
-    """What runs and searches can both be told. A group holds the settings object chosen by its `name`."""
+    """The configuration that runs and searches share. A group holds the settings object that its `name` chooses."""
 
     GROUPS: ClassVar[Mapping[str, Registry]] = {
         "model": MODELS, "data": SOURCES, "optimizer": OPTIMIZERS, "schedule": SCHEDULES,
@@ -73,7 +73,7 @@ class JobConfig(JobSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(JobConfig, RunSettings, StopConditions):
-    """Everything `crossbow_py.train` can be told."""
+    """The whole configuration of `crossbow_py.train`."""
 
     CONF: ClassVar[str] = "train"
     USAGE: ClassVar[str] = _USAGE
@@ -95,14 +95,14 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     averaging: Any = group("how the learners are kept together")
 
     def __post_init__(self) -> None:
-        StopConditions.__post_init__(self)  # checks every field, and that the run has an end
+        StopConditions.__post_init__(self)  # checks every field, and that something ends the run
         super().__post_init__()
 
 
 def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
-    """Plain values, as in a run's config.yaml, to the configuration.
+    """Build the configuration from plain values, as in a run's config.yaml.
 
-    Raises UserError naming the key, and the file that they were read from where it is given.
+    Raises UserError, which names the key, and also `file` where it is given: where the values were read from.
     """
     try:
         return from_plain(plain, TrainConfig)
@@ -113,7 +113,7 @@ def config_from_mapping(plain: Mapping[str, Any], file: Path | None = None) -> T
 
 
 def config_to_mapping(config: JobConfig) -> dict[str, Any]:
-    """Return the plain values of a configuration, every default spelled out: the inverse of `config_from_mapping`."""
+    """Return the plain values of a configuration, with every default: the inverse of `config_from_mapping`."""
     plain = to_mapping(config)
     for name in config.GROUPS:
         plain[name] = {"name": type(getattr(config, name)).NAME, **plain[name]}

@@ -230,7 +230,7 @@ def test_number_found_when_memory_runs_out_in_the_last_round_is_not_overruled_by
         loop.reporter.start(run_info(trainer.run, None), 0.0)
         decision = trainer.run.tuning.after_round(12, 1.0)
         loop.rounds.executor.drain = lambda: (_ for _ in ()).throw(_memory_error())
-        loop._follow(decision)
+        loop._apply(decision)
         assert trainer.run.bank.num_learners == trainer.run.tuning.state.num_learners == 3
 
 
