@@ -110,7 +110,7 @@ def _num_classes(config: TrainConfig, source: DataSource) -> int:
     """Return the width of the model's output. A custom model decides it, and is checked against the data later."""
     if source.num_classes is None and not isinstance(config.model, CustomModel):
         raise UserError(
-            f"model={config.model.NAME} classifies, and the targets of data={source.name} are no classes; "
+            f"model={config.model.NAME} classifies, but the targets of data={source.name} are not classes; "
             "use integer targets, or model=custom."
         )
     return source.num_classes or 0

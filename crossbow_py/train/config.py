@@ -58,7 +58,7 @@ class JobConfig(JobSettings):
     experiment: str = setting("custom", "name of the run's recipe; chosen with +experiment=NAME")
     resume: str | None = setting(None, "null, auto (newest valid checkpoint) or the path of a run or checkpoint folder")
     output_dir: str | None = setting(None, "the run's folder; null is runs/<experiment>/<time>")
-    checkpoint_every_s: float | None = setting(None, "checkpoint every that many seconds; null never", above=0)
+    checkpoint_every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
     model: Any = group("the network")
     data: Any = group("the data set, its augmentation and where its files are")
     optimizer: Any = group("each learner's own optimizer")
@@ -80,17 +80,17 @@ class TrainConfig(JobConfig, RunSettings, StopConditions):
     GROUPS: ClassVar[Mapping[str, Registry]] = {**JobConfig.GROUPS, "averaging": RULES}
     PATHS: ClassVar[Sequence[str]] = (*JobConfig.PATHS, "init_from")
 
-    max_epochs: float | None = setting(10.0, "stop after that many passes over the training set", above=0)
-    max_evaluation_batches: int | None = setting(None, "evaluate on at most that many batches; null is all", minimum=1)
+    max_epochs: float | None = setting(10.0, "stop after this many passes over the training set", above=0)
+    max_evaluation_batches: int | None = setting(None, "the most batches to evaluate on; null is all", minimum=1)
     init_from: str | None = setting(None, "safetensors file with the initial weights (fine-tuning)")
     trace: bool = setting(
         False, "write a timeline of tasks to trace.json in the run's folder (open it in ui.perfetto.dev)"
     )
     profile: bool = setting(False, "write which operators take the time to profile.txt and profile.json.gz")
-    checkpoint_every_epochs: int | None = setting(1, "checkpoint every that many epochs; null never", minimum=1)
-    keep_checkpoints: int = setting(2, "newest checkpoints kept", minimum=1)
+    checkpoint_every_epochs: int | None = setting(1, "epochs between checkpoints; null for none", minimum=1)
+    keep_checkpoints: int = setting(2, "how many of the newest checkpoints to keep", minimum=1)
     distributed: DistributedSettings = dataclasses.field(
-        default=DistributedSettings(), metadata={"help": "what several ranks, started by torchrun, do"}
+        default=DistributedSettings(), metadata={"help": "settings of several ranks, started by torchrun"}
     )
     averaging: Any = group("how the learners are kept together")
 

@@ -545,8 +545,8 @@ class Run:
         """
         if self.rule.needs_end and total_samples is None:
             raise UserError(
-                "averaging.quadratic_period has learners average at the end of the run at the latest, which nothing "
-                "says beforehand; set max_epochs or max_samples."
+                "averaging.quadratic_period needs to know the end of the run, where learners average at the latest; "
+                "set max_epochs or max_samples."
             )
         remarks, ema = [], self.rule.average_ema
         if total_samples is not None:

@@ -28,11 +28,11 @@ class JobSettings:
     batch_size: int = setting(16, "samples a learner takes per round", minimum=1)
     executor: str = setting(
         "auto",
-        "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is a group of "
-        "fused learners a thread; on CUDA and experimental streams, and "
-        "subarrays2 or subarrays4, which are that many groups of fused learners on streams",
+        "how learners run: auto (the fastest), serial, fused; on CPU threads, and fused_threads, which is one group of "
+        "fused learners per thread; on CUDA and experimental streams, and subarrays2 or subarrays4, which are two or "
+        "four groups of fused learners on streams",
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "where they run: auto, cpu or cuda")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "the device that learners run on: auto, cpu or cuda")
     precision: PrecisionName = setting("auto", "compute format: fp32, bf16, or auto (bf16 where it is fast)")
     channels_last: bool = setting(True, "channels-last memory format for images and 4-D weights")
     seed: int = setting(
@@ -47,7 +47,7 @@ class JobSettings:
         None, "seed of the sample order alone; null is seed", minimum=0, maximum=2**63 - 1
     )
     label_smoothing: float = setting(
-        0.0, "share of the target spread over all classes, in the cross-entropy that is trained on", minimum=0, below=1
+        0.0, "share of the target spread over all classes, in the cross-entropy of training", minimum=0, below=1
     )
 
     def __post_init__(self) -> None:
@@ -171,12 +171,12 @@ class StopConditions:
     `after_round` and `after_evaluation` return the name of the field that stops the run, or None to go on.
     """
 
-    max_epochs: float | None = setting(None, "stop after that many epochs", above=0)
-    max_samples: int | None = setting(None, "stop after that many samples", minimum=1)
-    max_time_s: float | None = setting(None, "stop after that much training time, evaluation left out", above=0)
-    max_rounds: int | None = setting(None, "stop after that many rounds (one batch per learner each)", minimum=1)
-    target_accuracy: float | None = setting(None, "stop at that accuracy, between 0 and 1", above=0, maximum=1)
-    target_loss: float | None = setting(None, "stop at that loss or below", minimum=0)
+    max_epochs: float | None = setting(None, "stop after this many epochs", above=0)
+    max_samples: int | None = setting(None, "stop after this many samples", minimum=1)
+    max_time_s: float | None = setting(None, "stop after this many seconds of training, without evaluation", above=0)
+    max_rounds: int | None = setting(None, "stop after this many rounds (one batch per learner each)", minimum=1)
+    target_accuracy: float | None = setting(None, "stop at this accuracy, between 0 and 1", above=0, maximum=1)
+    target_loss: float | None = setting(None, "stop at this loss or below", minimum=0)
 
     def __post_init__(self) -> None:
         check(self)

@@ -68,7 +68,7 @@ class Trainer:
         mean: mean that inputs are normalised by, one number per channel or one for all, for pixels from 0 to 1. Needs
             `std`.
         std: standard deviation that inputs are normalised by, likewise.
-        class_names: names of the classes in records, by class number.
+        class_names: names of the classes in pictures of predictions; None is `test_data.classes`, if it has them.
         output_dir: the run's folder; without it nothing is written to disk.
         resume: a run folder, its checkpoints folder, or one checkpoint to resume from; `auto` is the newest in
             `output_dir`, or a fresh start if there is none.
@@ -77,9 +77,7 @@ class Trainer:
         callbacks: listeners, called from the training loop's thread.
         experiment: name of the run in records.
         names: names of the model and the data in records: `{"model": ..., "data": ...}`.
-        max_evaluation_batches: evaluate on at most that many batches; None is all.
-        class_names: what classes are called in pictures of predictions; None takes `test_data.classes`, where it is.
-        max_evaluation_batches: look at no more than that many batches in an evaluation.
+        max_evaluation_batches: the most batches to evaluate on; None is all.
         notes: messages for the listeners when training starts.
         trace: write a timeline of tasks to trace.json in `output_dir`, which must be given.
         profile: write the operators of half a second of training, by time, to profile.txt and profile.json.gz.

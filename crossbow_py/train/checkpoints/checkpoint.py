@@ -48,12 +48,12 @@ _SHA256 = re.compile(f"[{string.hexdigits}]{{64}}")
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """When checkpoints are written, besides at the end, on SIGTERM and on Ctrl-C, and how many are kept."""
+    """The times to write checkpoints, besides at the end, on SIGTERM and on Ctrl-C, and the number to keep."""
 
     GROUP: ClassVar[str] = ""
 
-    every_epochs: int | None = setting(1, "write a checkpoint every that many epochs; null never", minimum=1)
-    every_s: float | None = setting(None, "write a checkpoint every that many seconds; null never", above=0)
+    every_epochs: int | None = setting(1, "epochs between checkpoints; null for none", minimum=1)
+    every_s: float | None = setting(None, "seconds between checkpoints; null for none", above=0)
     keep: int = setting(2, "how many of the newest checkpoints to keep", minimum=1)
 
     def __post_init__(self) -> None:

@@ -196,7 +196,7 @@ def find_checkpoint(
     if found.num_ranks != ranks.num_ranks:
         said.append(
             f"The checkpoint is of another number of ranks ({found.num_ranks}, now {ranks.num_ranks}): the average "
-            "model and the schedule are what they were, and learners that are missing start as its clones."
+            "model and the schedule are restored, and missing learners start as clones of the average model."
         )
     return found, said
 
@@ -216,7 +216,7 @@ def choose_together(settings: RunSettings, found: SavedCheckpoint | None, ranks:
     for rank, other in enumerate(others, 1):
         if differing := differences(first, other):
             error = UserError(
-                f"rank {rank} would not train as rank 0 does ({'; '.join(differing)}): their machines are not alike; "
+                f"rank {rank} would not train as rank 0 does ({'; '.join(differing)}): their machines differ; "
                 "set device and precision to what all of them have."
             )
             ranks.raise_any(error if ranks.is_first else None)

@@ -90,7 +90,7 @@ def misfit(loss: Callable[[Tensor, Tensor], Tensor | float], output: Tensor, tar
         return "the loss must be the mean over a batch, got one with reduction='sum'; leave the reduction out."
     elementwise = loss in _ELEMENTWISE or isinstance(loss, _ELEMENTWISE_MODULES)
     if elementwise and output.shape != targets.shape:
-        return f"{given}: it compares value by value and would repeat them; give targets of the output's shape."
+        return f"{given}: it compares value by value and would broadcast them; give targets of the output's shape."
     return None
 
 
@@ -100,8 +100,8 @@ def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
     shape = f"[batch, {', '.join(map(str, output.shape[1:]))}]"
     if loss is _F.cross_entropy and output.ndim > 2 and output.shape[:-1] == targets.shape:
         return [
-            f"The model's output is {shape}: classes are in the second place. If the model has them in the last one, "
-            "it trains on something else; then return output.movedim(-1, 1)."
+            f"The model's output is {shape}: classes are in dimension 1. If the model has them in the last one, it "
+            "trains on something else; then return output.movedim(-1, 1)."
         ]
     if _is_of(loss, (_F.cross_entropy, nn.CrossEntropyLoss)) and _are_probabilities(output):
         return [
@@ -110,7 +110,7 @@ def remarks(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
         ]
     if _is_of(loss, (_F.nll_loss, nn.NLLLoss)) and not _are_probabilities(output.exp()):
         return [
-            "The model's outputs are no logarithms of probabilities, which nll_loss takes: end the model with "
+            "The model's outputs are not logarithms of probabilities, which nll_loss takes: end the model with "
             "log_softmax, or leave the loss out for cross-entropy."
         ]
     return [] if loss is _F.cross_entropy else _remarks_on_mean(loss, output, targets)
@@ -128,7 +128,7 @@ def _remarks_on_mean(loss: Loss, output: Tensor, targets: Tensor) -> list[str]:
     if len(each) < 2 or math.isclose(whole, sum(each) / len(each), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
         return []
     if math.isclose(whole, sum(each), rel_tol=_EXACT):
-        return ["The loss is a sum over the batch, and is taken for a mean: divide it by the number of samples."]
+        return ["The loss is a sum over the batch, but is used as a mean: divide it by the number of samples."]
     fewer, more = sorted([tuple(output.shape), tuple(targets.shape)], key=len)
     if more != (*fewer, 1):
         return []
@@ -158,13 +158,13 @@ def _no_classes(given: str, output: Tensor, targets: Tensor) -> str | None:
     kind = _kind(targets)
     if targets.dtype in _CLASS_DTYPES:
         if output.ndim > 2 and targets.shape == output.shape[:-1] != (len(output), *output.shape[2:]):
-            return f"{given}: it takes the scores of classes from the second place; return output.movedim(-1, 1)."
+            return f"{given}: it takes the scores of classes from dimension 1; return output.movedim(-1, 1)."
         return None
     if has_integers(targets):
         return f"{given}: classes are int64, got {kind}; give targets.long()."
     if targets.is_floating_point() and targets.shape == output.shape and output.ndim > 1 and output.shape[1] > 1:
         return None  # probabilities of the classes
     return (
-        f"{given}: it is cross-entropy, and targets of {kind} are no classes; give classes as int64, or, from Python, "
+        f"{given}: it is cross-entropy, and targets of {kind} are not classes; give classes as int64, or, from Python, "
         "a loss for numbers, such as loss=nn.MSELoss()."
     )

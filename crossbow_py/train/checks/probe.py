@@ -23,19 +23,19 @@ from crossbow_py.train.checks.losses import classes_of, copied_loss, hidden_para
 from crossbow_py.train.evaluation.evaluator import Metric
 
 _KEEPS_STATE = (
-    "The model's forward changes its attribute {}, which every learner has for itself, and which evaluations, saved "
-    "models and resumed runs begin anew: keep in a buffer what they need."
+    "The model's forward changes its attribute {}. Every learner has its own, and evaluations, saved models and resumed "
+    "runs start with the initial value: keep what they need in a buffer."
 )
 _DOES_NOT_REPEAT = (
-    "A second pass of the model over the same batch gives another output: its forward keeps something between passes, "
-    "which evaluations, saved models and resumed runs begin anew. Keep in a buffer what they need."
+    "A second pass of the model over the same batch gives another output: its forward keeps state between passes, "
+    "without which evaluations, saved models and resumed runs start. Keep what they need in a buffer."
 )
 _WRITES_PARAMETER = (
-    "The model's forward writes its parameter {}: every learner does so for itself, and the average model, which is "
-    "evaluated and saved, follows only as far as it is pulled along."
+    "The model's forward writes its parameter {}: every learner writes its own, and the average model, which is "
+    "evaluated and saved, follows only by averaging."
 )
 _LOSES_DIGITS = (
-    "The model's buffer {} is float64, and float32 in learners and in what is saved: whole numbers are exact to 2**24."
+    "The model's buffer {} is float64, but float32 in learners and saved models: whole numbers are exact up to 2**24."
 )
 _DRAWS_ON_HOST = (
     "The model draws random numbers from Python's or NumPy's generator: runs will not repeat or resume bit for bit."
@@ -132,8 +132,8 @@ class _TwoPasses:
         """
         if self._watch.reseeds and self._has_drawn:
             raise UserError(
-                f"the model's forward sets torch's generator at {self._watch.reseeds[0]} and draws, and learners draw "
-                "from numbers of their own; draw from a generator that forward makes: "
+                f"the model's forward sets torch's generator at {self._watch.reseeds[0]} and draws from it, but "
+                "learners draw from generators of their own; draw from a generator that forward makes: "
                 "torch.rand(..., generator=torch.Generator().manual_seed(7))."
             )
         for name, buffer in self._model.named_buffers():
@@ -321,7 +321,7 @@ def _check_loss(output: Tensor, targets: Tensor, precision: Precision, loss: Los
         )
     said = ["The loss draws random numbers: runs will not repeat or resume bit for bit."] if draws else []
     if (changed := changed_state(state, _state_of(tried))) is not None:
-        said.append(f"The loss changes its {changed}, which all learners share and which resumed runs begin anew.")
+        said.append(f"The loss changes its {changed}, which all learners share and which resumed runs start without.")
     return said
 
 

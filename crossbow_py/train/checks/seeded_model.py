@@ -95,8 +95,8 @@ def _check_tensors(module: nn.Module) -> None:
         raise UserError("the model has no parameter to train; give it some, or set requires_grad.")
     if shared := _overlap(module):
         raise UserError(
-            f"the model's {shared[0]} and {shared[1]} share memory, and a learner's weights lie elsewhere, each by "
-            "itself; give both names one nn.Parameter, or compute one from the other in forward."
+            f"the model's {shared[0]} and {shared[1]} share memory, but a learner stores each of its weights "
+            "separately; give both names one nn.Parameter, or compute one from the other in forward."
         )
 
 
@@ -179,13 +179,13 @@ def faithful_copy(original: nn.Module, precision: Precision, batch: Batch, chann
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"the model's gradients cannot be computed ({one_line(error)[:300]}); take them once yourself, by "
-            "torch.autograd.grad(loss, parameters), and mend what fails."
+            f"the model's gradients cannot be computed ({one_line(error)[:300]}); compute them once yourself, by "
+            "torch.autograd.grad(loss, parameters), and fix what fails."
         ) from error
     if found is not None:
         raise UserError(
-            f"learners, copies of the model, would not train as it does ({found}); let no hook, lambda or other tensor "
-            "of the model hold the model itself or memory of its weights, but take them from self when forward runs."
+            f"learners, copies of the model, would not train as it does ({found}); no hook, lambda or other tensor of "
+            "the model may hold the model itself or memory of its weights; take them from self when forward runs."
         )
     return copied
 
@@ -209,7 +209,8 @@ def _difference(
     drawn: list[bool] = []
 
     def values(model: nn.Module) -> dict[str, Tensor]:
-        # Other strides for the original show whether forward depends on them; not if it draws, in memory order.
+        # Contiguous inputs for the original show a forward that depends on strides. Not if it draws: random numbers are
+        # drawn in memory order.
         own = inputs.contiguous() if model is original and not any(drawn) else inputs
         with torch.random.fork_rng(), kept_host_state(), kept_buffers(model), without_dropout(model.train()):
             torch.manual_seed(0)

@@ -93,7 +93,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an executor cannot run a number of learners. If memory was short it `is_passing`: the next time it may."""
+    """The reason why an executor cannot run so many learners. It `is_passing` if memory was short, this time."""
 
     reason: str
     is_passing: bool = False
